@@ -6,16 +6,32 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequency scaling of the rotary embedding, as in Llama 3.1."""
+    """Stretches the rotary embedding's frequencies to a longer context than that of training."""
 
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    """How. llama3: divide low frequencies by factor (Llama 3.1). linear: all of them. yarn: those
+    of the last dims. longrope: each by a number of its own (Phi-3)."""
     factor: float = 8.0
     """Factor by which the context length grows."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above original_max_position / low_freq_factor are divided by factor."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below original_max_position / high_freq_factor are unchanged."""
     original_max_position: int = 8192
-    """Context length of the original training."""
+    """Context length of the original training. Not read by linear."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_position / low_freq_factor are divided by factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_position / high_freq_factor are unchanged."""
+    beta_fast: float = 32.0
+    """yarn: dims with more turns than this within original_max_position are unchanged."""
+    beta_slow: float = 1.0
+    """yarn: dims with fewer turns than this within original_max_position are divided by factor."""
+    truncate: bool = True
+    """yarn: round the ends of the ramp between the two to whole dims. gpt-oss: False."""
+    attention_factor: float | None = None
+    """yarn, longrope: multiply cosine and sine by this. None: the papers' functions of factor."""
+    short_factors: str = ""
+    """longrope: divisors of the frequencies for sequences of up to original_max_position tokens,
+    one for each pair of rotated dims, separated by commas."""
+    long_factors: str = ""
+    """longrope: divisors of the frequencies for longer sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +86,14 @@ class ModelConfig:
     rope_theta: float = 500_000.0
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling; setting one of its fields enables it. None: plain RoPE."""
+    """Scaling of the frequencies; setting one of its fields enables it. None: plain RoPE."""
+    rope_fraction: float = 1.0
+    """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5)."""
+    rope_layout: Literal["halves", "interleaved"] = "halves"
+    """Which dims are rotated together. halves: one of the first half with one of the second.
+    interleaved: neighbors (Helium, ERNIE 4.5)."""
+    nope_every: int = 0
+    """Every Nth layer has no rotary embedding (SmolLM3: 4). 0: all layers have it."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm."""
     tie_embeddings: bool = False
@@ -93,6 +116,9 @@ class ModelConfig:
     are the same."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
+    local_rope_scaling: bool = True
+    """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
+    of global_every (Gemma 3, OLMo 3)."""
     activation: Literal["silu", "gelu", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
     clamped_swiglu: gate * sigmoid(swiglu_alpha * gate) * (up + 1), both clamped (gpt-oss)."""
@@ -127,8 +153,16 @@ class ModelConfig:
     """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
+    attention_sinks: bool = False
+    """A learned score per query head that joins the softmax's denominator and has no value, so
+    that a head can attend to nothing (gpt-oss)."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""
     attention_deterministic: bool = False
     """Make the attention backward bitwise deterministic, at a cost in speed."""
+
+    @property
+    def rotary_dims(self) -> int:
+        """The number of each head's dims that are rotated."""
+        return int(self.head_dim * self.rope_fraction)

@@ -30,6 +30,7 @@ from jaxpar.config.rules.model import (
     model,
 )
 from jaxpar.config.rules.numbers import numbers
+from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import places, profile, saving, schedule
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
@@ -73,6 +74,7 @@ def _each_rule(cfg: Config) -> None:
         data,
         schedule,
         moments,
+        rope,
         model,
         activation,
         float8_matmuls,

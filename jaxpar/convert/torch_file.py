@@ -48,6 +48,7 @@ PLAIN = Family(
         Entry("layers/k_norm", _LAYER + "k_norm.weight", "LK", "K"),
         Entry("layers/q_norm", _LAYER + "q_norm.weight", "LHK", "HK"),
         Entry("layers/k_norm", _LAYER + "k_norm.weight", "LGK", "GK"),
+        Entry("layers/sinks", _LAYER + "sinks", "LH", "H"),
         Entry("layers/mlp_norm", _LAYER + "mlp_norm.weight", "LD", "D"),
         Entry("layers/attn_post_norm", _LAYER + "attn_post_norm.weight", "LD", "D"),
         Entry("layers/mlp_post_norm", _LAYER + "mlp_post_norm.weight", "LD", "D"),

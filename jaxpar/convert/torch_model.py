@@ -39,22 +39,61 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), gain.shape, gain, self.m.norm_eps).to(x.dtype)
 
 
-def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
-    """Angle per position of each pair of dims, [head_dim / 2]; stretched as Llama 3.1's."""
-    angle = theta ** -(torch.arange(0, m.head_dim, 2).float() / m.head_dim)
-    if m.rope_scaling is None:
+def frequencies(m: SimpleNamespace, theta: float, scaled: bool, length: int) -> Tensor:
+    """Angle per position of each pair of the rotated dims, scaled as the model says."""
+    rotated = int(m.head_dim * m.rope_fraction)
+    angle = theta ** -(torch.arange(0, rotated, 2).float() / rotated)
+    if m.rope_scaling is None or not scaled:
         return angle
     s = SimpleNamespace(**m.rope_scaling)
-    turns = s.original_max_position * angle / (2 * math.pi)
-    keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    if s.kind == "linear":
+        return angle / s.factor
+    if s.kind == "longrope":
+        factors = s.long_factors if length > s.original_max_position else s.short_factors
+        return angle / torch.tensor([float(factor) for factor in factors.split(",")])
+    if s.kind == "yarn":
+        keep = 1 - yarn_ramp(s, theta, rotated)
+    else:
+        turns = s.original_max_position * angle / (2 * math.pi)
+        keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
     return angle * (keep + (1 - keep) / s.factor)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Apply RoPE: rotate the first half of each head's dims against the second; x [B, T, H, K]."""
-    a, b = x.float().chunk(2, -1)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+def yarn_ramp(s: SimpleNamespace, theta: float, rotated: int) -> Tensor:
+    """Which pairs YaRN scales: 0 for those that turn often in the original context, else 1."""
+    once = s.original_max_position / (2 * math.pi)
+    first, last = (rotated * math.log(once / n, theta) / 2 for n in (s.beta_fast, s.beta_slow))
+    if s.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    return ((torch.arange(rotated // 2) - first) / ((last - first) or 1e-3)).clamp(0, 1)
+
+
+def rotary_factor(m: SimpleNamespace) -> float:
+    """Factor of cosine and sine."""
+    s = SimpleNamespace(**(m.rope_scaling or {"kind": None}))
+    if s.kind not in ("yarn", "longrope"):
+        return 1.0
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.kind == "yarn":
+        return 0.1 * math.log(s.factor) + 1
+    return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Apply RoPE to the first dims of each head, in pairs from two halves or of neighbors.
+
+    Args:     x: [B, T, H, K]. cos, sin: [T, 1, R / 2], for the first R dims.
+    """
+    rotated, rest = x[..., : 2 * cos.shape[-1]].float(), x[..., 2 * cos.shape[-1] :]
+    if layout == "interleaved":
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
 
 
 def gated(gate: Tensor, up: Tensor, m: SimpleNamespace) -> Tensor:
@@ -131,24 +170,37 @@ class Layer(nn.Module):
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
         self.o = nn.Linear(heads, D, bias=m.out_bias)
+        if m.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(m.num_heads))
         self.mlp = Experts(m) if m.num_experts else FeedForward(m)
 
-    def forward(self, x: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
-        x = x + self.attn_post_norm(self.attention(self.attn_norm(x), angles, seen))
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
+        x = x + self.attn_post_norm(self.attention(self.attn_norm(x), rope, seen))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
-    def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
+    def attention(self, h: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
         q, k, v = self.q(h), self.k(h), self.v(h)
         if self.m.qk_norm_over == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (a.unflatten(-1, (-1, self.m.head_dim)) for a in (q, k, v))
         if self.m.qk_norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, angles), rotate(k, angles)
+        if rope is not None:
+            q, k = (rotate(a, *rope, self.m.rope_layout) for a in (q, k))
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        if self.m.attention_sinks:
+            out = self.with_sinks(q * scale, k, v, seen)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Attention with a learned score per head in the softmax; q, k, v [B, H, T, K]."""
+        k, v = (a.repeat_interleave(q.shape[1] // k.shape[1], 1) for a in (k, v))
+        scores = (q @ k.transpose(-2, -1)).float().masked_fill(~seen, -math.inf)
+        sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 class Decoder(nn.Module):
@@ -166,9 +218,18 @@ class Decoder(nn.Module):
         back = place[:, None] - place
         x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
         for i, layer in enumerate(self.layers, 1):
-            window, theta = m.sliding_window, m.local_rope_theta or m.rope_theta
-            if m.global_every and i % m.global_every == 0:
-                window, theta = None, m.rope_theta
-            angles = place[:, None] * frequencies(m, theta).to(tokens.device)
-            x = layer(x, angles, (back >= 0) & (back < (window or len(place))))
+            is_global = m.global_every and i % m.global_every == 0
+            window = None if is_global else m.sliding_window
+            rope = None if m.nope_every and i % m.nope_every == 0 else self.rope(place, is_global)
+            x = layer(x, rope, (back >= 0) & (back < (window or len(place))))
         return F.linear(self.norm(x), (self.head or self.embed).weight)
+
+    def rope(self, place: Tensor, is_global: bool) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""
+        m = self.m
+        local = m.global_every and not is_global
+        theta = m.local_rope_theta if local and m.local_rope_theta else m.rope_theta
+        scaled = m.local_rope_scaling or not local
+        angles = place[:, None] * frequencies(m, theta, scaled, len(place)).to(place.device)
+        factor = rotary_factor(m) if scaled else 1.0
+        return angles.cos()[:, None] * factor, angles.sin()[:, None] * factor

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.kernels.platform import Platform
 
@@ -219,7 +220,7 @@ def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:
     ahead = stage_wide or saves_on_host(p)
     if ahead or p.row_groups > 1 or p.layer_loop == "scan":
         return 0
-    return cfg.model.global_every or 1
+    return layer_period(cfg.model)
 
 
 def rows_per_device(cfg: Config) -> int:

@@ -22,7 +22,7 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
-WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "wo")
+WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "wo")
 
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -38,6 +38,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         kind=ex.cfg.parallel.context,
         backend=m.attention_backend,
         deterministic=m.attention_deterministic,
+        sinks=w.get("sinks"),
         function=registry.function("model.attention", m.attention),
     )
     side_by_side = out.reshape(*out.shape[:2], -1)
@@ -69,9 +70,9 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 
 
 def positioned(
-    q: jax.Array, k: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+    q: jax.Array, k: jax.Array, w: Weights, rope: model_rope.Tables | None, m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply norms, then RoPE, to queries and keys, [B, T, heads, K].
+    """Apply norms, then RoPE unless it is None, to queries and keys, [B, T, heads, K].
 
     Communication: that of `norm_over_heads` if `model.qk_norm_over` is all.
     """
@@ -80,5 +81,6 @@ def positioned(
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    q, k = (named(model_rope.rope(a, rope), "qk") for a in (q, k))
-    return q, k
+    if rope is not None:
+        q, k = (model_rope.rope(a, rope, m.rope_layout) for a in (q, k))
+    return named(q, "qk"), named(k, "qk")

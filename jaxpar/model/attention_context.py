@@ -5,9 +5,9 @@ import dataclasses
 import flax.struct
 import jax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model.rope import rope_tables
+from jaxpar.model.rope import Tables, rope_tables
 from jaxpar.parallel.context import mask_across
 from jaxpar.sharding.batch import Batch
 
@@ -17,7 +17,8 @@ class AttentionContext:
     """The attention mask and rotary tables of a microbatch, shared by all layers."""
 
     mask: AttentionMask
-    rope: tuple[jax.Array, jax.Array]
+    rope: Tables | None
+    """None in layers without a rotary embedding."""
     in_global: "AttentionContext | None" = None
     """The context of layers without a window, in models where only some layers have one."""
     loss_weight: jax.Array | None = None
@@ -27,15 +28,28 @@ class AttentionContext:
     """int32 [B]: `Batch.rows`, if routing is recorded or repeated."""
 
 
-def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> AttentionContext:
-    """Compute the mask and rotary tables of a microbatch from its positions and segments."""
+def attention_context(
+    batch: Batch, cfg: Config, max_segments: int | None, length: int | None = None
+) -> AttentionContext:
+    """Compute the mask and rotary tables of a microbatch from its positions and segments.
+
+    Args:     length: tokens of the longest sequence; None for those of the batch's rows.
+    """
     m = cfg.model
+    length = length or batch.positions.shape[1] * cfg.parallel.sequence
     if not m.global_every:
-        return _describe(batch, cfg, max_segments, m.sliding_window, m.rope_theta)
-    local_theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
-    local = _describe(batch, cfg, max_segments, m.sliding_window, local_theta)
-    everywhere = _describe(batch, cfg, max_segments, None, m.rope_theta)
+        return _describe(batch, cfg, max_segments, m, length)
+    local = _describe(batch, cfg, max_segments, _of_local_layers(m), length)
+    of_global = dataclasses.replace(m, sliding_window=None)
+    everywhere = _describe(batch, cfg, max_segments, of_global, length)
     return dataclasses.replace(local, in_global=everywhere)
+
+
+def _of_local_layers(m: ModelConfig) -> ModelConfig:
+    """Return the model with the rotary embedding of its sliding-window layers."""
+    theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
+    scaling = m.rope_scaling if m.local_rope_scaling else None
+    return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
 
 
 def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:
@@ -55,7 +69,7 @@ def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
 
 
 def _describe(
-    batch: Batch, cfg: Config, max_segments: int | None, window: int | None, theta: float
+    batch: Batch, cfg: Config, max_segments: int | None, m: ModelConfig, length: int
 ) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
     in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
@@ -64,10 +78,9 @@ def _describe(
         kv_positions=batch.positions,
         q_segments=segments,
         kv_segments=segments,
-        window=window,
+        window=m.sliding_window,
         max_segments=max_segments,
         in_order=in_order,
     )
-    model = dataclasses.replace(cfg.model, rope_theta=theta)
-    rope = rope_tables(batch.positions, model)
+    rope = rope_tables(batch.positions, m, length)
     return AttentionContext(mask=mask, rope=rope, rows=batch.rows)

@@ -89,7 +89,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = attention_context(batch, cfg, max_segments=1)
+    described = attention_context(batch, cfg, max_segments=1, length=cache.keys[0].shape[1])
     x = _embed(weights["top"], tokens, cfg.model)
     (chunk,) = weights["layers"]
     kinds = [
@@ -119,14 +119,14 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
     q, k = positioned(q, k, w, context.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
-        out = _attend(q, k, v, context.mask, m, m.attention_backend)
+        out = _attend(q, k, v, context.mask, w, m, m.attention_backend)
     else:
         slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
         slots = jnp.broadcast_to(slots, held[0].shape[:2])
         mask = dataclasses.replace(
             context.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
         )
-        out = _attend(q, held[0], held[1], mask, m, "reference")
+        out = _attend(q, held[0], held[1], mask, w, m, "reference")
     partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
     whole = Shards((NormOutput(norm.norm(x, w[second.norm], m)),))
@@ -134,9 +134,10 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
     return second.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
-def _attend(q, k, v, mask, m: ModelConfig, backend: str) -> jax.Array:
-    function = registry.function("model.attention", m.attention)
-    return function(q, k, v, mask) if function else attention(q, k, v, mask, backend=backend)[0]
+def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:
+    if function := registry.function("model.attention", m.attention):
+        return function(q, k, v, mask)
+    return attention(q, k, v, mask, sinks=w.get("sinks"), backend=backend)[0]
 
 
 def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "bqkv": None,
     "q_norm": None,
     "k_norm": None,
+    "sinks": None,
     "wo": -1,
     "bo": None,
     "mlp_norm": None,

@@ -64,6 +64,9 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     elif m.qk_norm:
         blocks["q_norm"] = gain((H, K), ("heads", "head_dim"))
         blocks["k_norm"] = gain((G, K), ("kv_heads", "head_dim"))
+    if m.attention_sinks:
+        sinks = vector((H,), ("heads",), "normal")
+        blocks["sinks"] = dataclasses.replace(sinks, std=m.init_std)
     if m.post_norms:
         blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.qkv_bias:

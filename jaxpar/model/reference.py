@@ -116,13 +116,19 @@ def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 def of_layer(m: ModelConfig, i: int) -> ModelConfig:
-    """Return the model config for only layer i, with the window and rotary base of its kind."""
+    """Return the model config for only layer i, with the window and rotary base of its kind.
+
+    A layer without a rotary embedding has rope_fraction 0.
+    """
+    fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
+    alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
     if m.global_every == 0:
-        return m
-    alike = dataclasses.replace(m, global_every=0, local_rope_theta=None)
+        return alike
     if i % m.global_every == m.global_every - 1:
         return dataclasses.replace(alike, sliding_window=None)
-    return dataclasses.replace(alike, rope_theta=m.local_rope_theta or m.rope_theta)
+    scaling = m.rope_scaling if m.local_rope_scaling else None
+    theta = m.local_rope_theta or m.rope_theta
+    return dataclasses.replace(alike, rope_theta=theta, rope_scaling=scaling)
 
 
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
@@ -138,7 +144,7 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
-    o = _attend(q, k, v, positions, segments, m)
+    o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
     return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
 
@@ -229,19 +235,66 @@ def _head_norm(x, gain, m: ModelConfig):
 
 
 def _rotate(x, positions, m: ModelConfig):
-    half = m.head_dim // 2
-    inv = jnp.asarray([_frequency(m.rope_theta ** (-j / half), m) for j in range(half)])
+    if m.rope_fraction == 0:
+        return x
+    half, length = int(m.head_dim * m.rope_fraction) // 2, positions.shape[1]
+    inv = jnp.asarray([_frequency(j, half, length, m) for j in range(half)])
     angle = positions[:, :, None, None] * inv
-    a, b = x[..., :half], x[..., half:]
-    turned = a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)
-    return jnp.concatenate(turned, axis=-1)
+    cos, sin = (f(angle) * _rotary_factor(m.rope_scaling) for f in (jnp.cos, jnp.sin))
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if m.rope_layout == "interleaved":
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+        turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(rotated.shape)
+    else:
+        a, b = rotated[..., :half], rotated[..., half:]
+        turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+    return jnp.concatenate((turned, rest), axis=-1)
 
 
-def _frequency(inv: float, m: ModelConfig) -> float:
-    """Apply Llama 3.1's scaling by wavelength, written as in its authors' code."""
-    s = m.rope_scaling
+def _rotary_factor(s) -> float:
+    """Return what multiplies cosine and sine."""
+    if s is None or s.kind not in ("yarn", "longrope"):
+        return 1.0
+    usual = {
+        "yarn": 1 + math.log(s.factor) / 10,
+        "longrope": (1 + math.log(s.factor, s.original_max_position)) ** 0.5,
+    }
+    return usual[s.kind] if s.attention_factor is None else s.attention_factor
+
+
+def _frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
+    """Return the angle per position of pair j, for sequences of `length` tokens."""
+    s, inv = m.rope_scaling, m.rope_theta ** (-j / half)
     if s is None:
         return inv
+    if s.kind == "linear":
+        return inv / s.factor
+    if s.kind == "yarn":
+        return _yarn_frequency(j, half, inv, m)
+    if s.kind == "longrope":
+        factors = s.short_factors if length <= s.original_max_position else s.long_factors
+        return inv / float(factors.split(",")[j])
+    return _llama_frequency(inv, s)
+
+
+def _yarn_frequency(j: int, half: int, inv: float, m: ModelConfig) -> float:
+    """Divide by YaRN's factor where a ramp over pairs has ended, or a part of it on the ramp."""
+    s = m.rope_scaling
+    assert s is not None
+    # Pair j turns original_max_position * theta^(-j / half) / (2 pi) times; solved for j.
+    ends = [
+        half * math.log(s.original_max_position / (2 * math.pi * turns), m.rope_theta)
+        for turns in (s.beta_fast, s.beta_slow)
+    ]
+    if s.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    first, last = max(ends[0], 0), min(ends[1], 2 * half - 1)
+    share = min(max((j - first) / (last - first or 0.001), 0), 1)
+    return inv * (1 - share) + inv / s.factor * share
+
+
+def _llama_frequency(inv: float, s) -> float:
+    """Apply Llama 3.1's scaling by wavelength, written as in its authors' code."""
     wavelength = 2 * math.pi / inv
     if wavelength < s.original_max_position / s.high_freq_factor:
         return inv
@@ -253,7 +306,7 @@ def _frequency(inv: float, m: ModelConfig) -> float:
     return (1 - smooth) * inv / s.factor + smooth * inv
 
 
-def _attend(q, k, v, positions, segments, m: ModelConfig):
+def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     if function := registry.function("model.attention", m.attention):
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
         return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
@@ -263,5 +316,10 @@ def _attend(q, k, v, positions, segments, m: ModelConfig):
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.query_scale_dim or m.head_dim)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sinks is not None:  # a key of every query of a head, with this score and no value
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate((scores, sink), axis=-1), axis=-1)[..., :-1]
+    else:
+        weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)

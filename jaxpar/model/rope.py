@@ -1,4 +1,4 @@
-"""Rotary position embeddings."""
+"""Rotary position embeddings, and their scaling to longer contexts."""
 
 import math
 
@@ -6,16 +6,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.config.rope_factors import longrope_factors
+
+#: Cosine and sine of every token's angles, float32 [B, T, 1, R/2] each; R dims are rotated.
+type Tables = tuple[jax.Array, jax.Array]
 
 
-def rope_frequencies(model: ModelConfig) -> jax.Array:
-    """Compute the angle per position of each pair of dims, float32 [K/2].
+def rope_frequencies(model: ModelConfig, length: int = 1) -> jax.Array:
+    """Compute the angle per position of each pair of dims, float32 [R/2].
 
+    Args:     length: tokens of the longest sequence, which decides LongRoPE's divisors.
     Source:   Su et al. 2021 (2104.09864), section 3.4.2.
     """
-    pairs = jnp.arange(0, model.head_dim, 2, dtype=jnp.float32) / model.head_dim
+    R = model.rotary_dims
+    pairs = jnp.arange(0, R, 2, dtype=jnp.float32) / R
     plain = 1.0 / (model.rope_theta**pairs)
-    return plain if model.rope_scaling is None else _stretch(plain, model.rope_scaling)
+    match model.rope_scaling:
+        case None:
+            return plain
+        case RopeScaling(kind="llama3") as s:
+            return _stretch(plain, s)
+        case RopeScaling(kind="linear") as s:
+            return plain / s.factor
+        case RopeScaling(kind="yarn") as s:
+            return _yarn(plain, s, model)
+        case s:
+            return plain / jnp.asarray(longrope_factors(s, length), jnp.float32)
 
 
 def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
@@ -26,22 +42,73 @@ def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
     return frequencies * (keep + (1 - keep) / s.factor)
 
 
-@jax.named_scope("rope")
-def rope_tables(positions: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute cosine and sine of every token's angles, float32 [B, T, 1, K/2] each."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(model)
-    return jnp.cos(angles), jnp.sin(angles)
+def _yarn(frequencies: jax.Array, s: RopeScaling, model: ModelConfig) -> jax.Array:
+    """Divide the frequencies of late dims by `factor`, with a ramp over dims to early ones.
 
-
-@jax.named_scope("rope")
-def rope(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate each pair of dims of every head by the token's angles.
-
-    Pairs are one dim from each half of the head, as in Hugging Face's weights, not interleaved as
-    in the paper. The rotation flips the two halves instead of concatenating them.
+    Source:   Peng et al. 2023 (2309.00071), section 3.2.
     """
-    cos, sin = (table[..., None, :] for table in tables)
-    halves = x_BTHK.astype(jnp.float32).reshape(*x_BTHK.shape[:-1], 2, -1)
-    sign = jnp.where(jnp.arange(2)[:, None] == 0, -1.0, 1.0)  # not a constant, which would be saved
-    turned = halves * cos + jnp.flip(halves, axis=-2) * sign * sin
-    return turned.reshape(x_BTHK.shape).astype(x_BTHK.dtype)
+
+    def dim_with(turns: float) -> float:
+        """Return the dim, as a fraction, that turns so often in the original context."""
+        wavelength = s.original_max_position / turns
+        return R * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    R = model.rotary_dims
+    first, last = dim_with(s.beta_fast), dim_with(s.beta_slow)
+    if s.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
+    steps = (jnp.arange(R // 2, dtype=jnp.float32) - first) / ((last - first) or 1e-3)
+    ramp = jnp.clip(steps, 0.0, 1.0)
+    return frequencies * (1 - ramp + ramp / s.factor)
+
+
+def attention_factor(s: RopeScaling | None) -> float:
+    """Return the factor of cosine and sine; its square multiplies the scores of rotated dims.
+
+    Source:   YaRN (2309.00071), section 3.4; LongRoPE (2402.13753), as published with Phi-3.
+    """
+    if s is None or s.kind in ("llama3", "linear"):
+        return 1.0
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.kind == "yarn":
+        return 0.1 * math.log(s.factor) + 1
+    return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
+
+
+@jax.named_scope("rope")
+def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Tables:
+    """Compute cosine and sine of every token's angles, float32 [B, T, 1, R/2] each.
+
+    Args:     positions: int32 [B, T]. length: as in `rope_frequencies`.
+    """
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(model, length)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    factor = attention_factor(model.rope_scaling)
+    return tables if factor == 1 else (tables[0] * factor, tables[1] * factor)
+
+
+@jax.named_scope("rope")
+def rope(x_BTHK: jax.Array, tables: Tables, layout: str = "halves") -> jax.Array:
+    """Rotate pairs of the first R dims of every head by the token's angles.
+
+    A pair is one dim from each half of the R dims, as in Hugging Face's weights, or, in the layout
+    "interleaved", two neighbors, as in the paper. The rotation flips the two members of all pairs
+    instead of concatenating them.
+    """
+    R = 2 * tables[0].shape[-1]
+    if x_BTHK.shape[-1] == R:
+        return _rotate(x_BTHK, tables, layout)
+    return jnp.concatenate((_rotate(x_BTHK[..., :R], tables, layout), x_BTHK[..., R:]), axis=-1)
+
+
+def _rotate(x: jax.Array, tables: Tables, layout: str) -> jax.Array:
+    halves = layout == "halves"
+    members, shape = (-2, (2, -1)) if halves else (-1, (-1, 2))
+    cos, sin = (table[..., None, :] if halves else table[..., None] for table in tables)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *shape)
+    member = jnp.arange(2)[:, None] if halves else jnp.arange(2)
+    sign = jnp.where(member == 0, -1.0, 1.0)  # not a constant, which would be saved
+    turned = pairs * cos + jnp.flip(pairs, axis=members) * sign * sin
+    return turned.reshape(x.shape).astype(x.dtype)

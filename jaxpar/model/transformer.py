@@ -102,26 +102,29 @@ def _weights(w: Tree) -> Tree:
 def runs_of_layers(
     chunk: tuple, context: AttentionContext, cfg: Config
 ) -> list[tuple[tuple, AttentionContext]]:
-    """Split a chunk into runs of layers of one kind: with a window or without, with experts or not.
+    """Split a chunk into runs of layers of one kind: windows, rotary embedding, experts or not.
 
     Every chunk begins with the same kind of layer (`config/validate.py` checks this), so the index
-    of a layer within its chunk determines whether it has a window.
+    of a layer within its chunk determines whether it has a window and a rotary embedding.
 
     Returns:  runs of consecutive layers of one kind, each with its attention context.
     """
-    every = cfg.model.global_every
-    if not every and not cfg.model.dense_layers:
+    m = cfg.model
+    if not (m.global_every or m.nope_every or m.dense_layers):
         return [(chunk, context)]
+    local = dataclasses.replace(context, in_global=None)
+    last_of = lambda every, i: every > 0 and (i + 1) % every == 0  # noqa: E731
+
+    def kind(at: tuple[int, dict]) -> tuple[bool, bool, bool]:
+        i, w = at
+        return last_of(m.global_every, i), last_of(m.nope_every, i), "router" in w
+
     runs: list[tuple[tuple, AttentionContext]] = []
-    kind = lambda at: (every > 0 and (at[0] + 1) % every == 0, "router" in at[1])  # noqa: E731
-    for (is_global, _), group in itertools.groupby(enumerate(chunk), kind):
-        alike = tuple(w for _, w in group)
-        if not every:
-            runs.append((alike, context))
-            continue
-        assert context.in_global is not None
-        local = dataclasses.replace(context, in_global=None)
-        runs.append((alike, context.in_global if is_global else local))
+    for (is_global, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
+        of_run = context.in_global if is_global else local
+        assert of_run is not None
+        of_run = dataclasses.replace(of_run, rope=None) if no_rope else of_run
+        runs.append((tuple(w for _, w in group), of_run))
     return runs
 
 

@@ -34,6 +34,7 @@ from jaxpar.kernels.attention import (
     choose,
     forward,
 )
+from jaxpar.kernels.attention.sinks import add_sinks, sinks_gradient
 from jaxpar.parallel.collectives import all_gather, all_to_all, shift
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import SEQUENCE
@@ -64,26 +65,33 @@ def context_attention(
     kind: str,
     backend: str,
     deterministic: bool = False,
+    sinks: jax.Array | None = None,
     function: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Compute attention over the complete sequence, given each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
               mask: returned by `mask_across`. kind: parallel.context. backend, deterministic: as in
-              `attention`. function: (q, k, v, mask) -> out, used instead of the kernels of softmax
-              attention; not with `ring`, which merges softmaxes.
+              `attention`. sinks: [H/tensor], as in `attention`. function: (q, k, v, mask) -> out,
+              used instead of the kernels of softmax attention; not with `ring`, which merges
+              softmaxes, nor with sinks.
     Returns:  [B, T/sequence, H/tensor, K].
     Communication: over SEQUENCE, depending on kind; see the module. None if its size is 1.
     """
     kernels: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
     if kind == "ring" and lax.axis_size(SEQUENCE) > 1:
         assert function is None, "a rule of the config"
-        return _ring(q, k, v, mask, kernels)
-    softmax = lambda q, k, v, mask: attention(q, k, v, mask, **kernels)[0]  # noqa: E731
-    attend = softmax if function is None else named_output(function)
+        return _ring(q, k, v, sinks, mask, kernels)
+
+    def attend(q, k, v, mask, sinks):
+        if function is not None:
+            assert sinks is None, "a rule of the config"
+            return named_output(function)(q, k, v, mask)
+        return attention(q, k, v, mask, sinks=sinks, **kernels)[0]
+
     if lax.axis_size(SEQUENCE) == 1:
-        return attend(q, k, v, mask)
-    return (_allgather if kind == "allgather" else _ulysses)(q, k, v, mask, attend)
+        return attend(q, k, v, mask, sinks)
+    return (_allgather if kind == "allgather" else _ulysses)(q, k, v, sinks, mask, attend)
 
 
 def mask_across(mask: AttentionMask, kind: str) -> AttentionMask:
@@ -137,14 +145,16 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
     return q, k, whole
 
 
-def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
+def _allgather(q, k, v, sinks, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
     """Gather k and v by permutes; their gradients are reduce-scattered by permutes."""
     k, v = (permutes.permute_all_gather(x, SEQUENCE, 1) for x in (k, v))
-    return attend(q, k, v, mask)
+    return attend(q, k, v, mask, sinks)
 
 
-def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
+def _ulysses(q, k, v, sinks, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
     """Attend with all-to-alls of q, k, v and out. KV heads are repeated to divide the axis.
+
+    Every device has all sinks, and takes those of its heads.
 
     Source:   Jacobs et al. 2023 (2309.14509).
     """
@@ -152,22 +162,26 @@ def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> 
     repeat = n // math.gcd(k.shape[2], n)
     k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
     q, k, v = (all_to_all(x, SEQUENCE, split_dim=2, concat_dim=1) for x in (q, k, v))
-    return all_to_all(attend(q, k, v, mask), SEQUENCE, split_dim=1, concat_dim=2)
+    if sinks is not None:
+        heads = q.shape[2]
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(SEQUENCE) * heads, heads)
+    out = attend(q, k, v, mask, sinks)
+    return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
 
 
-def _ring(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
+def _ring(q, k, v, sinks, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
     """Attend with n-1 permutes of k, v and mask forward; as many backward, and n of dk and dv.
 
     Source:   Liu et al. 2023 (2310.01889).
     """
     mask = replace(mask, in_order=False)
-    check_arguments(q, k, v, mask)
-    return _ring_attention(q, k, v, mask, choose(q=q, k=k, mask=mask, **kernels))
+    check_arguments(q, k, v, mask, sinks)
+    return _ring_attention(q, k, v, sinks, mask, choose(q=q, k=k, mask=mask, **kernels))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q, k, v, mask, choice: Choice):
-    return _ring_forward(q, k, v, mask, choice)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring_attention(q, k, v, sinks, mask, choice: Choice):
+    return _ring_forward(q, k, v, sinks, mask, choice)[0]
 
 
 def _keys(k, v, mask: AttentionMask):
@@ -178,7 +192,7 @@ def _with_keys(mask: AttentionMask, keys) -> AttentionMask:
     return replace(mask, kv_positions=keys[2], kv_segments=keys[3])
 
 
-def _ring_forward(q, k, v, mask, choice: Choice):
+def _ring_forward(q, k, v, sinks, mask, choice: Choice):
     out, lse = forward(q, k, v, mask, choice)
     out = out.astype(jnp.float32)
     keys = _keys(k, v, mask)
@@ -186,8 +200,9 @@ def _ring_forward(q, k, v, mask, choice: Choice):
         keys = shift(keys, SEQUENCE, 1)
         part = forward(q, keys[0], keys[1], _with_keys(mask, keys), choice)
         out, lse = _merge(out, lse, *part)
+    out, lse = add_sinks(out, lse, sinks)
     out = checkpoint_name(out.astype(q.dtype), "attn_out")
-    return out, (q, k, v, mask, out, checkpoint_name(lse, "attn_lse"))
+    return out, (q, k, v, sinks, mask, out, checkpoint_name(lse, "attn_lse"))
 
 
 def _merge(out_a, lse_a, out_b, lse_b):
@@ -198,8 +213,9 @@ def _merge(out_a, lse_a, out_b, lse_b):
 
 
 def _ring_backward(choice: Choice, saved, d_out):
-    q, k, v, mask, out, lse = saved
+    q, k, v, sinks, mask, out, lse = saved
     zero = jnp.zeros_like(lse)
+    d_sinks = sinks_gradient(sinks, out, lse, d_out, zero)
     f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
     dq, *d_keys = f32(backward(q, k, v, mask, out, lse, d_out, zero, choice))
     keys = _keys(k, v, mask)
@@ -208,7 +224,7 @@ def _ring_backward(choice: Choice, saved, d_out):
         part = backward(q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, choice)
         dq, *d_keys = jax.tree.map(jnp.add, [dq, *d_keys], list(f32(part)))
     dk, dv = shift(d_keys, SEQUENCE, 1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
 
 
 _ring_attention.defvjp(_ring_forward, _ring_backward)

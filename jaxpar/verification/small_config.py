@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.config.layout.layer_split import layers_per_chunk
+from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
+from jaxpar.config.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 
@@ -69,7 +71,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
     given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
     values = {
-        "model.num_layers": max(given, default=up(2, stages * max(m.global_every, 1))),
+        "model.num_layers": max(given, default=up(2, stages * layer_period(m))),
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
@@ -97,6 +99,21 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
     if m.rope_scaling is not None:
-        original = up(m.rope_scaling.original_max_position * shorter, 1)
-        values["model.rope_scaling.original_max_position"] = original
+        values |= _rope_scaling(m, dataclasses.replace(m, head_dim=head_dim).rotary_dims, shorter)
     return replace(cfg, **values)
+
+
+def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:
+    """Return the fields of RoPE scaling that depend on the sequence and on the rotated dims."""
+    s, section = m.rope_scaling, "model.rope_scaling"
+    assert s is not None
+    found: dict[str, Any] = {
+        f"{section}.original_max_position": max(round(s.original_max_position * shorter), 2)
+    }
+    if s.kind == "longrope":
+        for name in ("short_factors", "long_factors"):
+            factors = numbers_in(getattr(s, name))
+            step = len(factors) / (dims // 2)
+            some = [factors[int(pair * step)] for pair in range(dims // 2)]
+            found[f"{section}.{name}"] = in_words(some)
+    return found

@@ -129,7 +129,7 @@ Fix: use --train.num-steps or --profile.num-steps.
 Fix: use --model.sliding-window None.
 --model.rope-scaling 8
     model.rope_scaling = '8': must be a RopeScaling or None. \
-Fix: use --model.rope-scaling None, or --model.rope-scaling.factor 8.0.
+Fix: use --model.rope-scaling None, or --model.rope-scaling.kind llama3.
 --train 5 --train.num-steps 3
     train = '5': must be a TrainConfig. Fix: use --train.num-steps 1000.
 --model.rope-scaling.factor 0.5

@@ -84,7 +84,15 @@ BAD = {
     ),
     "no architecture": (configure(architectures=None, model_type="mamba"), "architectures.*mamba"),
     "missing key": (configure(hidden_size=None), "hidden_size = None: must be int"),
-    "rope type": (configure(rope_parameters=ROPE | {"rope_type": "yarn"}), "rope_type = 'yarn'"),
+    "rope type": (
+        configure(rope_parameters=ROPE | {"rope_type": "dynamic"}),
+        "rope_type = 'dynamic'",
+    ),
+    "rope key": (configure(rope_parameters=ROPE | {"mscale": 1.0}), "mscale = 1.0: is not a key"),
+    "partial": (
+        configure(partial_rotary_factor=0.5),
+        "partial_rotary_factor = 0.5: is not supported in this family",
+    ),
     "rope factor": (configure(rope_parameters=ROPE | {"factor": None}), "factor = None"),
     "activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'.*'silu'"),
     "quantized": (configure(quantization_config={"bits": 4}), "quantization_config"),

@@ -62,7 +62,7 @@ TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
 def test_layers_of_two_kinds(values):
     found = layer_keys.read(GEMMA3.defaults | values, GEMMA3, 8)
     wanted = {"sliding_window": 8, "rope_theta": 1e6, "local_rope_theta": 1e4, "global_every": 6}
-    assert found == wanted | {"rope_scaling": None}
+    assert found == wanted | {"rope_scaling": None, "local_rope_scaling": True}
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
@@ -100,8 +100,12 @@ def test_gemmas_layers_are_read_back(fields):
     ("family", "values", "said"),
     [
         (GEMMA3, {"layer_types": [LOCAL, FULL, FULL, LOCAL]}, "layer_types.*not a repeating"),
-        (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "rope_type = 'linear'"),
-        (GEMMA3, {"rope_scaling": SCALED}, "only if all layers are of one kind"),
+        (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "factor = None: must be a number"),
+        (
+            GEMMA3,
+            {"rope_parameters": {LOCAL: SCALED}, "sliding_window_pattern": 2},
+            f"{LOCAL} = 'llama3': is not that of {FULL}",
+        ),
         (GEMMA3, {"rope_parameters": {FULL: 5}}, f"rope_parameters {FULL} = 5: must be an object"),
         (GEMMA3, {"rope_parameters": {FULL: {}, LOCAL: [1]}}, f"{LOCAL} = .*must be an object"),
         (GEMMA3, {"sliding_window_pattern": -1}, "sliding_window_pattern = -1: must be 1 or more"),

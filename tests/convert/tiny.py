@@ -1,4 +1,4 @@
-"""Tiny models of each family, as published: config.json by hand, weights from NumPy's generator.
+"""Tiny models of each family, as published: config.json by hand, weights by NumPy's generator.
 
 `goldens/make_hf_goldens.py` writes the same folders, with `transformers` beside it, in another
 environment: only NumPy and the standard library are used here.
@@ -11,141 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.convert.tiny_models import MODELS, ROPES  # noqa: F401
+
 #: Tokens that logits are compared on.
-NUM_TOKENS = 288
+NUM_TOKENS = 304
 
 #: Of them, the prompts that greedy text goes on from, the longest past every window; and how far.
 PROMPTS, NUM_GREEDY = ((0, 80), (80, 89), (90, 91), (100, 148), (150, 170), (200, 263)), 20
-
-_SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
-
-#: Turns of the slow frequencies within NUM_TOKENS pass the threshold many times over.
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-def _model(model_type: str, architecture: str, **values) -> dict:
-    return _SHAPE | {"model_type": model_type, "architectures": [architecture]} | values
-
-
-#: config.json by name. Some have the older form of RoPE's keys, some the current one.
-MODELS = {
-    "llama2": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, num_key_value_heads=4),
-    "llama3": _model("llama", "LlamaForCausalLM", rope_theta=500000.0, rope_scaling=None),
-    "llama3_1": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, rope_scaling=_LLAMA3_ROPE),
-    "llama3_2": _model(
-        "llama",
-        "LlamaForCausalLM",
-        rope_parameters=_LLAMA3_ROPE | {"rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        head_dim=16,
-    ),
-    "llama_biases": _model("llama", "LlamaForCausalLM", attention_bias=True, mlp_bias=True),
-    "mistral": _model(
-        "mistral", "MistralForCausalLM", rope_theta=10000.0, sliding_window=48, head_dim=8
-    ),
-    "qwen2_5": _model(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        rope_theta=1000000.0,
-        use_sliding_window=False,
-        sliding_window=48,
-        max_window_layers=2,
-        tie_word_embeddings=True,
-    ),
-    "qwen3": _model(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        attention_bias=False,
-        head_dim=16,
-    ),
-    "mixtral": _model(
-        "mixtral",
-        "MixtralForCausalLM",
-        rope_theta=1000000.0,
-        sliding_window=None,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "qwen3_moe": _model(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        rope_theta=10000.0,
-        rope_scaling=None,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    ),
-    "olmoe": _model(
-        "olmoe",
-        "OlmoeForCausalLM",
-        rope_theta=10000.0,
-        rope_scaling=None,
-        attention_bias=False,
-        clip_qkv=None,
-        intermediate_size=24,
-        num_experts=6,
-        num_experts_per_tok=3,
-        norm_topk_prob=False,
-    ),
-    "dots1": _model(
-        "dots1",
-        "Dots1ForCausalLM",
-        num_hidden_layers=3,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        attention_bias=False,
-        head_dim=16,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        first_k_dense_replace=1,
-        sliding_window=None,
-        max_window_layers=3,
-    ),
-    "gemma3": _model(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        num_hidden_layers=3,
-        rope_theta=100000.0,
-        rope_local_base_freq=100.0,
-        sliding_window=48,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=24,
-        head_dim=16,
-        tie_word_embeddings=True,
-    ),
-}
 
 
 def shapes(values: dict) -> dict[str, tuple[int, ...]]:
@@ -160,13 +32,13 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         projections["o_proj"] = (D, H * K)
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
-            biased = tuple(projections)
+            biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
         found[layer + "input_layernorm.weight"] = (D,)
         for name, shape in projections.items():
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
-        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         if kind == "olmoe":
             wide = {"q": (H * K,), "k": (G * K,)}
@@ -189,7 +61,7 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         F = values["moe_intermediate_size"]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         return _experts(layer + "mlp.", values["num_experts"], D, of)
-    if values["model_type"] == "dots1" and int(layer.split(".")[2]) > 0:
+    if values["model_type"] in ("dots1", "glm4_moe") and int(layer.split(".")[2]) > 0:
         F, E = values["moe_intermediate_size"], values["n_routed_experts"]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         S = values["n_shared_experts"] * F

@@ -51,6 +51,14 @@ MODELS = {
         "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
+    "sinks": {"model.attention_sinks": True, "model.sliding_window": 5, "model.qkv_bias": True},
+    "no rope in some layers": {
+        "model.nope_every": 2,
+        "model.rope_fraction": 0.5,
+        "model.rope_layout": "interleaved",
+        "model.rope_scaling.kind": "yarn",
+        "model.rope_scaling.original_max_position": 8,
+    },
     "experts": {
         "model.num_experts": 4,
         "model.experts_per_token": 2,
@@ -60,6 +68,9 @@ MODELS = {
         "model.swiglu_limit": 1.0,
     },
 }
+
+#: The others are in these, or change less.
+QUICK = [("gemma", 2), ("experts", 1), ("sinks", 2), ("no rope in some layers", 1)]
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])
 GREEDY = Sampling(temperature=0.0)
@@ -97,7 +108,7 @@ def greedy_by_whole_passes(name: str, prompt: tuple[int, ...], count: int) -> li
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    slow_but([("gemma", 2), ("experts", 1)], itertools.product(MODELS, (1, 2))),
+    slow_but(QUICK, itertools.product(MODELS, (1, 2))),
 )
 def test_greedy_text_is_that_of_whole_passes(name, tensor):
     """Prompts of different lengths in one batch: each row is as if it were alone."""

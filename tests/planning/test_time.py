@@ -52,6 +52,16 @@ def test_predicted_memory_is_within_its_bound_of_xlas_plans():
         assert abs(c.error) < calibration.MEMORY_BOUND, (c.run, c.error)
 
 
+@pytest.mark.parametrize(("remat", "passes"), [("none", 1), ("attn_out", 1), ("full", 2)])
+def test_sinks_read_and_write_attentions_output(remat, passes):
+    plain = on(4, remat=remat)
+    sinks = replace(plain, **{"model.attention_sinks": True})
+    more = layer_seconds(sinks, shard_of(sinks), H200).elementwise
+    more -= layer_seconds(plain, shard_of(plain), H200).elementwise
+    moved = shard_of(plain).tokens * 2 * 2 * 32 * 128
+    assert more * elementwise_rate(H200) == pytest.approx(passes * moved, rel=1e-6)
+
+
 def test_bytes_sent_are_those_that_were_counted():
     """The card of 8B on 4 GPUs counts 34,560,565,266 bytes in the compiled step."""
     cfg = resolve(replace(BASE, **{"train.global_batch_size": 8}), 4)

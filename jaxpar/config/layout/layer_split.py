@@ -1,5 +1,6 @@
 """How a model's layers are split into the chunks of a pipeline's stages."""
 
+import math
 from collections.abc import Iterable
 
 from jaxpar.config.errors import ConfigError
@@ -13,6 +14,11 @@ FIELD = "parallel.layers_per_stage"
 
 #: Digits of the largest number of layers that is read.
 _MAX_DIGITS = 6
+
+
+def layer_period(m: ModelConfig) -> int:
+    """Return after how many layers the pattern of windows and rotary embeddings repeats."""
+    return math.lcm(max(m.global_every, 1), max(m.nope_every, 1))
 
 
 def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
@@ -30,10 +36,10 @@ def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
     """Return numbers of layers that differ by at most one; the first chunks have more.
 
     Each stage has the same part of the embedding and of the head (the vocabulary is split over the
-    pipeline), so layers are all that differs in cost. With `model.global_every`, whole periods of
-    layers are split, and the last chunk may end with part of one.
+    pipeline), so layers are all that differs in cost. Where layers differ, whole periods
+    (`layer_period`) are split, and the last chunk may end with part of one.
     """
-    period, chunks = max(m.global_every, 1), p.pipeline * p.virtual_stages
+    period, chunks = layer_period(m), p.pipeline * p.virtual_stages
     each, more = divmod(-(-m.num_layers // period), chunks)
     sizes = [period * (each + (k < more)) for k in range(chunks)]
     sizes[-1] -= sum(sizes) - m.num_layers

@@ -3,9 +3,15 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
-from jaxpar.config import Config, flag, require
+from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.fields import ALL, FIELDS, names_of
-from jaxpar.config.layout.layer_split import FIELD, even_split, in_words, layers_per_chunk
+from jaxpar.config.layout.layer_split import (
+    FIELD,
+    even_split,
+    in_words,
+    layer_period,
+    layers_per_chunk,
+)
 
 
 def automatic(cfg: Config) -> None:
@@ -30,15 +36,15 @@ def interleaving(cfg: Config) -> None:
 def layers(cfg: Config) -> None:
     """Check that every chunk of the pipeline has layers, all chunks together those of the model.
 
-    With `model.global_every`, chunks begin with a period, so that all have the same pattern.
+    Where layers differ, chunks begin with a period, so that all have the same pattern.
     """
-    m, p, period = cfg.model, cfg.parallel, max(cfg.model.global_every, 1)
+    m, p, period = cfg.model, cfg.parallel, layer_period(cfg.model)
     chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
     least, one = (chunks - 1) * period + 1, f"{period} layers" if period > 1 else "1 layer"
     stages = "virtual stages" if p.virtual_stages > 1 else "stages"
     rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
     if period > 1:
-        rule += " except the last, since model.global_every is the period of the layers"
+        rule += f" except the last, since {_fields_of_period(cfg)} is the period of the layers"
     require(m.num_layers >= least, cfg, path, rule, flag(path, least))
     if not p.layers_per_stage:
         return
@@ -48,9 +54,14 @@ def layers(cfg: Config) -> None:
     require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
     rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
     require(sum(sizes) == m.num_layers, cfg, FIELD, rule, way)
-    rule = f"must be multiples of model.global_every = {period} except the last, so that {stages} "
-    rule += "begin with the same kind of layer"
+    rule = f"must be multiples of {_fields_of_period(cfg)} = {period} except the last, so that "
+    rule += f"{stages} begin with the same kind of layer"
     require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)
+
+
+def _fields_of_period(cfg: Config) -> str:
+    fields = [f for f in ("model.global_every", "model.nope_every") if value_of(cfg, f)]
+    return fields[0] if len(fields) == 1 else f"the least common multiple of {' and '.join(fields)}"
 
 
 def turns(cfg: Config) -> None:

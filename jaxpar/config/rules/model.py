@@ -37,6 +37,9 @@ def attention_function(cfg: Config) -> None:
     if registry.function(field, m.attention) is None:
         return
     softmax = flag(field, "softmax")
+    path = "model.attention_sinks"
+    rule = f"needs softmax attention, but model.attention is {m.attention}"
+    require(not m.attention_sinks, cfg, path, rule, flag(path, False), softmax)
     path, rule = (
         "parallel.context",
         f"needs softmax attention, but model.attention is {m.attention}",
@@ -61,10 +64,7 @@ def activation(cfg: Config) -> None:
 
 
 def model(cfg: Config) -> None:
-    """Check the sizes of heads, RoPE and windows."""
-    path, head_dim = "model.head_dim", cfg.model.head_dim
-    rule = "must be even, since RoPE rotates pairs of elements"
-    require(head_dim % 2 == 0, cfg, path, rule, flag(path, head_dim + 1))
+    """Check norms of queries and keys, and the sliding window."""
     path, needed = "model.qk_norm_over", "model.qk_norm"
     ok = cfg.model.qk_norm or cfg.model.qk_norm_over == "head"
     rule = f"needs {needed}, which is False"
@@ -73,17 +73,6 @@ def model(cfg: Config) -> None:
     # With a window of 1 the softmax is 1: queries and keys would get only rounding errors.
     rule = "must be at least 2, since a token must see another one; None is full attention"
     require(window is None or window >= 2, cfg, path, rule, flag(path, None))
-    scaling = cfg.model.rope_scaling
-    if scaling is None:
-        return
-    path = "model.rope_scaling.factor"
-    require(scaling.factor >= 1, cfg, path, "must be at least 1", flag(path, 8.0))
-    path, original = "model.rope_scaling.original_max_position", scaling.original_max_position
-    require(original >= 1, cfg, path, "must be at least 1", flag(path, 8192))
-    path, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"
-    rule = f"must be above 0 and below high_freq_factor = {scaling.high_freq_factor}"
-    ok = 0 < scaling.low_freq_factor < scaling.high_freq_factor
-    require(ok, cfg, path, rule, f"{flag(path, 1.0)} {flag(high, 4.0)}")
 
 
 def float8_matmuls(cfg: Config) -> None:

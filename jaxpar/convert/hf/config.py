@@ -37,7 +37,6 @@ FREE_MODEL_FIELDS = {
 #: Keys of any family that change what a model computes, and the only value that jaxpar supports.
 REQUIRED = {
     "quantization_config": None,
-    "partial_rotary_factor": 1.0,
     "is_encoder_decoder": False,
     "use_qk_norm": False,
 }
@@ -85,6 +84,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     """
     values = _with_defaults(values, family)
     for key, wanted in (REQUIRED | family.required).items():
+        if key in family.fields.values():
+            continue
         found = values.get(key, wanted)
         if found != wanted and found is not None:
             raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
@@ -218,6 +219,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
             own[family.fields[ours]] = getattr(m, other)
     own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
+    own |= {} if family.mtp_key is None else {family.mtp_key: 0}
     return carried | own
 
 

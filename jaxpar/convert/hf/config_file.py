@@ -11,7 +11,13 @@ type Values = dict[str, Any]
 CONFIG_FILE = "config.json"
 
 #: Kinds of values, in words.
-KINDS = {int: "an integer", float: "a number", dict: "an object", list: "a list of names"}
+KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list of names",
+}
 
 #: The kind of each key's value, if it is present and not null; without the families' `fields`.
 HOLDS: dict[str, type] = {
@@ -19,6 +25,9 @@ HOLDS: dict[str, type] = {
     "layer_types": list,
     "max_position_embeddings": int,
     "max_window_layers": int,
+    "no_rope_layer_interval": int,
+    "original_max_position_embeddings": int,
+    "partial_rotary_factor": float,
     "rope_local_base_freq": float,
     "rope_parameters": dict,
     "rope_scaling": dict,
@@ -38,7 +47,7 @@ def check_kind(key: str, value: Any, kind: type) -> None:
     good = isinstance(value, int | float if kind is float else kind)
     if kind is list and good:
         good = all(isinstance(name, str) for name in value)
-    if value is not None and (not good or isinstance(value, bool)):
+    if value is not None and (not good or isinstance(value, bool) is not (kind is bool)):
         raise refuse(key, value, f"must be {KINDS[kind]}", "download the file again")
 
 

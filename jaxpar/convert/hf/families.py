@@ -8,86 +8,23 @@ feature, first add its field and its parameter to the model.
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpar.convert.hf.entries import (
+    ATTENTION,
+    EXPERTS,
+    GEMMA_NORMS,
+    MIXTRAL_EXPERTS,
+    MLP,
+    MLP_BIAS,
+    MLP_NORM,
+    OUT_BIAS,
+    QK_NORM,
+    QK_NORM_OVER_ALL,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    TOP,
+    of_dense_layers,
+)
 from jaxpar.convert.hf.tensor_layout import Entry
-
-_LAYER = "model.layers.{L}."
-_ATTENTION = _LAYER + "self_attn."
-
-TOP = (
-    Entry("embed", "model.embed_tokens.weight", "VD", "V D"),
-    Entry("final_norm", "model.norm.weight", "D", "D"),
-    Entry("head", "lm_head.weight", "DV", "V D"),
-)
-ATTENTION = (
-    Entry("layers/attn_norm", _LAYER + "input_layernorm.weight", "LD", "D"),
-    Entry("layers/wq", _ATTENTION + "q_proj.weight", "LDHK", "HK D"),
-    Entry("layers/wk", _ATTENTION + "k_proj.weight", "LDGK", "GK D"),
-    Entry("layers/wv", _ATTENTION + "v_proj.weight", "LDGK", "GK D"),
-    Entry("layers/wo", _ATTENTION + "o_proj.weight", "LHKD", "D HK"),
-)
-QKV_BIAS = (
-    Entry("layers/bq", _ATTENTION + "q_proj.bias", "LHK", "HK"),
-    Entry("layers/bk", _ATTENTION + "k_proj.bias", "LGK", "GK"),
-    Entry("layers/bv", _ATTENTION + "v_proj.bias", "LGK", "GK"),
-)
-OUT_BIAS = (Entry("layers/bo", _ATTENTION + "o_proj.bias", "LD", "D"),)
-QK_NORM = (
-    Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LK", "K"),
-    Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LK", "K"),
-)
-QK_NORM_OVER_ALL = (
-    Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LHK", "HK"),
-    Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LGK", "GK"),
-)
-MLP = (
-    Entry("layers/mlp_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
-    Entry("layers/w_gate", _LAYER + "mlp.gate_proj.weight", "LDF", "F D"),
-    Entry("layers/w_up", _LAYER + "mlp.up_proj.weight", "LDF", "F D"),
-    Entry("layers/w_down", _LAYER + "mlp.down_proj.weight", "LFD", "D F"),
-)
-MLP_BIAS = (
-    Entry("layers/b_gate", _LAYER + "mlp.gate_proj.bias", "LF", "F"),
-    Entry("layers/b_up", _LAYER + "mlp.up_proj.bias", "LF", "F"),
-    Entry("layers/b_down", _LAYER + "mlp.down_proj.bias", "LD", "D"),
-)
-MLP_NORM = MLP[:1]
-MIXTRAL_EXPERTS = (
-    Entry("layers/router", _LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
-    Entry("layers/w_gate", _LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),
-    Entry("layers/w_up", _LAYER + "block_sparse_moe.experts.{E}.w3.weight", "LEDF", "F D"),
-    Entry("layers/w_down", _LAYER + "block_sparse_moe.experts.{E}.w2.weight", "LEFD", "D F"),
-)
-EXPERTS = (
-    Entry("layers/router", _LAYER + "mlp.gate.weight", "LDE", "E D"),
-    Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate_proj.weight", "LEDF", "F D"),
-    Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
-    Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
-)
-#: What the layers of DeepSeek-V3 and its relatives have beside EXPERTS.
-SHARED_EXPERTS = (
-    Entry("layers/router_bias", _LAYER + "mlp.gate.e_score_correction_bias", "LE", "E"),
-    Entry("layers/w_shared_gate", _LAYER + "mlp.shared_experts.gate_proj.weight", "LDS", "S D"),
-    Entry("layers/w_shared_up", _LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
-    Entry("layers/w_shared_down", _LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
-)
-GEMMA_NORMS = (
-    Entry("layers/attn_post_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
-    Entry("layers/mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
-    Entry("layers/mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
-)
-
-
-def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
-
-    def letters(text: str) -> str:
-        return text.replace("L", "N").replace("F", "W")
-
-    return tuple(
-        Entry(f"dense_{a.path}", a.name.replace("{L}", "{N}"), letters(a.ours), letters(a.theirs))
-        for a in entries
-    )
-
 
 #: Fields whose keys are the same in every family.
 COMMON = {
@@ -130,7 +67,16 @@ class Family:
     sliding: bool = False
     """Whether layers may have a sliding window."""
     two_kinds: bool = False
-    """Whether layers with a window may alternate with global ones that have another RoPE base."""
+    """Whether layers with a window may alternate with global ones."""
+    two_ropes: bool = False
+    """Whether these kinds of layers each have their own RoPE."""
+    rope_fraction: float | None = None
+    """Default of partial_rotary_factor; None where all dims are rotated."""
+    nope: bool = False
+    """Whether every Nth layer may have no RoPE."""
+    mtp_key: str | None = None
+    """Key with the number of layers for multi-token prediction, which come last in the files. They
+    are left out: without them, a model computes the same."""
     heads_fill_model: bool = False
     """Whether num_heads * head_dim must be d_model."""
 
@@ -257,6 +203,19 @@ OLMOE = Family(
     required=_SILU | {"clip_qkv": None},
     heads_fill_model=True,
 )
+#: Fields of DeepSeek-V3's relatives: some dense layers, then experts chosen by a sigmoid router.
+_OF_SIGMOID_ROUTERS = {
+    "d_ff": "moe_intermediate_size",
+    "dense_d_ff": "intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "normalize_experts": "norm_topk_prob",
+    "router_groups": "n_group",
+    "router_groups_per_token": "topk_group",
+    "router_scale": "routed_scaling_factor",
+}
 _OF_DOTS1 = (*ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM)
 DOTS1 = Family(
     model_type="dots1",
@@ -266,20 +225,8 @@ DOTS1 = Family(
         *of_dense_layers((*_OF_DOTS1, *MLP)),
     ),
     fields=COMMON
-    | {
-        "d_ff": "moe_intermediate_size",
-        "dense_d_ff": "intermediate_size",
-        "dense_layers": "first_k_dense_replace",
-        "num_experts": "n_routed_experts",
-        "num_shared_experts": "n_shared_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "normalize_experts": "norm_topk_prob",
-        "router_groups": "n_group",
-        "router_groups_per_token": "topk_group",
-        "router_scale": "routed_scaling_factor",
-        "qkv_bias": "attention_bias",
-        "out_bias": "attention_bias",
-    },
+    | _OF_SIGMOID_ROUTERS
+    | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"qk_norm": True, "router_score": "sigmoid", "router_bias": True},
     at_least={"num_shared_experts": 1},
@@ -300,6 +247,34 @@ DOTS1 = Family(
     aliases={"num_local_experts": "n_routed_experts"},
     sliding=True,
 )
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    entries=(
+        *(*TOP, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS),
+        *of_dense_layers((*ATTENTION, *QKV_BIAS, *QK_NORM, *MLP)),
+    ),
+    fields=COMMON | _OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
+    same_as={"dense_d_ff": "d_ff"},
+    fixed={"router_score": "sigmoid", "router_bias": True},
+    at_least={"num_shared_experts": 1},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    required=_SILU,
+    aliases={"num_local_experts": "n_routed_experts"},
+    rope_fraction=0.5,
+    mtp_key="num_nextn_predict_layers",
+)
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -317,7 +292,6 @@ GEMMA3 = Family(
         "norm_offset": True,
         "embed_scale": True,
         "activation": "gelu",
-        "rope_scaling": None,
     },
     defaults={
         "vocab_size": 262_208,
@@ -340,7 +314,46 @@ GEMMA3 = Family(
     },
     sliding=True,
     two_kinds=True,
+    two_ropes=True,
+)
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *MLP, *MLP_BIAS),
+    fields=COMMON
+    | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2_000_000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
+    required=_SILU | {"use_sliding_window": False},
+    nope=True,
+)
+HELIUM = Family(
+    model_type="helium",
+    architecture="HeliumForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *MLP, *MLP_BIAS),
+    fields=COMMON | {"qkv_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    fixed={"rope_layout": "interleaved"},
+    defaults={
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100_000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    required=_SILU,
+    heads_fill_model=True,
 )
 
 #: The first family in this order that can express a model is its default.
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GEMMA3)
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
+    *(SMOLLM3, HELIUM),
+)

@@ -13,7 +13,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
-from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
+from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.families import Family
 from jaxpar.convert.hf.folder import (
     CARRIED_FILES,
@@ -57,6 +57,9 @@ WEIGHTS_AND_TOKENIZER = ("*.safetensors", INDEX_FILE, *CARRIED_FILES)
 #: Maximum default sequence length of an imported run; the command line may set a larger one.
 MAX_SEQ_LEN = 4096
 
+#: Most layers for multi-token prediction; published models have one.
+MAX_MTP_LAYERS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
@@ -73,6 +76,8 @@ class PublishedModel:
     entries: list[Entry]
     sizes: Sizes
     tensors: Tensors
+    left_out: tuple[str, ...] = ()
+    """Names of the tensors of layers for multi-token prediction."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +110,8 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     model = model_of(values, family)
     cfg = config_for(model, values)
     entries, sizes = entry_table(family, model), sizes_of(model)
+    left_out = _mtp_tensors(values, family, tensors)
+    tensors = Tensors({name: t for name, t in tensors.stored.items() if name not in left_out})
     check_tensors(tensors, entries, sizes)
     return PublishedModel(
         folder=folder,
@@ -115,7 +122,19 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
         entries=entries,
         sizes=sizes,
         tensors=tensors,
+        left_out=left_out,
     )
+
+
+def _mtp_tensors(values: Values, family: Family, tensors: Tensors) -> tuple[str, ...]:
+    """Return the names of tensors of layers for multi-token prediction: those after the others."""
+    count = values.get(family.mtp_key or "") or 0
+    if not isinstance(count, int) or not 0 <= count <= MAX_MTP_LAYERS:
+        rule = f"must be a number from 0 to {MAX_MTP_LAYERS}"
+        raise refuse(str(family.mtp_key), count, rule, "download the file again")
+    layers = values["num_hidden_layers"]
+    prefixes = tuple(f"model.layers.{layers + i}." for i in range(count))
+    return tuple(name for name in tensors.stored if prefixes and name.startswith(prefixes))
 
 
 def config_for(model: ModelConfig, values: Values) -> Config:
@@ -124,8 +143,8 @@ def config_for(model: ModelConfig, values: Values) -> Config:
     Raises:   ConfigError if the model is invalid.
     """
     longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
-    two_kinds = model.global_every or model.dense_layers
-    loop: Literal["scan", "unroll"] = "unroll" if two_kinds else "scan"
+    differ = model.global_every or model.nope_every or model.dense_layers
+    loop: Literal["scan", "unroll"] = "unroll" if differ else "scan"
     cfg = Config(
         model=model,
         data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
@@ -149,6 +168,8 @@ def from_hf(
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
+    if source.left_out:
+        log(f"left out {len(source.left_out)} tensors of layers for multi-token prediction")
     check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
     check_run_folder("RUN", str(run_dir), "use another name")

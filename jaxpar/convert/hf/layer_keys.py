@@ -3,15 +3,13 @@
 RoPE has two forms. In the current form, `rope_parameters` holds all values, by kind of layer if
 there are two kinds. In the older form, there are `rope_theta` and `rope_scaling`, and
 `rope_local_base_freq` for layers with a window. Import reads either form. Export writes both, and
-readers ignore the form they do not know.
+readers ignore the form they do not know. `rope_keys.py` has the keys of one RoPE.
 """
 
-import sys
-from typing import Any
-
-from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.config import ModelConfig
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.rope_keys import PARTIAL, Rope, read_rope, write_rope, write_scaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -19,9 +17,15 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
     found = {"rope_theta", "rope_scaling"}
+    if family.rope_fraction is not None:
+        found |= {"rope_fraction"}
+    if family.nope:
+        found |= {"nope_every"}
     if family.sliding:
         found |= {"sliding_window"}
-    return found | {"global_every", "local_rope_theta"} if family.two_kinds else found
+    if family.two_kinds:
+        found |= {"global_every"}
+    return found | {"local_rope_theta", "local_rope_scaling"} if family.two_ropes else found
 
 
 def read(values: Values, family: Family, num_layers: int) -> Values:
@@ -30,29 +34,49 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     Raises:   ConfigError that names the key that is not supported.
     """
     kinds = values.get("layer_types")
-    if kinds is not None and family.sliding and len(kinds) != num_layers:
+    if kinds is not None and (family.sliding or family.nope) and len(kinds) != num_layers:
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
         raise refuse("layer_types", kinds, rule, "download the file again")
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if family.two_ropes:
+        return _read_two_ropes(values, rope, num_layers)
+    if family.rope_fraction is not None:
+        values = {PARTIAL: family.rope_fraction} | values
+    one = read_rope(rope, values)
+    found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
+    if family.rope_fraction is not None:
+        found["rope_fraction"] = one.fraction
+    elif one.fraction != 1:
+        raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
+    if family.nope:
+        found["nope_every"] = _read_nope(values, num_layers)
     if family.two_kinds:
-        return _read_two_kinds(values, rope, num_layers)
-    theta, scaling = read_rope(rope, values.get("rope_theta"))
-    found = {"rope_theta": theta, "rope_scaling": scaling}
+        return found | _read_windows(values, num_layers)
     return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
 
 
-def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
-    """Read a pattern in which every Nth layer is global; the others have another RoPE base."""
-    for kind in (FULL, SLIDING):
-        check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
-    of_all = dict(rope.get(FULL) or {}) if FULL in rope else rope
-    theta, scaling = read_rope(of_all, values.get("rope_theta"))
-    of_local = dict(rope.get(SLIDING) or {})
-    key = "rope_local_base_freq"
-    local, local_scaling = read_rope(of_local, values.get(key), key)
-    if scaling is not None or local_scaling is not None:
-        rule = "is a RoPE scaling that jaxpar supports only if all layers are of one kind"
-        raise refuse("rope_type", "llama3", rule, "use a model with rope_type default")
+def _read_nope(values: Values, num_layers: int) -> int:
+    """Return every which layer has no RoPE, from a list with 1 for each layer that has it."""
+    key, every = "no_rope_layers", values.get("no_rope_layer_interval")
+    check_kind("no_rope_layer_interval", every, int)
+    given = values.get(key)
+    if given is None:
+        every = every or 0
+        return every if 0 < every <= num_layers else 0
+    without = [i + 1 for i, has in enumerate(given) if not has] if isinstance(given, list) else None
+    if without is None or len(given) != num_layers:
+        rule = f"must be a list of num_hidden_layers = {num_layers} numbers, 0 or 1"
+        raise refuse(key, given, rule, "download the file again")
+    if not without:
+        return 0
+    if without != list(range(without[0], num_layers + 1, without[0])):
+        fix = "use a model in which every Nth layer has no RoPE"
+        raise refuse(key, given, "is not a repeating pattern", fix)
+    return without[0]
+
+
+def _read_windows(values: Values, num_layers: int) -> Values:
+    """Read a pattern in which every Nth layer is global, and the others have a window."""
     window, every = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")
     if kinds is not None:
@@ -65,48 +89,32 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
         rule = "is not a repeating pattern"
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
     if window is None or set(pattern) == {FULL}:
-        return {"rope_theta": theta, "rope_scaling": None, "sliding_window": None}
-    alike = {"rope_theta": local, "rope_scaling": None, "sliding_window": int(window)}
-    if FULL not in pattern:
-        return alike
-    return alike | {"rope_theta": theta, "local_rope_theta": local, "global_every": every}
+        return {"sliding_window": None, "global_every": 0}
+    return {"sliding_window": int(window), "global_every": every if FULL in pattern else 0}
 
 
-def read_rope(
-    rope: Values, theta: Any, key: str = "rope_theta"
-) -> tuple[float, RopeScaling | None]:
-    """Read the base and scaling of the rotary frequencies.
-
-    Args:     rope: `rope_parameters`, or the older `rope_scaling`; its `rope_type` was once `type`.
-              theta: the base, unless `rope` contains it. key: its key.
-    """
-    check_kind("rope_theta", rope.get("rope_theta"), float)
-    if rope.get("rope_theta") is not None:
-        theta, key = rope["rope_theta"], "rope_theta"
-    theta = 10_000.0 if theta is None else theta
-    if not 0 < theta <= sys.float_info.max:
-        raise refuse(key, theta, "must be above 0, and finite", "download the file again")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        rule = "is not supported by jaxpar"
-        raise refuse("partial_rotary_factor", rope["partial_rotary_factor"], rule, "use 1.0")
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        fix = "use a model with rope_type default or llama3"
-        raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not support", fix)
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for key in keys:
-        if not isinstance(rope.get(key), int | float):
-            raise refuse(key, rope.get(key), "must be a number for rope_type llama3", "add it")
-    factor, low, high, original = (rope[key] for key in keys)
-    scaling = RopeScaling(
-        factor=float(factor),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_position=int(original),
-    )
-    return float(theta), scaling
+def _read_two_ropes(values: Values, rope: Values, num_layers: int) -> Values:
+    """Read global layers and layers with a window, each kind with its RoPE."""
+    for kind in (FULL, SLIDING):
+        check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
+    by_kind = FULL in rope or SLIDING in rope
+    of_global = read_rope(dict(rope.get(FULL) or {}) if by_kind else rope, values)
+    local = read_rope(dict(rope.get(SLIDING) or {}), values, "rope_local_base_freq")
+    if of_global.fraction != 1 or local.fraction != 1:
+        raise refuse(PARTIAL, of_global.fraction, "is not supported in this family", "use 1.0")
+    found = _read_windows(values, num_layers)
+    every, window = found["global_every"], found["sliding_window"]
+    if not every:
+        one = of_global if window is None else local
+        alike: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
+        return alike | {"sliding_window": window}
+    if local.scaling not in (None, of_global.scaling):
+        rule = f"is not that of {FULL}, and jaxpar has one RoPE scaling"
+        fix = f"use a model with rope_type default in {SLIDING}"
+        raise refuse(f"rope_parameters {SLIDING}", local.scaling.kind, rule, fix)
+    found |= {"rope_theta": of_global.theta, "rope_scaling": of_global.scaling}
+    found["local_rope_scaling"] = local.scaling == of_global.scaling
+    return found | {"local_rope_theta": local.theta}
 
 
 def _read_alike(values: Values, num_layers: int) -> int | None:
@@ -131,50 +139,56 @@ def _read_alike(values: Values, num_layers: int) -> int | None:
 
 def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
-    if family.two_kinds:
-        return _write_two_kinds(m)
-    found = _write_rope(m)
-    return found | _write_alike(m, family) if family.sliding else found
+    windows = _write_windows(m) if family.two_kinds else {}
+    if family.two_ropes:
+        return windows | _write_two_ropes(m)
+    found = windows | _write_one_rope(m)
+    if family.rope_fraction is not None:
+        found[PARTIAL] = m.rope_fraction
+    if family.nope:
+        found |= _write_nope(m)
+    return found | _write_alike(m, family) if family.sliding and not family.two_kinds else found
 
 
-def _write_two_kinds(m: ModelConfig) -> Values:
-    """Return the keys that `_read_two_kinds` reads."""
-    local = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
-    if m.sliding_window is None:
-        kinds = [FULL] * m.num_layers
-    else:
-        every = m.global_every or m.num_layers + 1
-        kinds = [SLIDING if (i + 1) % every else FULL for i in range(m.num_layers)]
-    plain: Values = {"rope_type": "default"}
+def _write_nope(m: ModelConfig) -> Values:
+    every = m.nope_every or m.num_layers + 1
     return {
-        "rope_parameters": {
-            FULL: plain | {"rope_theta": m.rope_theta},
-            SLIDING: plain | {"rope_theta": local},
-        },
-        "rope_theta": m.rope_theta,
-        "rope_local_base_freq": local,
-        "rope_scaling": None,
-        "sliding_window": m.sliding_window,
-        "sliding_window_pattern": m.global_every or m.num_layers + 1,
-        "layer_types": kinds,
+        "no_rope_layer_interval": every,
+        "no_rope_layers": [int((i + 1) % every != 0) for i in range(m.num_layers)],
     }
 
 
-def _write_rope(m: ModelConfig) -> Values:
-    """Return the RoPE keys for a model with one kind of layer."""
-    scaling: Values = {"rope_type": "default"}
-    if m.rope_scaling is not None:
-        s = m.rope_scaling
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position,
-        }
-    older = None if m.rope_scaling is None else scaling
+def _write_windows(m: ModelConfig) -> Values:
+    """Return the keys that `_read_windows` reads."""
+    every = m.global_every or m.num_layers + 1
+    kinds = [SLIDING if (i + 1) % every else FULL for i in range(m.num_layers)]
     return {
-        "rope_parameters": scaling | {"rope_theta": m.rope_theta},
+        "sliding_window": m.sliding_window,
+        "sliding_window_pattern": every,
+        "layer_types": [FULL] * m.num_layers if m.sliding_window is None else kinds,
+    }
+
+
+def _write_two_ropes(m: ModelConfig) -> Values:
+    """Return the keys that `_read_two_ropes` reads."""
+    theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
+    local = Rope(theta, m.rope_scaling if m.local_rope_scaling else None, 1.0)
+    return {
+        "rope_parameters": {
+            FULL: write_rope(Rope(m.rope_theta, m.rope_scaling, 1.0)),
+            SLIDING: write_rope(local),
+        },
+        "rope_theta": m.rope_theta,
+        "rope_local_base_freq": local.theta,
+        "rope_scaling": None if m.rope_scaling is None else write_scaling(m.rope_scaling),
+    }
+
+
+def _write_one_rope(m: ModelConfig) -> Values:
+    """Return the RoPE keys for a model in which all layers have the same."""
+    older = None if m.rope_scaling is None else write_scaling(m.rope_scaling)
+    return {
+        "rope_parameters": write_rope(Rope(m.rope_theta, m.rope_scaling, m.rope_fraction)),
         "rope_theta": m.rope_theta,
         "rope_scaling": older,
     }

@@ -18,6 +18,7 @@ from jaxpar.kernels.attention.arguments import check_arguments
 from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
 from jaxpar.kernels.attention.dispatch.choice import Choice, choose
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.sinks import add_sinks, sinks_gradient
 from jaxpar.kernels.lazy_import import imported_when_used
 
 BACKENDS: dict[str, ModuleType] = {
@@ -35,22 +36,25 @@ def attention(
     v: jax.Array,
     mask: AttentionMask,
     *,
+    sinks: jax.Array | None = None,
     backend: str = "auto",
     deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute masked softmax attention with grouped queries.
 
     Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G, all of one dtype. Local
-              shards or global arrays. mask: the keys that each query attends to. backend: "auto",
-              or a name in BACKENDS. deterministic: make the backward reproducible bit for bit.
-    Returns:  out [B, T, H, K] in q's dtype, and the natural log-sum-exp, float32 [B, H, T].
+              shards or global arrays. mask: the keys that each query attends to. sinks: [H],
+              scores without keys, which join the softmax (`sinks.py`). backend: "auto", or a
+              name in BACKENDS. deterministic: make the backward reproducible bit for bit.
+    Returns:  out [B, T, H, K] in q's dtype, and the natural log-sum-exp, float32 [B, H, T], which
+              includes the sinks.
               `out` is saved under the remat name "attn_out" and `lse` under "attn_lse".
     Raises:   ValueError for invalid arguments, a backend that does not support them, or a gradient
               of `lse` if the chosen backward does not compute it.
     """
-    check_arguments(q, k, v, mask)
+    check_arguments(q, k, v, mask, sinks)
     choice = choose(backend, q, k, mask, deterministic=deterministic)
-    out, lse = _attention(q, k, v, mask, choice)
+    out, lse = _attention(q, k, v, sinks, mask, choice)
     if not CAPABILITIES[choice.backward].lse_gradient:
         lse = _refuse_gradient(lse, choice.backward)
     return out, lse
@@ -73,22 +77,23 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choic
     return module.backward(q, k, v, mask, out, lse, d_out, d_lse, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, mask, choice):
-    return forward(q, k, v, mask, choice)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q, k, v, sinks, mask, choice):
+    return add_sinks(*forward(q, k, v, mask, choice), sinks)
 
 
-def _attention_forward(q, k, v, mask, choice):
-    out, lse = forward(q, k, v, mask, choice)
+def _attention_forward(q, k, v, sinks, mask, choice):
+    out, lse = add_sinks(*forward(q, k, v, mask, choice), sinks)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return (out, lse), (q, k, v, mask, out, lse)
+    return (out, lse), (q, k, v, sinks, mask, out, lse)
 
 
 def _attention_backward(choice, saved, cotangents):
-    q, k, v, mask, out, lse = saved
+    q, k, v, sinks, mask, out, lse = saved
     d_out, d_lse = cotangents
+    d_sinks = sinks_gradient(sinks, out, lse, d_out, d_lse)
     dq, dk, dv = backward(q, k, v, mask, out, lse, d_out, d_lse, choice)
-    return dq, dk, dv, None
+    return dq, dk, dv, d_sinks, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

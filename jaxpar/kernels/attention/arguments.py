@@ -9,7 +9,7 @@ from jaxpar.kernels.attention.mask import AttentionMask
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def check_arguments(q, k, v, mask: AttentionMask) -> None:
+def check_arguments(q, k, v, mask: AttentionMask, sinks: Any = None) -> None:
     """Check the shapes and dtypes of attention's arguments.
 
     Raises:   ValueError for the first invalid argument.
@@ -17,6 +17,8 @@ def check_arguments(q, k, v, mask: AttentionMask) -> None:
     _check_arrays(q, k, v)
     _check_heads(q, k)
     _check_mask(q, k, mask)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        _refuse("sinks.shape", sinks.shape, f"{q.shape[2:3]}, one number for each head of q")
 
 
 def _refuse(name: str, value: Any, allowed: str) -> NoReturn:

@@ -164,7 +164,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the concatenated gradients of the three projections. In float8 with one scale per
-    tensor, norms write no result. Deferred-scale norms read no input. `_between_ranks` adds
+    tensor, norms write no result. Deferred-scale norms read no input. Attention sinks read and
+    write out (2 H K), again where attention is recomputed. `_between_ranks` adds
     the traffic of communication over tensor, `experts.moved_elements` that of experts.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
@@ -175,6 +176,9 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
+    if m.attention_sinks:
+        forward += 2 * heads
+        again += 2 * heads if "attention" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream

@@ -5,11 +5,11 @@
 Needs torch and transformers, and nothing of jaxpar; writes, for each model of
 tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
 vocabulary], and its greedy text into greedy.json. `deepseek_v3` and `gpt_oss` are one layer of
-experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients. The
-tests compare ours with them where torch is absent.
+experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients; `rope`
+is the frequencies of every kind of RoPE. The tests compare ours with them where torch is absent.
 """
 
-import importlib.util
+import importlib
 import json
 import sys
 import tempfile
@@ -24,10 +24,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def load_tiny():
     """tests/convert/tiny.py as a module."""
-    spec = importlib.util.spec_from_file_location("tiny", TESTS / "tiny.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(TESTS.parents[1]))
+    return importlib.import_module("tests.convert.tiny")
 
 
 def load(folder: Path):
@@ -98,8 +96,25 @@ def gpt_oss(tiny) -> dict[str, np.ndarray]:
     return {n: a.detach().numpy() for n, a in found.items()}
 
 
-#: Single layers, by name.
-LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+def rope(tiny) -> dict[str, np.ndarray]:
+    """The frequencies of every RoPE of the tests, and its factor of cosine and sine last."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+
+    found = {}
+    for name, (head_dim, parameters, is_long) in tiny.ROPES.items():
+        config = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=dict(parameters))
+        kind, length = parameters["rope_type"], 10**6 if is_long else None
+        if kind == "default":
+            frequencies, factor = Glm4MoeRotaryEmbedding.compute_default_rope_parameters(config)
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+        found[name] = np.append(frequencies.numpy(), np.float32(factor))
+    return found
+
+
+#: Parts of models, by name.
+LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope}
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""Tensors of published layers, in groups that families share (`families.py`)."""
+
+from jaxpar.convert.hf.tensor_layout import Entry
+
+LAYER = "model.layers.{L}."
+IN_ATTENTION = LAYER + "self_attn."
+
+TOP = (
+    Entry("embed", "model.embed_tokens.weight", "VD", "V D"),
+    Entry("final_norm", "model.norm.weight", "D", "D"),
+    Entry("head", "lm_head.weight", "DV", "V D"),
+)
+ATTENTION = (
+    Entry("layers/attn_norm", LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", IN_ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wk", IN_ATTENTION + "k_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wv", IN_ATTENTION + "v_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHKD", "D HK"),
+)
+QKV_BIAS = (
+    Entry("layers/bq", IN_ATTENTION + "q_proj.bias", "LHK", "HK"),
+    Entry("layers/bk", IN_ATTENTION + "k_proj.bias", "LGK", "GK"),
+    Entry("layers/bv", IN_ATTENTION + "v_proj.bias", "LGK", "GK"),
+)
+OUT_BIAS = (Entry("layers/bo", IN_ATTENTION + "o_proj.bias", "LD", "D"),)
+QK_NORM = (
+    Entry("layers/q_norm", IN_ATTENTION + "q_norm.weight", "LK", "K"),
+    Entry("layers/k_norm", IN_ATTENTION + "k_norm.weight", "LK", "K"),
+)
+QK_NORM_OVER_ALL = (
+    Entry("layers/q_norm", IN_ATTENTION + "q_norm.weight", "LHK", "HK"),
+    Entry("layers/k_norm", IN_ATTENTION + "k_norm.weight", "LGK", "GK"),
+)
+MLP = (
+    Entry("layers/mlp_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/w_gate", LAYER + "mlp.gate_proj.weight", "LDF", "F D"),
+    Entry("layers/w_up", LAYER + "mlp.up_proj.weight", "LDF", "F D"),
+    Entry("layers/w_down", LAYER + "mlp.down_proj.weight", "LFD", "D F"),
+)
+MLP_BIAS = (
+    Entry("layers/b_gate", LAYER + "mlp.gate_proj.bias", "LF", "F"),
+    Entry("layers/b_up", LAYER + "mlp.up_proj.bias", "LF", "F"),
+    Entry("layers/b_down", LAYER + "mlp.down_proj.bias", "LD", "D"),
+)
+MLP_NORM = MLP[:1]
+MIXTRAL_EXPERTS = (
+    Entry("layers/router", LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),
+    Entry("layers/w_up", LAYER + "block_sparse_moe.experts.{E}.w3.weight", "LEDF", "F D"),
+    Entry("layers/w_down", LAYER + "block_sparse_moe.experts.{E}.w2.weight", "LEFD", "D F"),
+)
+EXPERTS = (
+    Entry("layers/router", LAYER + "mlp.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", LAYER + "mlp.experts.{E}.gate_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_up", LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_down", LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
+)
+#: What the layers of DeepSeek-V3 and its relatives have beside EXPERTS.
+SHARED_EXPERTS = (
+    Entry("layers/router_bias", LAYER + "mlp.gate.e_score_correction_bias", "LE", "E"),
+    Entry("layers/w_shared_gate", LAYER + "mlp.shared_experts.gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
+)
+GEMMA_NORMS = (
+    Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
+)
+
+
+def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
+
+    def letters(text: str) -> str:
+        return text.replace("L", "N").replace("F", "W")
+
+    return tuple(
+        Entry(f"dense_{a.path}", a.name.replace("{L}", "{N}"), letters(a.ours), letters(a.theirs))
+        for a in entries
+    )

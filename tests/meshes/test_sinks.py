@@ -1,0 +1,61 @@
+"""Attention sinks: the plain model's loss and gradients on every mesh, those of the sinks too."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+BASE = replace(TINY, **{"model.attention_sinks": True})
+
+#: gpt-oss's layers: every second one has a window.
+WINDOWS = {
+    "model.global_every": 2,
+    "model.sliding_window": 5,
+    "parallel.layer_loop": "unroll",
+    "model.num_layers": 4,
+}
+CASES = [
+    ("data=2,sequence=2,tensor=2,context=ring", {}),
+    ("sequence=2,tensor=2,context=ulysses,zero=1", {"model.num_kv_heads": 4}),
+    slow("data=2,sequence=2,tensor=2", {}),
+    slow("sequence=4,context=ulysses", {"parallel.remat": "none"}),
+    slow("sequence=4,context=ring", {"parallel.remat": "attn_out", "data.document_mask": False}),
+    slow("pipeline=2,num_microbatches=2,tensor=2,zero=1", WINDOWS),
+    slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1", WINDOWS),
+    slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", {"parallel.remat": "full"}),
+    slow("data=2,num_microbatches=2,zero=2", WINDOWS),
+    slow("data=2,zero=3", WINDOWS | {"parallel.grad_reduce": "float32"}),
+]
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batch = traces.random_batch(cfg, 0)
+    return batch, weights.plain_gradients(cfg, batch)
+
+
+@pytest.mark.parametrize(("mesh", "values"), CASES)
+def test_gradients(mesh, values, devices):
+    cfg = replace(BASE, **values)
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batch, wanted = reference_of(replace(cfg, **{"parallel.row_groups": 1}))
+    sinks = wanted.gradients["layers/sinks"]
+    assert np.abs(sinks).max() > 1e-3 * max(np.abs(g).max() for g in wanted.gradients.values())
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    assert not distances.compare(found, wanted, TOLERANCE).mismatches()
