@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.mixture import Share, shares
+from jaxpar.config.lists.mixture import Share, shares
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import META_FILE, PREPARE, TRAIN, read_meta
 from jaxpar.data.formats.token_file import TokenFile, offsets_from, scan

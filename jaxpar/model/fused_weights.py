@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.lora_targets import factor
+from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
 from jaxpar.model.moe.recorded import RECORD, REPEAT

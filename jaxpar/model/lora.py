@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import LoraConfig
-from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]

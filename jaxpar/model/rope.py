@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.config.rope_factors import longrope_factors
+from jaxpar.config.lists.rope_factors import longrope_factors
 
 #: Cosine and sine of every token's angles, float32 [B, T, 1, R/2] each; R dims are rotated.
 type Tables = tuple[jax.Array, jax.Array]

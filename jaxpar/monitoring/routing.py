@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.recorded_steps import MAX_BYTES, recorded_steps
+from jaxpar.config.lists.recorded_steps import MAX_BYTES, recorded_steps
 from jaxpar.runtime.files import atomic
 
 FOLDER = "routing"

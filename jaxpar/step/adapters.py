@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, LoraConfig, replace
-from jaxpar.config.lora_targets import factor
+from jaxpar.config.lists.lora_targets import factor
 from jaxpar.model import lora
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.params import join, partition_specs, split

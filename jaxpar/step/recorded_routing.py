@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config
-from jaxpar.config.recorded_steps import id_dtype
+from jaxpar.config.lists.recorded_steps import id_bits
 from jaxpar.model.fused_weights import map_layers
 from jaxpar.model.moe.recorded import RECORD, REPEAT
 from jaxpar.parallel.collectives import psum, varying
@@ -91,4 +91,4 @@ def of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     at = jnp.where(layers == EMPTY, count, layers - m.dense_layers)
     every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
     whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)
-    return whole.astype(id_dtype(m.num_experts))
+    return whole.astype(f"uint{id_bits(m.num_experts)}")

@@ -4,7 +4,7 @@ import json
 
 import jax
 
-from jaxpar.config.recorded_steps import bytes_of_a_step, recorded_steps
+from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params

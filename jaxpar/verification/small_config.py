@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
-from jaxpar.config.rope_factors import in_words, numbers_in
+from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
 from jaxpar.model.parameters import param_specs, trainable_specs

@@ -189,8 +189,8 @@ def poisoned_batches(bad: set[int]) -> Iterator[None]:
     """These steps' batches, counted from 0, make the loss and all gradients NaN."""
     measure, plain, number = train_step.loss_gradients_and_loads, train_step.train_step, []
 
-    def poisoned(cfg, segments, params, batch, scale=1.0):
-        measured, grads, loads = measure(cfg, segments, params, batch, scale)
+    def poisoned(cfg, segments, params, batch, scale=1.0, **more):
+        measured, grads, loads = measure(cfg, segments, params, batch, scale, **more)
         is_bad = jnp.any(jnp.stack([number[-1] == b for b in sorted(bad)]))
         nan = lambda x: jnp.where(is_bad, jnp.nan, x)  # noqa: E731
         measured = dataclasses.replace(measured, loss=nan(measured.loss))

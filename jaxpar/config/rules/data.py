@@ -1,7 +1,7 @@
 """Rules about the data sources."""
 
 from jaxpar.config import Config, flag, require
-from jaxpar.config.mixture import shares
+from jaxpar.config.lists.mixture import shares
 
 
 def data(cfg: Config) -> None:

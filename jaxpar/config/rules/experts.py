@@ -1,7 +1,7 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
-from jaxpar.config.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
+from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias

@@ -3,7 +3,7 @@
 import difflib
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lora_targets import OF_ATTENTION, TARGETS
+from jaxpar.config.lists.lora_targets import OF_ATTENTION, TARGETS
 
 
 def lora(cfg: Config) -> None:

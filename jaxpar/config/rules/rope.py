@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.rope_factors import in_words, numbers_in
+from jaxpar.config.lists.rope_factors import in_words, numbers_in
 
 SECTION = "model.rope_scaling"
 

@@ -1,7 +1,7 @@
 """Rules about a run: its paths, schedule, checkpoints and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.mixture import shares
+from jaxpar.config.lists.mixture import shares
 from jaxpar.config.rules.paths import check_path, check_run_folder
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config import RopeScaling
-from jaxpar.config.rope_factors import in_words, numbers_in
+from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"

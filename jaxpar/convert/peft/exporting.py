@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
 from jaxpar.config import Config, ConfigError, value_of
-from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out

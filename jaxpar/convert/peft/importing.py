@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, LoraConfig
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxpar.config import Config
-from jaxpar.config.lora_targets import factor
+from jaxpar.config.lists.lora_targets import factor
 from jaxpar.convert import selfcheck
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.model.lora import A, B, is_adapter

@@ -1,7 +1,5 @@
 """The steps whose routing a run records, `run.record_routing`."""
 
-import numpy as np
-
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config
 
@@ -23,13 +21,13 @@ def recorded_steps(cfg: Config) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-def id_dtype(num_experts: int) -> np.dtype:
-    """Return the smallest unsigned dtype of an expert's index."""
-    return np.min_scalar_type(max(num_experts - 1, 0))
+def id_bits(num_experts: int) -> int:
+    """Return the bits of the smallest unsigned integer that holds an expert's index."""
+    return next(bits for bits in (8, 16, 32, 64) if num_experts <= 1 << bits)
 
 
 def bytes_of_a_step(cfg: Config) -> int:
     """Return the bytes of the routing of one step, before compression."""
     m, tokens = cfg.model, cfg.train.global_batch_size * cfg.data.seq_len
     layers = m.num_layers - m.dense_layers
-    return tokens * layers * m.experts_per_token * id_dtype(m.num_experts).itemsize
+    return tokens * layers * m.experts_per_token * id_bits(m.num_experts) // 8

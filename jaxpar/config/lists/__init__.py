@@ -1,0 +1,1 @@
+"""Fields whose value is a text with a list: reads each into its parts."""
