@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.packages import require_package
+from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
 from jaxpar.convert.hf.families import Family
@@ -80,6 +81,7 @@ PLAIN = Family(
 
 def check_file(file: Path) -> None:
     """Raises:   ConfigError for a file that cannot be written, or has another suffix."""
+    check_path("FILE", str(file), "use a new file")
     if file.suffix not in ENDINGS:
         rule, better = f"must end in {' or '.join(ENDINGS)}", file / "model.pt"
         if file.name and not file.is_dir():

@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import check_path
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 from jaxpar.runtime.files import atomic
@@ -64,6 +65,7 @@ def where(output: str | None, names: Sequence[str]) -> Path:
     """
     if output is None:
         return Path(names[0], "report.html") if len(names) == 1 else Path("report.html")
+    check_path("--output", output, "use --output report.html")
     path = Path(output)
     if path.suffix not in (".html", ".htm"):
         better = f"{path}/report.html" if path.is_dir() else f"{path}.html"

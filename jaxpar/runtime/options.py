@@ -9,6 +9,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
 from jaxpar.config.numerals import whole_number
 from jaxpar.config.rules.limits import REPEATS, Range
+from jaxpar.config.rules.paths import check_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,6 +99,7 @@ def _check_place(option: str, path: str | None, example: str) -> None:
         return
     if not path:
         raise ConfigError(option, path, "is empty", f"use {option} {example}")
+    check_path(option, path, f"use {option} {example}")
     place = Path(path).absolute()
     if place.exists() and not place.is_dir() and not place.is_file():
         return  # a device or a pipe

@@ -10,7 +10,11 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
+from jaxpar.convert import torch_file
 from jaxpar.convert.new_folder import refuse_used
+from jaxpar.data.formats import writer
+from jaxpar.report.__main__ import where
+from jaxpar.runtime import options
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
 
@@ -41,6 +45,24 @@ def test_those_of_a_mixture_and_of_a_conversion_too(name):
         check(replace(Config(), **{"data.mixture": f"{name}:1,b:2"}))
     with pytest.raises(ConfigError, match=r"^OUTPUT = "):
         refuse_used("OUTPUT", Path(name))
+
+
+OUTPUTS = {
+    "data prepare": lambda name: writer.whole_folder(name, overwrite=False).__enter__(),
+    "convert to-torch": lambda name: torch_file.check_file(Path(f"{name}.pt")),
+    "report": lambda name: where(f"{name}.html", ["run"]),
+    "bench --card": lambda name: options.check_file("--card", f"{name}.json"),
+    "bench --keep": lambda name: options.check_folder("--keep", name),
+}
+
+
+@pytest.mark.parametrize("program", OUTPUTS)
+def test_outputs_of_programs_are_no_addresses(program, tmp_path, monkeypatch):
+    """They would be in a folder named gs: here."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="gs:// is not supported"):
+        OUTPUTS[program]("gs://bucket/x")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a:b", "ü", "日本", "a b", "100%", "a#b", "a|b", "x=1", "~/x"])

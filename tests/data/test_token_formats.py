@@ -268,6 +268,8 @@ def test_what_can_be_no_end_of_document_or_no_file_is_refused(tmp_path):
             inspect_tokens(InspectOptions(path=str(tokens), eos_id=eos))
     with pytest.raises(ConfigError, match=r"--output = '\.': is a folder"):
         convert(ConvertOptions(input=(str(tokens),), output=".", to="megatron", eos_id=0))
+    with pytest.raises(ConfigError, match=r"--output = 'gs://a/b': .*gs:// is not supported"):
+        convert(ConvertOptions(input=(str(tokens),), output="gs://a/b", to="megatron", eos_id=0))
     assert not out.exists()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import TOKEN_ID
+from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import (
     MAX_VOCAB_SIZE,
@@ -220,6 +221,7 @@ def _write_files(
     progress: PreparationProgress,
 ) -> None:
     num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    check_path("--output", options.output, "use a file of this computer")
     output, index = Path(options.output), b""
     if output.name in ("", ".."):
         fix = f"use --output {output / 'tokens'}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats.meta import (
     DATASET_FILES,
     META_FILE,
@@ -168,8 +169,9 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
     """Yield a folder that is renamed to `output` if the block succeeds, and otherwise deleted.
 
     Args:     overwrite: replace an existing dataset. Other folders are never replaced.
-    Raises:   ConfigError("--output", ...) if the output exists or cannot be created.
+    Raises:   ConfigError("--output", ...) if the output exists, is no path, or cannot be created.
     """
+    check_path("--output", str(output), "use a folder of this computer")
     target = Path(output).expanduser().resolve()
     _check_target(target, overwrite)
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
