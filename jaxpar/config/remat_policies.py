@@ -15,6 +15,10 @@ REMAT_NAMES = (
     "mlp_hidden",
 )
 
+#: More of them, of layers with experts. No policy saves them: what other devices have takes more
+#: memory than anything else in a layer.
+EXPERT_NAMES = ("moe_tokens", "moe_weights")
+
 
 #: The input of a layer. Every policy saves it, so it is named only to save it on the host.
 LAYER_INPUT = "layer_input"

@@ -15,6 +15,8 @@ tensor rank's part.
     mlp_norm        normalized input of the MLP, gathered     2 D
     gate_up         gate and up projections                   4 F
     mlp_hidden      silu(gate) * up                           2 F
+    moe_tokens      what experts receive of an expert axis    2 D for each token or row
+    moe_weights     matrices of experts as a layer uses them  6 D F E/n per layer, not per token
 
 A name with the suffix `:host` is saved in pinned host memory: copied there in the forward, and back
 in the backward (`parallel/host_offload.py`). On a mesh without stages, the last unrolled layer
@@ -40,14 +42,20 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.config.remat_policies import LAYER_INPUT, ON_HOST, REMAT_NAMES, without_mark
+from jaxpar.config.remat_policies import (
+    EXPERT_NAMES,
+    LAYER_INPUT,
+    ON_HOST,
+    REMAT_NAMES,
+    without_mark,
+)
 from jaxpar.kernels import float8, norm
 from jaxpar.kernels.float8.amax import WithAmax
 
 
 def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
     """Name a value so that a policy can save it. For a `WithAmax`, name its array."""
-    assert name in REMAT_NAMES, name
+    assert name in REMAT_NAMES + EXPERT_NAMES, name
     if isinstance(x, WithAmax):
         return dataclasses.replace(x, values=checkpoint_name(x.values, name))
     return checkpoint_name(x, name)

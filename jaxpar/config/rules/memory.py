@@ -9,6 +9,7 @@ from collections.abc import Callable
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
+    EXPERT_NAMES,
     LAYER_INPUT,
     ON_HOST,
     REMAT_NAMES,
@@ -73,11 +74,12 @@ def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> No
     names = remat.split(",")
     plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    near = [m for name in plain for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
-    policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
+    savable = REMAT_NAMES + EXPERT_NAMES * (cfg.model.num_experts > 0)
+    near = [m for name in plain for m in difflib.get_close_matches(name, savable, n=1)]
+    policies, known = ", ".join(REMAT_POLICIES), ", ".join(savable)
     rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
     rule += f"after a name, or after {LAYER_INPUT}, saves the value in host memory"
-    ok = remat in REMAT_POLICIES or set(plain) <= {*REMAT_NAMES, LAYER_INPUT}
+    ok = remat in REMAT_POLICIES or set(plain) <= {*savable, LAYER_INPUT}
     require(ok, cfg, path, rule, way(policy or ",".join(near) or "dots"))
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
     on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
@@ -85,6 +87,14 @@ def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> No
     once = {without_mark(name): name for name in names}
     rule = "must name each value once, on the device or in host memory"
     require(len(once) == len(names), cfg, path, rule, way(",".join(once.values())))
+    rule = f"saves what experts receive or multiply on the device only, without {ON_HOST}"
+    here = [without_mark(name) if without_mark(name) in EXPERT_NAMES else name for name in names]
+    require(here == names, cfg, path, rule, way(",".join(here)))
+    rule = "saves moe_weights, of which a pipeline would keep a copy with each microbatch"
+    others = [name for name in names if without_mark(name) != "moe_weights"]
+    ok = cfg.parallel.pipeline == 1 or len(others) == len(names)
+    fewer = way(",".join(others) or "full")
+    require(ok, cfg, path, rule, fewer, flag("parallel.pipeline", 1))
 
 
 #: Largest decay at which stochastic rounding to bfloat16 is accurate (docs/numerics.md).

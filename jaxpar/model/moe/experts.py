@@ -93,7 +93,7 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
-    matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
+    matrices = tuple(_named_matrix(w[name]) for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
     gate, up, down = matrices
@@ -102,6 +102,14 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     if "b_down" in w:
         out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
     return out + _shared(x, w, m) if SHARED[0] in w else out
+
+
+def _named_matrix(w: Any) -> Any:
+    """Name a matrix, or what is read of a `Float8Weight`, so that a policy can save it. Otherwise
+    the backward gathers it again."""
+    if isinstance(w, jax.Array):
+        return named(w, "moe_weights")
+    return w.replace(values=named(w.values, "moe_weights"))
 
 
 def _led_by(w: Any, dim: int) -> Any:
@@ -144,7 +152,7 @@ def of_rows(
 
 
 def _forward(how, x, weights, w, plan):
-    x, weights = plan.out(x), plan.pairs_out(weights)
+    x, weights = (named(a, "moe_tokens") for a in (plan.out(x), plan.pairs_out(weights)))
     g, u = _gate_and_up(how, x, w, plan)
 
     def of_round(plan: Dispatch) -> jax.Array:

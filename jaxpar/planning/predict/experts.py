@@ -8,7 +8,10 @@ has all experts of the layer that it computes.
 import math
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config
+from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.kernels.grouped_matmul import max_rows
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, HOPPER_WARPGROUP
@@ -17,9 +20,11 @@ from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import H200, Gpu
 from jaxpar.planning.predict.shard import Shard
 
-#: Messages of an expert axis in a layer: out and home in the forward; the same in the backward,
-#: which also sends the tokens out again.
-MESSAGES = 5
+
+def messages(cfg: Config) -> int:
+    """Return the messages of an expert axis in a layer: out and home in the forward; the same in
+    the backward, which also sends the tokens out again unless they are saved."""
+    return 4 if "moe_tokens" in saved_names(cfg.parallel.remat) else 5
 
 
 # ------------------------------------------------------------------------------- rows and memory
@@ -60,7 +65,7 @@ def dispatched(cfg: Config) -> Dispatched:
         C = rows.capacity(N, k, here, n, p.expert_slack)
         R, most = (max_rows(n * size, here, HOPPER_TILE) for size in (C, N * min(k, here)))
         ints = R + 2 * n * C + 4 * pairs
-        copied = 2 * MESSAGES * n * C  # into order, before or after each all-to-all
+        copied = 2 * messages(cfg) * n * C  # into order, before or after each all-to-all
         return Dispatched(R, most, ints, (n - 1) * C, n * C, copied, 2 * (pairs + N))
     R = plan.buffer_rows(pairs, m.num_experts, n, HOPPER_TILE, p.expert_slack)
     most = max_rows(n * pairs, here, HOPPER_TILE)
@@ -97,6 +102,25 @@ def rows_in_use(cfg: Config, shard: Shard) -> float:
 def plan_bytes(cfg: Config) -> float:
     """Return the bytes per token of the plan, which every policy saves: int32."""
     return 4 * dispatched(cfg).ints / tokens_of(cfg) if cfg.model.num_experts else 0.0
+
+
+def saved_bytes(cfg: Config, remat: str) -> float:
+    """Return the bytes per token that a policy saves of a layer by the names `EXPERT_NAMES`.
+
+    Tokens come with the router's weights, float32. Without an expert axis, they are the norm's
+    output, of which the backward then needs no other copy.
+    """
+    m, p, names = cfg.model, cfg.parallel, saved_names(remat)
+    if not m.num_experts:
+        return 0.0
+    width, total = jnp.dtype(m.dtype).itemsize, 0.0
+    if "moe_tokens" in names:
+        received = dispatched(cfg).received or tokens_of(cfg)
+        total += received * (width * m.d_model + 4 * m.experts_per_token)
+    if "moe_weights" in names:
+        byte = 1 if m.matmul_dtype == "float8" else width
+        total += 3 * byte * m.d_model * m.d_ff / p.tensor * m.num_experts / p.expert
+    return total / tokens_of(cfg)
 
 
 def backward_bytes(cfg: Config, width: int) -> float:
@@ -189,7 +213,7 @@ def sent_bytes(cfg: Config, shard: Shard) -> float:
     if cfg.parallel.expert == 1 or not m.num_experts:
         return 0.0
     small = 3 * 4 * m.experts_per_token
-    return dispatched(cfg).sent * (MESSAGES * shard.width * m.d_model + small)
+    return dispatched(cfg).sent * (messages(cfg) * shard.width * m.d_model + small)
 
 
 def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
@@ -201,10 +225,11 @@ def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
 
     Args:     seconds: of a layer's messages.
     """
-    one = seconds / MESSAGES
+    one = seconds / messages(cfg)
     products = product_seconds(cfg, shard, gpu, set())
     passes = router_elements(cfg, shard) * shard.width / (gpu.bandwidth.value * rates.ELEMENTWISE)
-    behind = (passes, products["to_hidden"] + products["to_input"], products["weights"])
+    again = [products["to_hidden"] + products["to_input"]] * (messages(cfg) - 4)
+    behind = (passes, *again, products["weights"])
     exposed = 2 * one + math.fsum(max(one - time, 0.0) for time in behind)
     return exposed / seconds
 

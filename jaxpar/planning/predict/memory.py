@@ -227,8 +227,9 @@ def _saved_by(kind: LayerKind, remat: str = "") -> tuple[float, float]:
     """
     cfg = kind.cfg
     rows = experts.buffer_rows(cfg) / experts.tokens_of(cfg)
-    device, host = _saved_per_token(cfg.model, cfg.parallel.tensor, remat or kind.remat, rows)
-    return device + experts.plan_bytes(cfg), host
+    policy = remat or kind.remat
+    device, host = _saved_per_token(cfg.model, cfg.parallel.tensor, policy, rows)
+    return device + experts.plan_bytes(cfg) + experts.saved_bytes(cfg, policy), host
 
 
 def host_bytes(cfg: Config) -> float:

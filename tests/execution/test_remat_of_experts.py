@@ -1,0 +1,114 @@
+"""Values of experts that a policy saves by name: the backward neither sends nor gathers them again,
+and computes the same."""
+
+import functools
+import math
+import re
+
+import jax
+import pytest
+
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.validate import check, resolve
+from jaxpar.parallel.expert import rows
+from jaxpar.planning.predict import experts
+from jaxpar.planning.predict.memory import saved_per_token
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import traces
+from jaxpar.verification.meshes import parse_meshes
+from tests.meshes.test_experts import BASE
+from tests.slow import slow_but
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+
+@functools.cache
+def gradients(mesh_item: str, more: str) -> tuple[float, float, str]:
+    """Loss and gradient norm of a step that saves `gate_up` and more, and its compiled program."""
+    cfg = replace(BASE, **{"parallel.remat": f"gate_up{more}"})
+    parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    cfg = resolve(replace(cfg, parallel=parallel), n)
+    mesh = make_mesh(parallel, jax.devices()[:n])
+    params = init_state(cfg, mesh).params
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    program = make_gradient_step(cfg, mesh).lower(params, batch).compile()
+    measured, _ = program(params, batch)
+    return float(measured.loss), float(measured.grad_norm), program.as_text()
+
+
+def collectives(text: str, kind: str) -> int:
+    return len(re.findall(rf" {kind}(?:-start)?\(", text))
+
+
+SCAN = "expert=2,data=2,layer_loop=scan"
+
+#: Mesh, name, collective, and how many of it are not needed again. Tokens travel with the router's
+#: weights; gate, up and down are gathered.
+QUICK = [
+    (SCAN, "moe_tokens", "collective-permute", 2),
+    (SCAN, "moe_weights", "all-gather", 3),
+]
+UNROLLED = [
+    ("expert=2,layer_loop=unroll", "moe_tokens", "collective-permute", 2 * 2),
+    ("data=2,layer_loop=unroll", "moe_weights", "all-gather", 2 * 3),
+    ("expert=2,expert_dispatch=rows,layer_loop=unroll", "moe_tokens", "all-to-all", 2 * 2),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "kind", "fewer"), slow_but(QUICK, [*QUICK, *UNROLLED]))
+def test_what_is_saved_does_not_travel_again(mesh, name, kind, fewer, devices):
+    loss, norm, text = gradients(mesh, "")
+    saved_loss, saved_norm, with_less = gradients(mesh, f",{name}")
+    assert collectives(text, kind) - collectives(with_less, kind) == fewer
+    assert (loss, norm) == (saved_loss, saved_norm)
+
+
+def saved(**fields) -> float:
+    """Bytes per token and layer of a model in bfloat16 that the planner knows of."""
+    cfg = replace(BASE, **{"model.dtype": "bfloat16", "parallel.data": 1, **fields})
+    return saved_per_token(cfg)
+
+
+@pytest.mark.parametrize("dispatch", ["tokens", "rows"])
+def test_the_planner_counts_them(dispatch):
+    m, axis = BASE.model, {"parallel.expert": 2, "parallel.expert_dispatch": dispatch}
+    of = lambda names: saved(**axis, **{"parallel.remat": names})  # noqa: E731
+    tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
+    k, here = m.experts_per_token, m.num_experts // 2
+    received = 2 * tokens
+    if dispatch == "rows":
+        received = 2 * rows.capacity(tokens, k, here, 2, BASE.parallel.expert_slack)
+    of_tokens = received * (2 * m.d_model + 4 * k) / tokens
+    assert of("gate_up,moe_tokens") - of("gate_up") == pytest.approx(of_tokens)
+    of_weights = 6 * m.d_model * m.d_ff * here / tokens
+    assert of("gate_up,moe_weights") - of("gate_up") == pytest.approx(of_weights)
+
+
+def test_the_planner_sends_tokens_once_less():
+    cfg = replace(BASE, **{"parallel.remat": "gate_up,moe_tokens"})
+    assert (experts.messages(BASE), experts.messages(cfg)) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"parallel.remat": "moe_tokens:host"},
+            r"on the device only.*--parallel\.remat moe_tokens",
+        ),
+        (
+            {"parallel.remat": "qkv,moe_weights", "parallel.pipeline": 2},
+            r"saves moe_weights, of which a pipeline.*--parallel\.remat qkv, or .*pipeline 1",
+        ),
+        (
+            {"parallel.remat": "moe_tokens", "model.num_experts": 0},
+            r"remat = 'moe_tokens': must be one of none, dots",
+        ),
+    ],
+)
+def test_what_cannot_be_saved(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(BASE, **fields))
