@@ -8,7 +8,7 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 
 from jaxpar.config import ModelConfig
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
-from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.rope_keys import PARTIAL, Rope, read_rope, write_rope, write_scaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
