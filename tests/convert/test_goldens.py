@@ -43,7 +43,16 @@ TOLERANCE = 1e-5
 MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe", "dots1"]
-QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gemma3_linear", "gpt_oss"]
+QUICK += [
+    "yarn_mscale",
+    "longrope",
+    "smollm3",
+    "helium",
+    "glm4_moe",
+    "gemma3_linear",
+    "gpt_oss",
+    "olmo3",
+]
 
 
 def silent(_: str) -> None:
@@ -229,6 +238,7 @@ MESHES = {
     "olmoe": {"data": 2, "tensor": 2},
     "dots1": {"expert": 2, "tensor": 2, "data": 1},
     "gpt_oss": {"expert": 2, "tensor": 2, "data": 1},
+    "olmo3": {"data": 2, "tensor": 2},
 }
 
 

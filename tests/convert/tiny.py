@@ -33,7 +33,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
             biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
-        found[layer + "input_layernorm.weight"] = (D,)
+        if not kind.startswith("olmo") or kind == "olmoe":
+            found[layer + "input_layernorm.weight"] = (D,)
         for name, shape in projections.items():
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
@@ -42,10 +43,12 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         if kind == "gpt_oss":
             found[layer + "self_attn.sinks"] = (H,)
-        if kind == "olmoe":
+        if kind.startswith("olmo"):
             wide = {"q": (H * K,), "k": (G * K,)}
             found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind in ("olmo2", "olmo3"):
+            found[layer + "post_feedforward_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         found |= _mlp(layer, values, D, F)

@@ -228,6 +228,26 @@ MODELS = {
         sliding_window=48,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "olmo2": _model(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        rope_theta=10000.0,
+        attention_bias=False,
+        pad_token_id=0,
+    ),
+    "olmo3": _model(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        num_hidden_layers=4,
+        rope_parameters={
+            "full_attention": _YARN | {"rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        attention_bias=False,
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=0,
+    ),
     "gemma3": _model(
         "gemma3_text",
         "Gemma3ForCausalLM",

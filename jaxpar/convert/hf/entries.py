@@ -55,6 +55,10 @@ EXPERTS = (
     Entry("layers/w_up", LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
     Entry("layers/w_down", LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
 )
+OLMO2_NORMS = (
+    Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
+)
 SINKS = (Entry("layers/sinks", IN_ATTENTION + "sinks", "LH", "H"),)
 #: Gate and up alternate in the last dimension of a tensor.
 GPT_OSS_EXPERTS = (

@@ -5,6 +5,8 @@ tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To
 feature, first add its field and its parameter to the model.
 """
 
+import dataclasses
+
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
@@ -14,6 +16,7 @@ from jaxpar.convert.hf.entries import (
     MLP,
     MLP_BIAS,
     MLP_NORM,
+    OLMO2_NORMS,
     OUT_BIAS,
     QK_NORM,
     QK_NORM_OVER_ALL,
@@ -272,7 +275,33 @@ GEMMA3 = Family(
     },
     sliding=True,
     two_kinds=True,
-    two_ropes=True,
+    two_ropes="rope_local_base_freq",
+)
+_OF_OLMO2 = (*TOP, *ATTENTION[1:], *QKV_BIAS, *OUT_BIAS, *QK_NORM_OVER_ALL, *OLMO2_NORMS, *MLP[1:])
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    entries=_OF_OLMO2,
+    fields=COMMON | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    fixed={"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True},
+    defaults={"rms_norm_eps": 1e-5, "attention_bias": False},
+    required=_SILU,
+    heads_fill_model=True,
+)
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    sliding=True,
+    two_kinds=True,
+    two_ropes="rope_theta",
 )
 SMOLLM3 = Family(
     model_type="smollm3",
@@ -360,5 +389,5 @@ GPT_OSS = Family(
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(SMOLLM3, HELIUM, GPT_OSS),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS),
 )

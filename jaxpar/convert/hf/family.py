@@ -34,8 +34,9 @@ class Family:
     """Whether layers may have a sliding window."""
     two_kinds: bool = False
     """Whether layers with a window may alternate with global ones."""
-    two_ropes: bool = False
-    """Whether these kinds of layers each have their own RoPE."""
+    two_ropes: str | None = None
+    """Older key of the RoPE base in layers with a window, if these kinds of layers each have their
+    own RoPE."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False
