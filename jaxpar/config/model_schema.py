@@ -126,6 +126,8 @@ class ModelConfig:
     """clamped_swiglu clamps gate to at most this, and up to at most this magnitude."""
     swiglu_alpha: float = 1.702
     """Factor of the gate in the sigmoid of clamped_swiglu."""
+    pre_norms: bool = True
+    """Apply RMSNorm to the inputs of attention and feed-forward. False, with post_norms: OLMo 2."""
     post_norms: bool = False
     """Apply RMSNorm also to the outputs of attention and feed-forward, before the residual
     addition (Gemma)."""

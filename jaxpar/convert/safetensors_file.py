@@ -31,6 +31,9 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+#: The dtypes of tensors in a file: DTYPES, and bytes that hold quantized weights (`hf/mxfp4.py`).
+STORED = DTYPES | {"U8": np.dtype("u1")}
+
 #: The names of dtypes in the format, by their names in JAX.
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -54,11 +57,11 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * STORED[self.dtype].itemsize
 
     def open(self, mode: Any = "r") -> np.ndarray:
         """Open the tensor as a memory map; mode "r+" to write."""
-        dtype = DTYPES[self.dtype]
+        dtype = STORED[self.dtype]
         return np.memmap(self.file, dtype, mode, self.offset, self.shape)
 
 
@@ -66,7 +69,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     """Read the locations of all tensors in a file.
 
     Raises:   ConfigError that names the file when it is truncated or not a safetensors file, or the
-              tensor when its dtype is not one of DTYPES.
+              tensor when its dtype is not one of STORED.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -92,7 +95,7 @@ def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
     (begin, end), shape = about["data_offsets"], about["shape"]
     if not isinstance(shape, list) or not all(type(n) is int for n in (begin, end, *shape)):
         raise TypeError(f"{name} has sizes that are not integers")
-    if about["dtype"] not in [*DTYPES]:
+    if about["dtype"] not in [*STORED]:
         rule = f"of {file.name} must be one of {', '.join(DTYPES)}"
         fix = "use the weights as published, not a quantized copy"
         raise ConfigError(name, about["dtype"], rule, fix)

@@ -17,7 +17,7 @@ from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
-from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.new_folder import require_place, require_space
 from jaxpar.convert.safetensors_file import Stored, create_file

@@ -155,13 +155,13 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm block: attention, then a feed-forward."""
+    """One block: attention, then a feed-forward."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m, D, heads, kv = m, m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
         norm = lambda width, used=True: Norm(width, m) if used else nn.Identity()  # noqa: E731
-        self.attn_norm, self.mlp_norm = norm(D), norm(D)
+        self.attn_norm, self.mlp_norm = norm(D, m.pre_norms), norm(D, m.pre_norms)
         self.attn_post_norm, self.mlp_post_norm = norm(D, m.post_norms), norm(D, m.post_norms)
         wide = heads, kv
         if m.qk_norm_over == "head":

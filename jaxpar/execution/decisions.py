@@ -200,7 +200,7 @@ def _fuses_gate_up(cfg: Config) -> bool:
 
 def _norm(cfg: Config, fused_gate_up: bool) -> Norm:
     m: ModelConfig = cfg.model
-    if cfg.parallel.tensor > 1 or cfg.lora.rank:
+    if cfg.parallel.tensor > 1 or cfg.lora.rank or not m.pre_norms:
         return "written"
     if m.matmul_dtype == "float8":
         return "in_quantizer" if m.float8_scaling == "tensor" else "written"

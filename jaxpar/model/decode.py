@@ -114,7 +114,7 @@ def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
 def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
     m = cfg.model
     first_branch, second = branches(w)
-    h = NormOutput(norm.norm(x, w[first_branch.norm], m))
+    h = _normalized(x, w, first_branch.norm, m)
     q, k, v = qkv(h, w, m)
     q, k = positioned(q, k, w, context.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
@@ -129,9 +129,13 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
         out = _attend(q, held[0], held[1], mask, w, m, "reference")
     partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
-    whole = Shards((NormOutput(norm.norm(x, w[second.norm], m)),))
+    whole = Shards((_normalized(x, w, second.norm, m),))
     (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
     return second.add(x, lax.psum(partial, TENSOR), w, m), held
+
+
+def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
+    return NormOutput(norm.norm(x, w[name], m) if m.pre_norms else x)
 
 
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:

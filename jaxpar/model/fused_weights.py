@@ -122,7 +122,7 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
-    return adapters | alone | (_fuse_projections(w, lead, ex) if "attn_norm" in w else {})
+    return adapters | alone | (_fuse_projections(w, lead, ex) if "wq" in w else {})
 
 
 def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
@@ -252,7 +252,7 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
     def add(w: Tree) -> Tree:
         if "router" not in w:
             return w
-        lead = w["attn_norm"].shape[:-1]
+        lead = w["router"].shape[:-2]
         return w | {TALLY: varying(jnp.zeros((*lead, size), jnp.float32))}
 
     return weights | {"layers": map_layers(add, weights["layers"])}

@@ -87,7 +87,12 @@ class Branch:
     def normalize(
         self, x: jax.Array, vectors: Weights, ex: Execution
     ) -> tuple[jax.Array, NormOutput]:
-        """Return x and its norm. Use the returned x, so that one pass computes both gradients."""
+        """Return x and its norm. Use the returned x, so that one pass computes both gradients.
+
+        Without `model.pre_norms`, the norm is x itself.
+        """
+        if not ex.cfg.model.pre_norms:
+            return x, NormOutput(x)
         return norm_of_stream(x, vectors[self.norm], ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:

@@ -47,13 +47,13 @@ def _layers(m: ModelConfig, count: int) -> Tree:
         return vector(shape, axes, init_of_gains(m))
 
     blocks: Tree = {
-        "attn_norm": gain((D,), ("norm",)),
         "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
         "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
-        "mlp_norm": gain((D,), ("norm",)),
     }
+    if m.pre_norms:
+        blocks |= {name: gain((D,), ("norm",)) for name in ("attn_norm", "mlp_norm")}
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep)
     else:

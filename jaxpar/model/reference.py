@@ -96,7 +96,7 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i), of_layer(m, i)
         if "router" in w:
-            h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
+            h = _before(_after_attention(x, w, positions, segments, of_i), w, "mlp_norm", m)
             logits = _router_logits(h, w)
             _, used, share = router(logits, w.get("router_bias", 0.0), m)
             routers.append((used, share, logits))
@@ -134,12 +134,12 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     x = _after_attention(x, w, positions, segments, m)
-    out = _feed_forward(_norm(x, w["mlp_norm"], m), w, m)
+    out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
     return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
 
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
-    h = _norm(x, w["attn_norm"], m)
+    h = _before(x, w, "attn_norm", m)
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
@@ -147,6 +147,10 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
     return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
+
+
+def _before(x, w: Tree, name: str, m: ModelConfig):
+    return _norm(x, w[name], m) if m.pre_norms else x
 
 
 def _times(x, w: Tree, name: str):

@@ -43,7 +43,16 @@ TOLERANCE = 1e-5
 MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe", "dots1"]
-QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gemma3_linear"]
+QUICK += [
+    "yarn_mscale",
+    "longrope",
+    "smollm3",
+    "helium",
+    "glm4_moe",
+    "gemma3_linear",
+    "gpt_oss",
+    "olmo3",
+]
 
 
 def silent(_: str) -> None:
@@ -105,6 +114,7 @@ def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, param
         ("yarn_mscale", {"rope_scaling.attention_factor": None}),
         ("longrope", {"rope_scaling.original_max_position": 512}),
         ("gemma3_linear", {"local_rope_scaling": True}),
+        ("gpt_oss", {"global_every": 0}),
         ("mistral", {"sliding_window": None}),
     ):
         cfg, params = params_of(folders(name)[1])
@@ -227,10 +237,12 @@ MESHES = {
     "mixtral": {"expert": 2, "tensor": 2, "data": 1},
     "olmoe": {"data": 2, "tensor": 2},
     "dots1": {"expert": 2, "tensor": 2, "data": 1},
+    "gpt_oss": {"expert": 2, "tensor": 2, "data": 1},
+    "olmo3": {"data": 2, "tensor": 2},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral", "olmoe"], MESHES))
+@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral", "olmoe", "gpt_oss"], MESHES))
 def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     folder, run = folders(name)
     source, said = importing.open_source(folder), []

@@ -1,5 +1,7 @@
 """The tables' language: shapes, names, chunks, and copies of any box."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -31,13 +33,29 @@ def test_what_an_entry_says():
 @pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.model_type)
 def test_every_entry_of_every_family_is_whole(family):
     assert len({(e.path, e.ours) for e in family.entries}) == len(family.entries)
-    # Two layouts of a parameter may share a name; two parameters may not.
-    names = {entry.name for entry in family.entries}
+    # Two layouts of a parameter may share a name; two parameters may not, unless each is a part.
+    names = {(entry.name, entry.part) for entry in family.entries}
     assert len(names) == len({(entry.path, entry.name) for entry in family.entries})
     for entry in family.entries:
-        assert sorted(entry.inner) == sorted(entry.theirs.replace(" ", ""))
+        letters = [letter for letter in entry.theirs if letter not in " 2"]
+        assert sorted(entry.inner) == sorted(letters)
+        assert entry.part == 0 or "2" in entry.theirs
         assert entry.ours == entry.stacked + entry.inner
         assert all(f"{{{letter}}}" in entry.name for letter in entry.stacked)
+
+
+def test_parts_that_alternate_in_a_dimension():
+    gate = Entry("layers/w_gate", "layer.{L}.gate_up", "LDF", "D F2")
+    up = dataclasses.replace(gate, path="layers/w_up", part=1)
+    shape = tensor_layout.tensor_shape(gate, SIZES)
+    assert shape == (SIZES["D"], 2 * SIZES["F"]) == tensor_layout.tensor_shape(up, SIZES)
+    tensor = np.zeros(shape)
+    for entry, value in ((gate, 1.0), (up, 2.0)):
+        tensor_layout.as_ours(tensor, entry, SIZES)[...] = value
+        chunk = tensor_layout.chunk_shape(entry, SIZES, 3 * 2 * SIZES["F"])
+        assert chunk == (1, 3, SIZES["F"])
+    np.testing.assert_array_equal(tensor[:, ::2], np.ones((SIZES["D"], SIZES["F"])))
+    np.testing.assert_array_equal(tensor[:, 1::2], 2 * np.ones((SIZES["D"], SIZES["F"])))
 
 
 @pytest.mark.parametrize("most", [1, 7, 70, 71, 500, 600, 10**6])

@@ -30,6 +30,7 @@ def test_every_parameter_has_a_name():
         ModelConfig(num_experts=4, router_bias=True, num_shared_experts=1),
         ModelConfig(num_experts=4, router_linear_bias=True, expert_bias=True),
         ModelConfig(attention_sinks=True),
+        ModelConfig(pre_norms=False, post_norms=True),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None

@@ -33,17 +33,22 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
             biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
-        found[layer + "input_layernorm.weight"] = (D,)
+        if not kind.startswith("olmo") or kind == "olmoe":
+            found[layer + "input_layernorm.weight"] = (D,)
         for name, shape in projections.items():
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
         if kind in ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
-        if kind == "olmoe":
+        if kind == "gpt_oss":
+            found[layer + "self_attn.sinks"] = (H,)
+        if kind.startswith("olmo"):
             wide = {"q": (H * K,), "k": (G * K,)}
             found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind in ("olmo2", "olmo3"):
+            found[layer + "post_feedforward_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         found |= _mlp(layer, values, D, F)
@@ -54,6 +59,15 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]:
+    if values["model_type"] == "gpt_oss":
+        E, moe = values["num_local_experts"], layer + "mlp."
+        found: dict[str, tuple[int, ...]] = {
+            moe + "router.weight": (E, D),
+            moe + "router.bias": (E,),
+        }
+        found |= {moe + "experts.gate_up_proj": (E, D, 2 * F), moe + "experts.down_proj": (E, F, D)}
+        bias = {"experts.gate_up_proj_bias": (E, 2 * F), "experts.down_proj_bias": (E, D)}
+        return found | {moe + name: shape for name, shape in bias.items()}
     if values["model_type"] == "mixtral":
         moe, of = layer + "block_sparse_moe.", {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
         return _experts(moe, values["num_local_experts"], D, of)
@@ -89,7 +103,8 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     near_one = name.endswith("norm.weight")
-    return (1 + 0.2 * values if near_one else 0.15 * values).astype(np.float32)
+    scale = 1.0 if name.endswith("sinks") else 0.15
+    return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)
 
 
 def tensors(values: dict) -> dict[str, np.ndarray]:
@@ -150,6 +165,29 @@ def gpt_oss_tensors() -> dict[str, np.ndarray]:
     return {name: scale.get(name, 1.0) * tensor(name, shape) for name, shape in found.items()}
 
 
+def mxfp4_tensors() -> dict[str, np.ndarray]:
+    """A weight [2, 96, 8] in MXFP4, with every byte, and scales of many sizes."""
+    rng = np.random.default_rng(2)
+    blocks = np.concatenate([rng.permutation(256) for _ in range(3)]).astype(np.uint8)
+    scales = rng.integers(127 - 30, 127 + 30, (2, 8, 3)).astype(np.uint8)
+    return {"blocks": blocks.reshape(2, 8, 3, 16), "scales": scales}
+
+
+def experts_of_gpt_oss(values: dict) -> list[str]:
+    """The names of the tensors that are in MXFP4 in published files."""
+    return [n for n in shapes(values) if n.endswith(("gate_up_proj", "experts.down_proj"))]
+
+
+def as_mxfp4(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Replace a tensor [E, D, F] by random blocks and scales of its size, of numbers about 0.1."""
+    E, D, F = arrays[name].shape
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    blocks = rng.integers(0, 256, (E, F, D // 32, 16)).astype(np.uint8)
+    scales = rng.integers(121, 124, blocks.shape[:-1]).astype(np.uint8)
+    others = {n: a for n, a in arrays.items() if n != name}
+    return others | {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
 #: The model that adapters are put on, and PEFT's names for what they are.
 ADAPTED = "qwen3"
 ADAPTERS = {
@@ -179,10 +217,11 @@ def tokens(values: dict) -> np.ndarray:
 
 
 def write_safetensors(file: Path, arrays: dict[str, np.ndarray], dtype: str = "F32") -> None:
-    """A file of arrays, written plainly and apart from the code under test."""
+    """A file of arrays, written plainly and apart from the code under test. Bytes are U8."""
     header, begin = {}, 0
     for name, a in arrays.items():
-        header[name] = {"dtype": dtype, "shape": a.shape, "data_offsets": [begin, begin + a.nbytes]}
+        code = "U8" if a.dtype == np.uint8 else dtype
+        header[name] = {"dtype": code, "shape": a.shape, "data_offsets": [begin, begin + a.nbytes]}
         begin += a.nbytes
     text = json.dumps(header).encode()
     body = b"".join(a.tobytes() for a in arrays.values())

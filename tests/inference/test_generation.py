@@ -51,6 +51,12 @@ MODELS = {
         "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
+    "norms after": {
+        "model.pre_norms": False,
+        "model.post_norms": True,
+        "model.qk_norm": True,
+        "model.qk_norm_over": "all",
+    },
     "sinks": {"model.attention_sinks": True, "model.sliding_window": 5, "model.qkv_bias": True},
     "no rope in some layers": {
         "model.nope_every": 2,

@@ -36,7 +36,23 @@ GEMMA = TWO_KINDS | {
     "model.tie_embeddings": True,
 }
 
+#: Norms only after the branches, of all heads of queries and keys.
+OLMO3 = TWO_KINDS | {
+    "model.pre_norms": False,
+    "model.post_norms": True,
+    "model.qk_norm": True,
+    "model.qk_norm_over": "all",
+}
+
 CASES = [
+    ("data=2,sequence=2,tensor=2", OLMO3 | {"model.num_layers": 2}),
+    slow("pipeline=2,num_microbatches=2,zero=1,tensor=2", OLMO3),
+    slow("data=2", OLMO3 | {"model.dtype": "float32", "parallel.remat": "full"}),
+    slow("data=2,tensor=2,row_groups=2", OLMO3 | {"model.num_layers": 2}),
+    slow(
+        "data=2,expert=2",
+        OLMO3 | {"model.num_experts": 4, "model.num_shared_experts": 1, "model.num_layers": 2},
+    ),
     slow("data=2", TWO_KINDS | {"model.num_layers": 3}),
     ("pipeline=2,num_microbatches=2,zero=1", TWO_KINDS),
     slow("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
@@ -83,6 +99,7 @@ def test_shrinking_keeps_both_kinds():
         ({"model.global_every": 0}, r"model\.local_rope_theta = 100\.0: .*global_every is 0"),
         ({"model.local_rope_theta": 0.0}, r"model\.local_rope_theta = 0\.0: must be above 0"),
         ({"model.query_scale_dim": 0}, r"model\.query_scale_dim = 0: must be at least 1"),
+        ({"model.pre_norms": False}, r"pre_norms = False: must be True, or model\.post_norms too"),
         ({"parallel.layer_loop": "scan"}, r"layer_loop = 'scan': must be unroll"),
         (
             {"model.num_layers": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},

@@ -28,6 +28,20 @@ WINDOWS = {
     "parallel.layer_loop": "unroll",
     "model.num_layers": 4,
 }
+GPT_OSS = WINDOWS | {
+    "model.num_experts": 4,
+    "model.experts_per_token": 2,
+    "model.expert_bias": True,
+    "model.router_linear_bias": True,
+    "model.activation": "clamped_swiglu",
+    "model.swiglu_limit": 1.0,
+    "model.qkv_bias": True,
+    "model.out_bias": True,
+    "model.rope_scaling.kind": "yarn",
+    "model.rope_scaling.original_max_position": 16,
+    "model.rope_scaling.truncate": False,
+    "train.balance_loss": 1e-2,
+}
 CASES = [
     ("data=2,sequence=2,tensor=2,context=ring", {}),
     ("sequence=2,tensor=2,context=ulysses,zero=1", {"model.num_kv_heads": 4}),
@@ -38,6 +52,9 @@ CASES = [
     slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1", WINDOWS),
     slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", {"parallel.remat": "full"}),
     slow("data=2,num_microbatches=2,zero=2", WINDOWS),
+    slow("data=2,expert=2,tensor=2", GPT_OSS),
+    slow("expert=2,sequence=2,context=ring", GPT_OSS),
+    slow("pipeline=2,num_microbatches=2,expert=2,zero=1", GPT_OSS),
     slow("data=2,zero=3", WINDOWS | {"parallel.grad_reduce": "float32"}),
 ]
 

@@ -65,6 +65,10 @@ def activation(cfg: Config) -> None:
 
 def model(cfg: Config) -> None:
     """Check norms of queries and keys, and the sliding window."""
+    path, needed = "model.pre_norms", "model.post_norms"
+    rule = f"must be True, or {needed} too: without any, the residual stream grows without limit"
+    ok = cfg.model.pre_norms or cfg.model.post_norms
+    require(ok, cfg, path, rule, flag(path, True), flag(needed, True))
     path, needed = "model.qk_norm_over", "model.qk_norm"
     ok = cfg.model.qk_norm or cfg.model.qk_norm_over == "head"
     rule = f"needs {needed}, which is False"

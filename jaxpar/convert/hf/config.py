@@ -11,7 +11,8 @@ from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
-from jaxpar.convert.hf.families import FAMILIES, Family
+from jaxpar.convert.hf.families import FAMILIES
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
@@ -34,9 +35,12 @@ FREE_MODEL_FIELDS = {
     "normalize_experts",
 }
 
+#: How weights are quantized. Exported ones are not.
+QUANTIZATION = "quantization_config"
+
 #: Keys of any family that change what a model computes, and the only value that jaxpar supports.
 REQUIRED = {
-    "quantization_config": None,
+    QUANTIZATION: None,
     "is_encoder_decoder": False,
     "use_qk_norm": False,
 }
@@ -87,6 +91,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         if key in family.fields.values():
             continue
         found = values.get(key, wanted)
+        if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
+            continue
         if found != wanted and found is not None:
             raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
     fields: Values = dict(family.fixed)
@@ -102,6 +108,10 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         fix = "use a model with at least 2, or without norm_topk_prob"
         raise refuse(family.fields["experts_per_token"], 1, rule, fix)
     return model
+
+
+def _is_mxfp4(quantization: Any) -> bool:
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def _with_defaults(values: Values, family: Family) -> Values:
@@ -121,6 +131,8 @@ def check_count(values: Values, family: Family, num_tensors: int) -> None:
     for ours in ("num_layers", "num_experts"):
         key = family.fields.get(ours, "")
         count = values.get(key)
+        if ours == "num_experts" and not any("{E}" in entry.name for entry in family.entries):
+            break  # a tensor has all experts
         if ours == "num_layers" and isinstance(count, int):
             dense = values.get(family.fields.get("dense_layers", ""), 0)
             count -= dense if isinstance(dense, int) else 0
@@ -220,7 +232,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {} if family.mtp_key is None else {family.mtp_key: 0}
-    return carried | own
+    return {key: value for key, value in carried.items() if key != QUANTIZATION} | own
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:

@@ -55,6 +55,22 @@ EXPERTS = (
     Entry("layers/w_up", LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
     Entry("layers/w_down", LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
 )
+OLMO2_NORMS = (
+    Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
+)
+SINKS = (Entry("layers/sinks", IN_ATTENTION + "sinks", "LH", "H"),)
+#: Gate and up alternate in the last dimension of a tensor.
+GPT_OSS_EXPERTS = (
+    Entry("layers/router", LAYER + "mlp.router.weight", "LDE", "E D"),
+    Entry("layers/b_router", LAYER + "mlp.router.bias", "LE", "E"),
+    Entry("layers/w_gate", LAYER + "mlp.experts.gate_up_proj", "LEDF", "E D F2", part=0),
+    Entry("layers/w_up", LAYER + "mlp.experts.gate_up_proj", "LEDF", "E D F2", part=1),
+    Entry("layers/b_gate", LAYER + "mlp.experts.gate_up_proj_bias", "LEF", "E F2", part=0),
+    Entry("layers/b_up", LAYER + "mlp.experts.gate_up_proj_bias", "LEF", "E F2", part=1),
+    Entry("layers/w_down", LAYER + "mlp.experts.down_proj", "LEFD", "E F D"),
+    Entry("layers/b_down", LAYER + "mlp.experts.down_proj_bias", "LED", "E D"),
+)
 #: What the layers of DeepSeek-V3 and its relatives have beside EXPERTS.
 SHARED_EXPERTS = (
     Entry("layers/router_bias", LAYER + "mlp.gate.e_score_correction_bias", "LE", "E"),

@@ -21,7 +21,8 @@ from jaxpar.convert.hf.config import (
     why_not,
 )
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
-from jaxpar.convert.hf.families import FAMILIES, Family
+from jaxpar.convert.hf.families import FAMILIES
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors, create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import (
     Entry,

@@ -5,26 +5,28 @@ tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To
 feature, first add its field and its parameter to the model.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
 
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
     GEMMA_NORMS,
+    GPT_OSS_EXPERTS,
     MIXTRAL_EXPERTS,
     MLP,
     MLP_BIAS,
     MLP_NORM,
+    OLMO2_NORMS,
     OUT_BIAS,
     QK_NORM,
     QK_NORM_OVER_ALL,
     QKV_BIAS,
     SHARED_EXPERTS,
+    SINKS,
     TOP,
     of_dense_layers,
 )
-from jaxpar.convert.hf.tensor_layout import Entry
+from jaxpar.convert.hf.family import Family
 
 #: Fields whose keys are the same in every family.
 COMMON = {
@@ -38,47 +40,6 @@ COMMON = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The format of a published family of models."""
-
-    model_type: str
-    """`model_type` of its config.json."""
-    architecture: str
-    """The class in `architectures`."""
-    entries: tuple[Entry, ...]
-    """All parameters that a model of the family may have."""
-    fields: dict[str, str]
-    """Keys of config.json, by field of ModelConfig."""
-    same_as: dict[str, str] = field(default_factory=dict)
-    """Fields where None stands for the value of another field, which config.json contains."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Fields with the same value in all models of the family."""
-    at_least: dict[str, int] = field(default_factory=dict)
-    """Fields with a minimum in all models of the family."""
-    defaults: dict[str, Any]
-    """Defaults of missing keys in config.json."""
-    required: dict[str, Any] = field(default_factory=dict)
-    """Keys with the only supported value; with another, the model would compute something else."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Alternative names of keys in some versions of `transformers`: {other: key}."""
-    sliding: bool = False
-    """Whether layers may have a sliding window."""
-    two_kinds: bool = False
-    """Whether layers with a window may alternate with global ones."""
-    two_ropes: bool = False
-    """Whether these kinds of layers each have their own RoPE."""
-    rope_fraction: float | None = None
-    """Default of partial_rotary_factor; None where all dims are rotated."""
-    nope: bool = False
-    """Whether every Nth layer may have no RoPE."""
-    mtp_key: str | None = None
-    """Key with the number of layers for multi-token prediction, which come last in the files. They
-    are left out: without them, a model computes the same."""
-    heads_fill_model: bool = False
-    """Whether num_heads * head_dim must be d_model."""
 
 
 _SILU = {"hidden_act": "silu"}
@@ -314,7 +275,33 @@ GEMMA3 = Family(
     },
     sliding=True,
     two_kinds=True,
-    two_ropes=True,
+    two_ropes="rope_local_base_freq",
+)
+_OF_OLMO2 = (*TOP, *ATTENTION[1:], *QKV_BIAS, *OUT_BIAS, *QK_NORM_OVER_ALL, *OLMO2_NORMS, *MLP[1:])
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    entries=_OF_OLMO2,
+    fields=COMMON | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    fixed={"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True},
+    defaults={"rms_norm_eps": 1e-5, "attention_bias": False},
+    required=_SILU,
+    heads_fill_model=True,
+)
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    sliding=True,
+    two_kinds=True,
+    two_ropes="rope_theta",
 )
 SMOLLM3 = Family(
     model_type="smollm3",
@@ -352,8 +339,55 @@ HELIUM = Family(
     heads_fill_model=True,
 )
 
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *SINKS, *MLP_NORM, *GPT_OSS_EXPERTS),
+    fields=COMMON
+    | {
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "swiglu_limit": "swiglu_limit",
+        "swiglu_alpha": "swiglu_alpha",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    fixed={
+        "attention_sinks": True,
+        "router_linear_bias": True,
+        "expert_bias": True,
+        "normalize_experts": True,
+        "activation": "clamped_swiglu",
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    required=_SILU,
+    aliases={"num_experts": "num_local_experts"},
+    sliding=True,
+    two_kinds=True,
+    mxfp4=True,
+)
+
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(SMOLLM3, HELIUM),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS),
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.convert.hf.mxfp4 import Mxfp4, dequantized
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, tensor_names, tensor_shape
 from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create_file, read_header
 
@@ -57,14 +58,23 @@ class Readable(Protocol):
 
 
 class Tensors:
-    """The tensors of a folder by name. Each is opened as a memory map."""
+    """The tensors of a folder by name. Each is opened as a memory map.
+
+    A quantized one is dequantized in memory, and kept until another one is: boxes of it are read.
+    """
 
     def __init__(self, stored: Mapping[str, Readable]):
         self.stored = stored
+        self.last: tuple[str, np.ndarray] | None = None
 
     def open(self, name: str) -> np.ndarray:
         """Open a tensor, read-only."""
-        return self.stored[name].open()
+        if isinstance(self.stored[name], Stored):
+            return self.stored[name].open()
+        if self.last is None or self.last[0] != name:
+            self.last = None
+            self.last = name, self.stored[name].open()
+        return self.last[1]
 
     def dtype(self) -> str:
         """Return the dtype of the tensors; float32 if it is mixed, which represents all values.
@@ -95,9 +105,9 @@ def find_tensors(folder: Path) -> Tensors:
     raise ConfigError("DIR", str(folder), rule, "use the folder of a published model")
 
 
-def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored]:
+def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored | Mxfp4]:
     """Drop DERIVED tensors, which may be float32 although all weights have 16 bits."""
-    return {name: where for name, where in stored.items() if not DERIVED.fullmatch(name)}
+    return dequantized({n: where for n, where in stored.items() if not DERIVED.fullmatch(n)})
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:

@@ -14,7 +14,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
-from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import (
     CARRIED_FILES,
     INDEX_FILE,

@@ -8,7 +8,7 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 
 from jaxpar.config import ModelConfig
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
-from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.rope_keys import PARTIAL, Rope, read_rope, write_rope, write_scaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -38,8 +38,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
         raise refuse("layer_types", kinds, rule, "download the file again")
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    if family.two_ropes:
-        return _read_two_ropes(values, rope, num_layers)
+    if family.two_ropes is not None:
+        return _read_two_ropes(values, rope, family.two_ropes, num_layers)
     if family.rope_fraction is not None:
         values = {PARTIAL: family.rope_fraction} | values
     one = read_rope(rope, values)
@@ -93,13 +93,16 @@ def _read_windows(values: Values, num_layers: int) -> Values:
     return {"sliding_window": int(window), "global_every": every if FULL in pattern else 0}
 
 
-def _read_two_ropes(values: Values, rope: Values, num_layers: int) -> Values:
-    """Read global layers and layers with a window, each kind with its RoPE."""
+def _read_two_ropes(values: Values, rope: Values, local_key: str, num_layers: int) -> Values:
+    """Read global layers and layers with a window, each kind with its RoPE.
+
+    Args:     local_key: of the base in layers with a window, in the older form.
+    """
     for kind in (FULL, SLIDING):
         check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
     by_kind = FULL in rope or SLIDING in rope
     of_global = read_rope(dict(rope.get(FULL) or {}) if by_kind else rope, values)
-    local = read_rope(dict(rope.get(SLIDING) or {}), values, "rope_local_base_freq")
+    local = read_rope(dict(rope.get(SLIDING) or {}), values, local_key)
     if of_global.fraction != 1 or local.fraction != 1:
         raise refuse(PARTIAL, of_global.fraction, "is not supported in this family", "use 1.0")
     found = _read_windows(values, num_layers)
@@ -141,7 +144,7 @@ def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
-        return windows | _write_two_ropes(m)
+        return windows | _write_two_ropes(m, family.two_ropes)
     found = windows | _write_one_rope(m)
     if family.rope_fraction is not None:
         found[PARTIAL] = m.rope_fraction
@@ -169,7 +172,7 @@ def _write_windows(m: ModelConfig) -> Values:
     }
 
 
-def _write_two_ropes(m: ModelConfig) -> Values:
+def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
     """Return the keys that `_read_two_ropes` reads."""
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     local = Rope(theta, m.rope_scaling if m.local_rope_scaling else None, 1.0)
@@ -178,8 +181,8 @@ def _write_two_ropes(m: ModelConfig) -> Values:
             FULL: write_rope(Rope(m.rope_theta, m.rope_scaling, 1.0)),
             SLIDING: write_rope(local),
         },
+        local_key: local.theta,
         "rope_theta": m.rope_theta,
-        "rope_local_base_freq": local.theta,
         "rope_scaling": None if m.rope_scaling is None else write_scaling(m.rope_scaling),
     }
 

@@ -8,7 +8,10 @@ first, dense layers of a mixture of experts, N is the layer, and W the feed-forw
 
 means that `layers/wq` is [L, D, H, K], and that each layer's tensor on disk is [H*K, D]. This
 determines the names, the shapes, and the position of each value in both directions. No dimension is
-permuted for RoPE: both sides rotate the first half of a head's dims against the second.
+permuted for RoPE.
+
+A digit is a dimension of that size along which a tensor has several parameters. In "E D F2", gate
+and up alternate in the last dimension, and `part` says which of the two the parameter is.
 """
 
 import math
@@ -40,6 +43,8 @@ class Entry:
     """Dimensions of the tensor, row-major; adjacent letters are flattened into one dimension."""
     first: int = 0
     """The model's index of the first layer L."""
+    part: int = 0
+    """Index of the parameter in the dimension that is a digit in `theirs`."""
 
     @property
     def stacked(self) -> str:
@@ -71,7 +76,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
     """Return the shape for a string of letters."""
-    return tuple(sizes[letter] for letter in letters)
+    return tuple(int(d) if d.isdigit() else sizes[d] for d in letters)
 
 
 def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
@@ -97,7 +102,9 @@ def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
     letters = entry.theirs.replace(" ", "")
     whole = tensor.reshape(shape_of(letters, sizes))
-    return whole.transpose([letters.index(letter) for letter in entry.inner])
+    ours = whole[tuple(entry.part if d.isdigit() else slice(None) for d in letters)]
+    kept = [letter for letter in letters if not letter.isdigit()]
+    return ours.transpose([kept.index(letter) for letter in entry.inner])
 
 
 def tensors_in(
@@ -151,8 +158,10 @@ def chunk_shape(entry: Entry, sizes: Sizes, most: int) -> tuple[int, ...]:
     Its size is 1 in the stacked dimensions.
     """
     letters, chunk = entry.theirs.replace(" ", ""), dict(sizes)
-    for letter in letters:
-        rest = math.prod(shape_of(letters[letters.index(letter) + 1 :], sizes))
+    for at, letter in enumerate(letters):
+        if letter.isdigit():
+            continue
+        rest = math.prod(shape_of(letters[at + 1 :], sizes))
         chunk[letter] = min(sizes[letter], max(1, most // rest))
         if rest <= most:
             break

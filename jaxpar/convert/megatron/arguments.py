@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.config_file import Values
-from jaxpar.convert.hf.families import LLAMA, MIXTRAL, Family
+from jaxpar.convert.hf.families import LLAMA, MIXTRAL
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.megatron.pickle_tree import Built, Pairs, UnreadablePickle
 
 #: Keys of config.json, by the argument with the same meaning.

@@ -8,7 +8,8 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import entry_table, model_of
-from jaxpar.convert.hf.families import MIXTRAL, Family
+from jaxpar.convert.hf.families import MIXTRAL
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors
 from jaxpar.convert.hf.importing import PublishedModel, config_for, fill_run, source_config
 from jaxpar.convert.hf.tensor_layout import sizes_of

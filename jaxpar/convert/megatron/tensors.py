@@ -108,25 +108,7 @@ class View:
 _HEADS = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
 
 
-class MegatronTensors(Tensors):
-    """The parameters of a checkpoint by the names in ENTRIES.
-
-    The last one that was read is kept: a large one is copied box by box.
-    """
-
-    def __init__(self, views: dict[str, View]):
-        super().__init__(views)
-        self.last: tuple[str, np.ndarray] | None = None
-
-    def open(self, name: str) -> np.ndarray:
-        """Read a parameter of a layer."""
-        if self.last is None or self.last[0] != name:
-            self.last = None
-            self.last = name, self.stored[name].open()
-        return self.last[1]
-
-
-def find_views(checkpoint: Checkpoint, entries: list[Entry], sizes: Sizes) -> MegatronTensors:
+def find_views(checkpoint: Checkpoint, entries: list[Entry], sizes: Sizes) -> Tensors:
     """Find the parameters of the entries in a checkpoint.
 
     Raises:   ConfigError for a tensor of another dtype, or that is none of the parameters.
@@ -145,7 +127,7 @@ def find_views(checkpoint: Checkpoint, entries: list[Entry], sizes: Sizes) -> Me
                         views[name] = View(tensor, at, part, groups)
                     break
     _check_others(checkpoint, used)
-    return MegatronTensors(views)
+    return Tensors(views)
 
 
 def _has(tensor: Sharded, at: tuple[int, ...], entry: Entry) -> bool:

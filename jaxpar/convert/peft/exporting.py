@@ -22,7 +22,7 @@ from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
-from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.hf.tensor_layout import Entry

@@ -6,7 +6,8 @@ Needs torch and transformers, and nothing of jaxpar; writes, for each model of
 tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
 vocabulary], and its greedy text into greedy.json. `deepseek_v3` and `gpt_oss` are one layer of
 experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients; `rope`
-is the frequencies of every kind of RoPE. The tests compare ours with them where torch is absent.
+is the frequencies of every kind of RoPE, and `mxfp4` is about weights of 4 bits. The tests compare
+ours with them where torch is absent.
 """
 
 import importlib
@@ -113,8 +114,28 @@ def rope(tiny) -> dict[str, np.ndarray]:
     return found
 
 
+def mxfp4(tiny) -> dict[str, np.ndarray]:
+    """A weight in MXFP4, dequantized; and the logits of gpt-oss with such experts."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    def dequantized(blocks, scales):
+        parts = torch.from_numpy(blocks), torch.from_numpy(scales)
+        return convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
+
+    values = tiny.MODELS["gpt_oss"]
+    arrays = tiny.tensors(values)
+    for name in tiny.experts_of_gpt_oss(values):
+        found = tiny.as_mxfp4(arrays, name)
+        arrays[name] = dequantized(found[f"{name}_blocks"], found[f"{name}_scales"])
+    with tempfile.TemporaryDirectory() as folder:
+        folder = tiny.write_folder(Path(folder), values)
+        tiny.write_safetensors(folder / "model.safetensors", arrays)
+        found = logits(load(folder), tiny.tokens(values))
+    return {"weight": dequantized(**tiny.mxfp4_tensors()), "logits": found}
+
+
 #: Parts of models, by name.
-LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope}
+LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope, "mxfp4": mxfp4}
 
 
 def main() -> None:

@@ -1,0 +1,50 @@
+"""The format of a published family of models, as a table: `families.py` has one for each."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.convert.hf.tensor_layout import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The format of a published family of models."""
+
+    model_type: str
+    """`model_type` of its config.json."""
+    architecture: str
+    """The class in `architectures`."""
+    entries: tuple[Entry, ...]
+    """All parameters that a model of the family may have."""
+    fields: dict[str, str]
+    """Keys of config.json, by field of ModelConfig."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Fields where None stands for the value of another field, which config.json contains."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields with the same value in all models of the family."""
+    at_least: dict[str, int] = field(default_factory=dict)
+    """Fields with a minimum in all models of the family."""
+    defaults: dict[str, Any]
+    """Defaults of missing keys in config.json."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Keys with the only supported value; with another, the model would compute something else."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Alternative names of keys in some versions of `transformers`: {other: key}."""
+    sliding: bool = False
+    """Whether layers may have a sliding window."""
+    two_kinds: bool = False
+    """Whether layers with a window may alternate with global ones."""
+    two_ropes: str | None = None
+    """Older key of the RoPE base in layers with a window, if these kinds of layers each have their
+    own RoPE."""
+    rope_fraction: float | None = None
+    """Default of partial_rotary_factor; None where all dims are rotated."""
+    nope: bool = False
+    """Whether every Nth layer may have no RoPE."""
+    mxfp4: bool = False
+    """Whether weights may be in MXFP4, which are dequantized."""
+    mtp_key: str | None = None
+    """Key with the number of layers for multi-token prediction, which come last in the files. They
+    are left out: without them, a model computes the same."""
+    heads_fill_model: bool = False
+    """Whether num_heads * head_dim must be d_model."""
