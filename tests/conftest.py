@@ -153,14 +153,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def with_quick_weights():
-    """Make initial weights by one program for all meshes (tests/weights.py), and compile them, and
-    all else, without LLVM's optimizations on a GPU's host too.
+    """Make initial weights by one program for all meshes (tests/weights.py), and fingerprints by
+    none (tests/fingerprints.py); compile all without LLVM's optimizations on a GPU's host too.
     """
     from jaxpar.step import state
     from jaxpar.verification import traces
-    from tests import weights
+    from tests import fingerprints, weights
 
-    with pytest.MonkeyPatch.context() as patch, weights.optimizations(False):
+    quick = weights.optimizations(False), fingerprints.quickly_computed()
+    with pytest.MonkeyPatch.context() as patch, quick[0], quick[1]:
         patch.setattr(state, "init_params", weights.init_params)
         patch.setattr(traces, "initial_params", weights.tree_of)
         yield

@@ -14,6 +14,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training import run
 from tests import ranks
+from tests.fingerprints import quickly_computed
 from tests.weights import as_programs_do, quickly_made
 
 CONFIG = """
@@ -103,11 +104,12 @@ def only_devices():
 def train_on(only_devices):
     """(number of devices, command line) -> the exit code of a run inside this process.
 
-    Its initial weights are those of tests/weights.py, with the bits that other processes make.
+    Initial weights are those of tests/weights.py, and fingerprints of tests/fingerprints.py,
+    with the bits that other processes make.
     """
 
     def on(number: int, *args: str) -> int:
-        with only_devices(number), quickly_made():
+        with only_devices(number), quickly_made(), quickly_computed():
             return train.main(args)
 
     return on

@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config import ParallelConfig
-from jaxpar.sharding.fingerprint import RunningFingerprint, fingerprints
+from jaxpar.sharding.fingerprint import RunningFingerprint, fingerprints, text
 from jaxpar.sharding.grid import grid
 from jaxpar.sharding.hashing import hash_uint32
 from jaxpar.sharding.mesh import make_mesh
+from tests.fingerprints import sums_of
 
 VALUES = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
 
@@ -49,6 +50,13 @@ def test_any_change_is_another_fingerprint():
     others = [*changed, swapped, VALUES[::-1], VALUES.reshape(12, 8), -VALUES]
     seen = {of(values) for values in (VALUES, *others)}
     assert len(seen) == 1 + len(others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(), (5,), (8, 12), (2, 3, 4, 5), (3, 0)])
+def test_the_fingerprints_of_tests_are_the_programs(shape, dtype):
+    values = np.random.default_rng(1).normal(size=shape).astype(jnp.dtype(dtype))
+    assert text(sums_of(values)) == of(values)
 
 
 def test_names_are_those_of_the_tree():

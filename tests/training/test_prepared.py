@@ -7,6 +7,7 @@ from jaxpar.config.command_line import read_config
 from jaxpar.monitoring import sinks
 from jaxpar.runtime import exit_codes
 from jaxpar.training.between_steps import BetweenSteps
+from tests import fingerprints
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,6 +33,12 @@ def compiled_in_loop(monkeypatch) -> list[str]:
     jax.monitoring.register_event_duration_secs_listener(heard)
     yield found
     jax.monitoring.unregister_event_duration_listener(heard)
+
+
+@pytest.fixture(autouse=True)
+def programs_of_fingerprints(monkeypatch):
+    """They are among what has to be ready."""
+    monkeypatch.setattr(fingerprints, "program_of", fingerprints.PROGRAM)
 
 
 def test_packages_of_sinks_are_imported_ahead(config_file, monkeypatch):
