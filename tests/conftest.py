@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import re
+import sys
 
 import pytest
 
@@ -63,6 +64,8 @@ def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # pytest-xdist's workers have the tests, and start when this process is ready
     if wants_gpu(config):
         from jaxpar.execution.xla_flag_table import ALWAYS
         from jaxpar.runtime.gpus.visible import visible_gpus
@@ -91,9 +94,10 @@ def simulate_devices(config: pytest.Config) -> None:
     """Give this process, and programs that tests start, CPU devices only."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
-    # Programs that tests start read compiled modules, which the first of them writes.
+    # Programs that tests start read compiled modules, which this process writes.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(config.rootpath / ".pytest_cache" / "modules")
+    sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
     compile_quickly()
     import jax
 
