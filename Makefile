@@ -25,9 +25,12 @@ quickstart: install ## Train a tiny model on this machine, after installing
 	@$(PY) -m jaxpar.quickstart
 
 .PHONY: test
-test: lint types ## All that CI runs: lint, types, CPU tests
+test: lint types pytest ## All that CI runs: lint, types, CPU tests
+
+.PHONY: pytest
+pytest: install
 	@echo "==> Tests, on 16 simulated CPU devices"
-	@$(PY) -m pytest $(WORKERS)
+	@env -u MAKEFLAGS $(PY) -m pytest $(WORKERS)
 
 .PHONY: test-all
 test-all: lint types ## The same, slow tests included
