@@ -4,11 +4,14 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 (seven workers on one H100: the first 134 tests in 400 s).
 """
 
+import contextlib
 import gc
+import importlib
 import os
 import platform
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +154,19 @@ def compile_quickly() -> None:
         # a sum over processes then has the bits of a sum over devices.
         flags.append("--xla_cpu_max_isa=AVX")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Have every other worker import all tests from the last to the first, before it collects them.
+
+    Each worker collects all. In a clean clone, compiling the modules, with pytest's assertions, is
+    half of it: so one worker reads what another has just compiled.
+    """
+    worker, config = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), session.config
+    if int(worker.removeprefix("gw")) % 2 and [Path(a).name for a in config.args] == ["tests"]:
+        for path in sorted((config.rootpath / "tests").rglob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting tells it
+                importlib.import_module(".".join(path.relative_to(config.rootpath).parts)[:-3])
 
 
 def pytest_collection_finish() -> None:
