@@ -56,12 +56,9 @@ GPT_OSS = replace(
 
 OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
 
-#: Stages and tensor are among DEEPSEEK_MESHES.
-QUICK_MESHES = """
-expert=2,sequence=2,layer_loop=unroll
-""".split()
-
+#: With every option and with a loss over the batch, quicker tests below have these meshes' parts.
 SLOW_MESHES = """
+expert=2,sequence=2,layer_loop=unroll
 data=2
 tensor=2
 pipeline=2,num_microbatches=2,zero=1
@@ -111,7 +108,8 @@ def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> distances.C
     return distances.compare(found, wanted, TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", [*QUICK_MESHES, *map(slow, SLOW_MESHES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", SLOW_MESHES)
 def test_gradients(mesh, devices):
     found = compare(mesh, BASE, devices)
     assert not found.mismatches()
@@ -192,7 +190,13 @@ def test_steps_with_biases_and_clamps(mesh, devices):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data=2,sequence=2", slow("pipeline=2,replica=2,tensor=2"), slow("data=4,tensor=2")]
+    "mesh",
+    [
+        "data=2,expert=2,sequence=2,layer_loop=unroll",
+        slow("data=2,sequence=2"),
+        slow("pipeline=2,replica=2,tensor=2"),
+        slow("data=4,tensor=2"),
+    ],
 )
 def test_gradients_of_balance_over_the_batch(mesh, devices):
     assert not compare(mesh, OVER_BATCH, devices).mismatches()

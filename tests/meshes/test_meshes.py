@@ -174,7 +174,8 @@ def test_gradients_of_model_variants(variant, devices):
     assert not found.mismatches()
 
 
-#: Where the norm of all heads sums over tensor ranks: within a stage, and in row groups.
+#: Where the norm of all heads sums over tensor ranks: within a stage, and in row groups. Quicker:
+#: the tests of test_unequal_stages.py.
 NORM_MESHES = """
 pipeline=2,data=2,tensor=2,num_microbatches=2,zero=1
 data=2,tensor=2,layer_loop=unroll,row_groups=2
@@ -184,7 +185,8 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,tensor=2,layer_loop=un
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(NORM_MESHES[:1], NORM_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", NORM_MESHES)
 def test_gradients_with_a_norm_over_all_heads(mesh, devices):
     cfg = replace(BASE, **{"model.qk_norm": True, "model.qk_norm_over": "all"})
     assert not compare(mesh, cfg, devices).mismatches()

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-#: Seven layers: a prime. Norms over all heads, of ranks that hold some of them.
+#: Seven layers: a prime. Norms over all heads, of tensor ranks that hold some of them, and fewer
+#: of keys: what test_meshes.py has in slow tests.
 BASE = replace(
     TINY,
     **{
         "model.num_layers": 7,
-        "model.num_kv_heads": 4,
         "model.qk_norm": True,
         "model.qk_norm_over": "all",
         "optimizer.clip_norm": 0.5,
