@@ -81,6 +81,6 @@ def positioned(
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    if rope is not None:
-        q, k = (model_rope.rope(a, rope, m.rope_layout) for a in (q, k))
-    return named(q, "qk"), named(k, "qk")
+    rotate = lambda a: a if rope is None else model_rope.rope(a, rope, m.rope_layout)  # noqa: E731
+    q, k = (named(rotate(a), "qk") for a in (q, k))
+    return q, k

@@ -9,6 +9,8 @@ from jaxpar.model import fused_weights, layer, parameters
 from jaxpar.sharding.initial_values import initialize
 
 KINDS = {
+    "sinks": {"model.attention_sinks": True},
+    "norms after": {"model.pre_norms": False, "model.post_norms": True},
     "dense": {},
     "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
     "gemma": {"model.post_norms": True, "model.qk_norm": True, "model.activation": "gelu"},
@@ -50,5 +52,5 @@ def test_every_weight_belongs_to_one_branch(fields):
 def test_a_weight_that_no_branch_names_is_an_error():
     cfg = replace(Config(), **SMALL)
     w = weights_of_a_layer(cfg)
-    with pytest.raises(ValueError, match=r"no branch of the layer uses \['sinks'\]"):
-        layer.branches_with_weights(w | {"sinks": w["wo"]})
+    with pytest.raises(ValueError, match=r"no branch of the layer uses \['slopes'\]"):
+        layer.branches_with_weights(w | {"slopes": w["wo"]})
