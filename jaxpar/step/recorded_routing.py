@@ -46,7 +46,7 @@ def attach(
 def _with_record(w: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     if "router" not in w:
         return w
-    lead = w["attn_norm"].shape[:-1]
+    lead = w["router"].shape[:-2]
     return w | {RECORD: varying(jnp.zeros((*lead, *shape), jnp.float32))}
 
 
