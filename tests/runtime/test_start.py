@@ -368,29 +368,6 @@ def test_the_precision_of_float32_matmuls(field, set_to, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "devices", "folder", "off"),
-    [(1, 2, "/xla", True), (2, 1, "/xla", True), (1, 1, "/xla", False), (2, 2, "", False)],
-)
-def test_programs_of_several_cpu_devices_are_not_read_from_a_cache(
-    processes, devices, folder, off, monkeypatch
-):
-    updates = {}
-    config = SimpleNamespace(
-        jax_num_cpu_devices=devices, jax_platforms="cpu", update=updates.__setitem__
-    )
-    monkeypatch.setattr(runtime.jax, "config", config)
-    monkeypatch.setattr(runtime, "_simulate", lambda devices: None)
-    monkeypatch.setattr(visible, "gpu_is_present", lambda: False)
-    monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: False)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
-    for cfg in (Config(), replace(Config(), **{"run.cpu_devices": devices})):
-        updates.clear()
-        told = runtime.start(cfg, processes)
-        assert updates == ({"jax_enable_compilation_cache": False} if off else {})
-        assert len(told) == off
-
-
-@pytest.mark.parametrize(
     ("asked", "then"), [(None, None), ("cuda", "cuda,cpu"), ("cuda,cpu", None), ("cpu", None)]
 )
 def test_gpus_have_cpu_devices_beside_them(asked, then, monkeypatch):
