@@ -12,6 +12,9 @@ from jaxpar.report.outline import outline
 #: Most columns of the loads over time.
 MAX_COLUMNS = 120
 
+#: No expert has more tokens in a step: their sum is finite.
+MAX_TOKENS = 1 << 53
+
 
 @dataclass
 class Loads:
@@ -27,12 +30,13 @@ class Loads:
     """By range that has a record, float64 [layers]: the largest load of each layer."""
 
     def over_time(self) -> np.ndarray:
-        """Return the largest load of each layer by range of steps, [layers, columns].
+        """Return the largest load of each layer by range of steps, [layers, <= columns].
 
-        A range without a record has the value of the next that has one.
+        A range without a record has the value of the next that has one. Ranges after the last
+        record are left out: those of steps whose records are damaged.
         """
         at = sorted(self.fullest)
-        by_column = np.searchsorted(at, np.arange(self.columns))
+        by_column = np.searchsorted(at, np.arange(at[-1] + 1))
         return np.stack([self.fullest[column] for column in at], axis=1)[:, by_column]
 
 
@@ -60,5 +64,5 @@ def _rows(value: Any) -> np.ndarray | None:
         rows = np.array(value, np.float64)
     except (ValueError, TypeError, OverflowError):
         return None
-    good = rows.ndim == 2 and rows.size and np.isfinite(rows).all() and (rows >= 0).all()
+    good = rows.ndim == 2 and rows.size and ((rows >= 0) & (rows <= MAX_TOKENS)).all()
     return rows if good else None

@@ -15,9 +15,10 @@ from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.monitoring.recent_steps import RecentSteps
 from jaxpar.profiling.folder import ProfileFacts, write_facts
 from tests.convert import tiny
-from tests.report.folders import write_run
+from tests.report.folders import write_loads, write_run
 
 RECORDED = Path(__file__).parents[1] / "profiling"
+CARD = Path(__file__).parents[2] / "docs" / "benchmarks" / "llama3_8b-h200x2-none.json"
 
 
 def write(folder: Path) -> None:
@@ -27,6 +28,7 @@ def write(folder: Path) -> None:
     write_tokens(folder)
     write_of_a_run(folder / "run")
     write_profile(folder / "profile")
+    shutil.copy(CARD, folder / "card.json")
 
 
 def write_models(folder: Path) -> None:
@@ -67,17 +69,19 @@ def write_texts(folder: Path) -> None:
 
 
 def write_tokens(folder: Path) -> None:
-    """A dataset folder, and a Megatron pair."""
-    names = {name: str(folder / name) for name in ("texts.txt", "tokens", "megatron")}
+    """A dataset folder, a Megatron pair, and a file of llm.c."""
+    files = ("texts.txt", "tokens", "megatron", "llmc.bin")
+    names = {name: str(folder / name) for name in files}
     more = ("--tokenizer", "bytes", "--holdout", "0")
     data(["prepare", "--input", names["texts.txt"], "--output", names["tokens"], *more])
-    to = ("--output", names["megatron"], "--to", "megatron")
-    data(["convert", "--input", names["tokens"], *to])
+    for name, form in (("megatron", "megatron"), ("llmc.bin", "llmc")):
+        data(["convert", "--input", names["tokens"], "--output", names[name], "--to", form])
 
 
 def write_of_a_run(folder: Path) -> None:
     """A run's config and records."""
     write_run(folder, steps=40)
+    write_loads(folder, range(10, 41, 10))
     recent = RecentSteps(folder, 8)
     for i in range(1, 5):
         inputs: dict = {"batch": i - 1, "windows": [8 * i, 8 * i + 8], "mesh": "data=1"}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import profile
+from jaxpar.bench.__main__ import main as bench
 from jaxpar.checkpoint import __main__ as checkpoint
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
@@ -103,9 +104,14 @@ def prepared(name: str, command: str = "prepare") -> Callable[[Path], int]:
     return read
 
 
-def inspected(name: str) -> Callable[[Path], int]:
+def inspected(name: str, *more: str) -> Callable[[Path], int]:
     """Describes tokens."""
-    return lambda folder: data(["inspect", str(folder / name)])
+    return lambda folder: data(["inspect", str(folder / name), *more])
+
+
+def compared(folder: Path) -> int:
+    """Compares the card of a benchmark with a good one."""
+    return bench(["compare", str(folder / "card.json"), str(good_files.CARD)])
 
 
 def reported(folder: Path) -> None:
@@ -136,6 +142,8 @@ KINDS = {
     "documents.npy": Kind("tokens/train.documents.npy", of_bytes, inspected("tokens")),
     "train.bin": Kind("tokens/train.bin", of_bytes, inspected("tokens")),
     "megatron.idx": Kind("megatron.idx", of_bytes, inspected("megatron")),
+    "llmc.bin": Kind("llmc.bin", of_bytes, inspected("llmc.bin", "--eos-id", "0")),
+    "card": Kind("card.json", of_json, compared),
     "config of a report": Kind("run/config.json", of_json, reported),
     "config of a resume": Kind("run/config.json", of_json, resumed),
     "manifest of a report": Kind("run/manifest.json", of_json, reported),
@@ -143,6 +151,7 @@ KINDS = {
     "metrics.jsonl": Kind("run/metrics.jsonl", of_lines, reported),
     "events.jsonl": Kind("run/events.jsonl", of_lines, reported),
     "samples.jsonl": Kind("run/samples.jsonl", of_lines, reported),
+    "expert_loads.jsonl": Kind("run/expert_loads.jsonl", of_lines, reported),
     "recent.jsonl": Kind("run/recent.jsonl", of_lines, records),
     "skipped_batches.json": Kind("run/skipped_batches.json", of_json, skipped),
     "jsonl": Kind("texts.jsonl", of_lines, prepared("texts.jsonl")),

@@ -42,12 +42,14 @@ def test_damaged_records_are_left_out(tmp_path):
     write_loads(tmp_path, (10, 20))
     good = read_loads(tmp_path)
     bad = ["x", [], [[]], [[1, 2], [3]], [[1, None]], [[-1, 2]], [1, 2], [[1e400, 1]], [[10**400]]]
+    bad.append([[1e308, 1e308]])
     write_lines(tmp_path / LOADS_FILE, ({"step": 30, "loads": rows} for rows in bad))
     with open(tmp_path / LOADS_FILE, "a") as file:
         file.write('{"step":40,"loads":[[1,')
     found = read_loads(tmp_path)
     assert found.step == 20
     np.testing.assert_array_equal(found.last, good.last)
+    np.testing.assert_array_equal(found.over_time()[:, -1], good.over_time()[:, -1])
 
 
 def test_a_layer_without_tokens_is_drawn(tmp_path):
