@@ -60,7 +60,10 @@ CASES = [
         DENSE | {"model.dense_d_ff": 9, "parallel.tensor": 2},
         "dense_d_ff = 9: must be divisible by parallel.tensor = 2.*dense-d-ff 10",
     ),
-    (DENSE | {"parallel.pipeline": 2}, "pipeline = 2: does not support model.dense_layers.*ne 1"),
+    (
+        DENSE | {"parallel.pipeline": 2},
+        "pipeline = 2: does not support model.dense.*same layers.*ne 1",
+    ),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
     (DENSE | LORA, "lora.rank = 2: does not support model.dense_layers"),
     (

@@ -24,7 +24,10 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 #: Three layers of which one is dense, so that indices of layers count.
-WITH_DENSE = replace(DEEPSEEK, **{"model.num_layers": 3, "model.dense_layers": 1})
+WITH_DENSE = replace(
+    DEEPSEEK,
+    **{"model.num_layers": 3, "model.dense_layers": 1, "parallel.layer_loop": "unroll"},
+)
 
 MORE_MESHES = """
 expert=4,replica=2,zero=2

@@ -54,9 +54,13 @@ def _dense_layers(cfg: Config) -> None:
     require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
     ok = m.dense_d_ff is None or m.dense_d_ff >= 1
     require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
-    for other, better in (("pipeline", 1), ("layer_loop", "unroll")):
-        other = f"parallel.{other}"
-        require(value_of(cfg, other) == better, cfg, other, said, flag(other, better), none)
+    reasons = (
+        ("pipeline", 1, "all stages execute the same layers, and only the first has dense ones"),
+        ("layer_loop", "unroll", "a scan executes layers of one kind"),
+    )
+    for other, better, why in reasons:
+        other, rule = f"parallel.{other}", f"{said}: {why}"
+        require(value_of(cfg, other) == better, cfg, other, rule, flag(other, better), none)
     require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
     wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
