@@ -62,7 +62,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
     heads, head_dim = kv_heads * groups, 8
     width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
-    d_model = up(width, every(lambda p: p.data * p.expert * p.sequence))
+    sharded = every(lambda p: p.data * p.expert * p.sequence)
+    d_model = max(round(width / sharded), 1) * sharded
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
