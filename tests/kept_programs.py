@@ -24,7 +24,12 @@ def keep_programs() -> None:
     The keys are those of JAX's persistent cache, which has to be on: of the program, the compiler's
     options, the versions and the devices.
     """
-    read, write = compiler._cache_read, compiler._cache_write
+    read, write, key_of = compiler._cache_read, compiler._cache_write, compiler._get_cache_key
+
+    def key_or_none(options: Any, *where: Any, computation: Any, **how: Any) -> str | None:
+        if calls_python(computation):
+            return None
+        return key_of(options, *where, computation=computation, **how)
 
     def read_kept(name: str, key: str, options: Any, *where: Any) -> tuple[Any, int | None]:
         if key in KEPT:
@@ -35,13 +40,23 @@ def keep_programs() -> None:
         return read(name, key, options, *where)
 
     def write_kept(key: str, seconds: float, name: str, backend: Any, program: Any) -> None:
+        if not hasattr(program, "local_devices"):  # compiled for devices that are not here
+            return write(key, seconds, name, backend, program)
         KEPT[key] = program
         if len(KEPT) > MOST:
             KEPT.popitem(last=False)
         if len(program.local_devices()) == 1:
             write(key, seconds, name, backend, program)
+        return None
 
     compiler._cache_read, compiler._cache_write = read_kept, write_kept
+    compiler._get_cache_key = key_or_none
+
+
+def calls_python(computation: Any) -> bool:
+    """Whether a program calls Python functions. They are not part of it: it names them by number,
+    so that programs of different functions, such as interpreted kernels, look alike."""
+    return "_callback(" in computation.operation.get_asm(large_elements_limit=4)
 
 
 def has_several_devices(options: Any) -> bool:

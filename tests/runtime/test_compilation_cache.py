@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpar.config import Config, replace
@@ -30,3 +33,11 @@ def test_programs_of_several_cpu_devices_are_not_read_from_a_cache(
         told = start.start(cfg, processes)
         assert updates == ({"jax_enable_compilation_cache": False} if off else {})
         assert len(told) == off
+
+
+@pytest.mark.parametrize("added", [1.0, 2.0])
+def test_programs_that_call_python_are_not_taken_for_each_other(added):
+    """tests/kept_programs.py keeps programs by their text, which does not have the functions."""
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    add = lambda x: np.float32(x + np.float32(added))  # noqa: E731
+    assert jax.jit(lambda x: jax.pure_callback(add, like, x))(jnp.float32(0)) == added

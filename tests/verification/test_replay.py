@@ -124,9 +124,9 @@ def test_a_record_of_an_impossible_batch_gets_no_verdict(run, only_devices, caps
 def test_numerics_are_told_from_data(run, again, monkeypatch):
     measure = train_step.loss_gradients_and_loads
 
-    def broken(cfg, segments, params, batch, scale=1.0):
+    def broken(cfg, segments, params, batch, scale=1.0, **more):
         """No numbers, whatever the batch, as soon as the weights have grown."""
-        measured, *rest = measure(cfg, segments, params, batch, scale)
+        measured, *rest = measure(cfg, segments, params, batch, scale, **more)
         return measured.replace(loss=measured.loss * jnp.nan), *rest
 
     change(run, 45, float("nan"))
