@@ -52,7 +52,7 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[lmoq]*.json")}
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[glmoq]*.json")}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 
@@ -112,7 +112,8 @@ def name_of(card: dict[str, Any]) -> str:
     model = card["config"]["model"]
     of = f"{model['num_layers']} layers of"
     if experts := model.get("num_experts"):
-        return {8: f"{of} Mixtral 8x7B", 64: "OLMoE-1B-7B", 128: f"{of} Qwen3-30B-A3B"}[experts]
+        names = {8: "Mixtral 8x7B", 32: "gpt-oss-20b", 128: "Qwen3-30B-A3B"}
+        return "OLMoE-1B-7B" if experts == 64 else f"{of} {names[experts]}"
     return f"{of} 8B" if model["num_layers"] == 8 else ""
 
 
