@@ -76,8 +76,12 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
+#: Models without dense first layers, which `to-torch` refuses.
+WRITTEN = [name for name, m in tiny.MODELS.items() if not m.get("first_k_dense_replace")]
+
+
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
-@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "qwen3_moe"], tiny.MODELS))
+@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "qwen3_moe"], WRITTEN))
 def test_torch_computes_the_same_logits(name, tmp_path):
     import torch
 
