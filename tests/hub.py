@@ -77,6 +77,7 @@ def connect(monkeypatch, url: str, cache: Path) -> None:
     from huggingface_hub import constants
 
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # another test may have set it
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
