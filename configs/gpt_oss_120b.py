@@ -1,6 +1,6 @@
 """gpt-oss-120b, 128 experts of which a token uses 4: python -m jaxpar.train gpt_oss_120b
 
-Attention with sinks, with a window of 128 tokens in every second layer. --init-from takes the
+Attention with sinks, with a window of 128 tokens in every second layer. --run.init-from takes the
 published weights, in MXFP4 (docs/convert.md). Pre-training 116.8B parameters takes 1,869 GB of
 weights, gradients and moments: at least 16 H200, with --parallel.auto all.
 """

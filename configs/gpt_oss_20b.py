@@ -1,6 +1,6 @@
 """gpt-oss-20b, 32 experts of which a token uses 4: python -m jaxpar.train gpt_oss_20b
 
-Attention with sinks, with a window of 128 tokens in every second layer. --init-from takes the
+Attention with sinks, with a window of 128 tokens in every second layer. --run.init-from takes the
 published weights, in MXFP4 (docs/convert.md). Pre-training 20.9B parameters takes 335 GB of
 weights, gradients and moments: at least four H200.
 """

@@ -165,7 +165,7 @@ def pytest_collection(session: pytest.Session) -> None:
     worker, config = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), session.config
     if int(worker.removeprefix("gw")) % 2 and [Path(a).name for a in config.args] == ["tests"]:
         for path in sorted((config.rootpath / "tests").rglob("test_*.py"), reverse=True):
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting tells it
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting reports it
                 importlib.import_module(".".join(path.relative_to(config.rootpath).parts)[:-3])
 
 

@@ -98,7 +98,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
 def _inputs(cfg: Config, E: int, key: jax.Array):
     """Draw tokens, weights, matrices with biases and gradients, and each token's experts.
 
-    On the device: the host took some 40 s for those of Mixtral.
+    On the device: a host is slow to draw the widest matrices (docs/experiments/startup.md).
     """
     m, keys = cfg.model, iter(jax.random.split(key, 16))
     D, F = m.d_model, m.d_ff // cfg.parallel.tensor

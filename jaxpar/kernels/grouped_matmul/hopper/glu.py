@@ -53,7 +53,7 @@ def glu_hidden(
                 *biases, experts = of_experts
                 pairs = zip((g, u), biases, strict=True)
                 g, u = (a + b[experts[div(r, ROWS)], here] for a, b in pairs)
-            # The compiler drops the gradients.
+            # The gradients are not used, so that the compiler can drop them.
             (hidden, *_), _ = glu.gradients(g, u, jnp.zeros_like(g), scale[r])
             out[r, here] = hidden.astype(out.dtype)
 
