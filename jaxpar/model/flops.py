@@ -6,12 +6,15 @@ recomputation.
     causal   6 N + 6 L H K T per token: the FLOPs of a causal model (Megatron).
     full     6 N + 12 L H K T: as if every token attended to every other (torchtitan's MFU column).
 
+L counts the layers with attention. Recurrent layers have a term that does not depend on T.
+
 N counts the parameters used in matmuls: all except the embedding table, which is looked up, and the
 experts to which a token is not routed. The peak for MFU is that of bfloat16 for any
 `model.matmul_dtype`, so that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -43,11 +46,21 @@ def train_flops_per_token(
 
     With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
-    attention = model.num_layers * model.num_heads * model.head_dim * seq_len
+    attention = num_attention_layers(model) * model.num_heads * model.head_dim * seq_len
     matmuls = 6 * num_matmul_params(model)
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
-    return matmuls + (6 if causal else 12) * attention
+    return matmuls + (6 if causal else 12) * attention + recurrence_flops_per_token(model)
+
+
+def recurrence_flops_per_token(model: ModelConfig) -> float:
+    """Return the FLOPs of forward and backward of recurrences, token by token.
+
+    Gated DeltaNet reads its state [K, V] twice and writes it once: 6 K V per head, and as much
+    again twice in the backward. Chunks compute more than that.
+    """
+    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    return 18 * kinds(model).count(DELTA_NET) * state
 
 
 def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
@@ -58,4 +71,4 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     """
     if model.sliding_window is not None:
         return None
-    return 14 * model.num_layers * model.num_heads * model.head_dim * seq_len / 2
+    return 14 * num_attention_layers(model) * model.num_heads * model.head_dim * seq_len / 2

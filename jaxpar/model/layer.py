@@ -22,6 +22,7 @@ from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
+from jaxpar.model.recurrent import delta_net
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -122,6 +123,9 @@ ATTENTION = Branch(
     post_norm="attn_post_norm",
     saved_as="attn_residual",
 )
+DELTA_NET = dataclasses.replace(
+    ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
+)
 FEED_FORWARD = Branch(
     "feed_forward",
     norm="mlp_norm",
@@ -141,7 +145,8 @@ EXPERTS = dataclasses.replace(
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    return ATTENTION, EXPERTS if "router" in w else FEED_FORWARD
+    mixer = DELTA_NET if "delta_in" in w else ATTENTION
+    return mixer, EXPERTS if "router" in w else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import num_attention_layers
 from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
@@ -175,7 +176,7 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     part, length = (ranks - 1) / ranks, cfg.data.seq_len
     kv = 2 * width * shard.rows * length * m.num_kv_heads * m.head_dim / p.tensor
     q = width * shard.rows * length * m.num_heads * m.head_dim / p.tensor
-    units = _layer_units(cfg, shard)
+    units = _layer_units(cfg, shard) * num_attention_layers(m) / m.num_layers
     if p.context == "allgather":
         sent = 3 * part * kv * units
     elif p.context == "ring":

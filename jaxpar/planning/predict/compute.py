@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
+from jaxpar.planning.predict.mixers import recurrence_bytes, recurrence_flops, widths
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -86,12 +88,11 @@ MATMULS = ("qkv", "wo", "gate_up", "down")
 def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int]) -> float:
     """Return the time of a layer's dense matmuls, each as often as `passes` says."""
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
-    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    wide = _dense_width(cfg)
+    of, wide = widths(m, t), _dense_width(cfg)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = {  # name: (count, width in, width out)
-        "qkv": (1, m.d_model, heads + 2 * kv),
-        "wo": (1, heads, m.d_model),
+        "qkv": (1, m.d_model, of.projected),
+        "wo": (1, of.heads, m.d_model),
         "gate_up": (2, m.d_model, wide),
         "down": (1, wide, m.d_model),
     }
@@ -135,11 +136,25 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
+    if is_recurrent(m):
+        return _recurrence(cfg, shard, gpu, repeated)
     pairs = attended_pairs(cfg) / p.sequence
     flops = 4 * shard.rows * pairs * m.num_heads / p.tensor * m.head_dim
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     return (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+
+
+def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    """Return the time of a recurrence: its products, in TF32, and its passes over memory.
+
+    The backward takes twice the forward, and needs all but the last product again. An estimate.
+    """
+    m, t = cfg.model, cfg.parallel.tensor
+    passes = 3 + ("attention" in repeated)
+    flops = passes * shard.tokens * recurrence_flops(m, t)
+    moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
+    return flops / (0.5 * gpu.matmul.value) + moved / elementwise_rate(gpu)
 
 
 def attended_pairs(cfg: Config) -> float:
@@ -169,16 +184,15 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     the traffic of communication over tensor, `experts.moved_elements` that of experts.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
-    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    f = _dense_width(cfg)
+    of, f = widths(m, t), _dense_width(cfg)
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
-    forward = 10 * stream + 2 * (heads + kv) + 3 * f
-    backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
-    again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
+    forward = 10 * stream + 2 * of.rotated + 3 * f
+    backward = 12 * stream + 2 * of.rotated + 7 * of.heads + 2 * of.projected + 5 * f
+    again = 4 * stream + 2 * of.rotated + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     if m.attention_sinks:
-        forward += 2 * heads
-        again += 2 * heads if "attention" in repeated else 0.0
+        forward += 2 * of.heads
+        again += 2 * of.heads if "attention" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream
@@ -199,9 +213,9 @@ def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
         return 0.0
     if not shard.execution.collective_matmul:
         return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
-    heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
+    of = widths(m, p.tensor)
     added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
-    return added + 4 * (heads + 2 * kv) + 4 * heads
+    return added + 4 * of.projected + 4 * of.heads
 
 
 def tensor_messages(repeated: set[str]) -> int:

@@ -25,6 +25,7 @@ from jaxpar.config.remat_policies import (
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts
 from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict.mixers import recurrence_bytes, widths
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -257,16 +258,15 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tu
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
     """Return the bytes per token and layer of each savable value and of the layer's input."""
-    width = jnp.dtype(m.dtype).itemsize
-    heads, kv = m.num_heads * m.head_dim / tensor, m.num_kv_heads * m.head_dim / tensor
+    width, of = jnp.dtype(m.dtype).itemsize, widths(m, tensor)
     stream, f = width * m.d_model, m.d_ff / tensor
     sizes = {
         LAYER_INPUT: stream / tensor,
         "attn_norm": stream,
-        "qkv": width * (heads + 2 * kv),
-        "qk": width * (heads + kv),
-        "attn_out": width * heads,
-        "attn_lse": 4 * m.num_heads / tensor,
+        "qkv": width * of.projected,
+        "qk": width * of.rotated,
+        "attn_out": width * of.heads,
+        "attn_lse": 4 * of.scores,
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
         "gate_up": 2 * width * f,
@@ -291,6 +291,7 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
         _saved_by(kind, "none")[0]
         - _saved_by(kind)[0]
         + experts.backward_bytes(kind.cfg, shard.width)
+        + recurrence_bytes(kind.cfg.model, p.tensor)
         for kind in kinds
     )
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
