@@ -73,10 +73,25 @@ MODELS = {
         "model.activation": "clamped_swiglu",
         "model.swiglu_limit": 1.0,
     },
+    "recurrent": {
+        "model.layer_pattern": "G*",
+        "model.linear_num_key_heads": 2,
+        "model.linear_num_value_heads": 4,
+        "model.linear_key_head_dim": 4,
+        "model.linear_value_head_dim": 6,
+        "model.recurrent_chunk": 5,
+        "model.attention_gate": True,
+    },
 }
 
 #: The others are in these, or change less.
-QUICK = [("gemma", 2), ("experts", 1), ("sinks", 2), ("no rope in some layers", 1)]
+QUICK = [
+    ("recurrent", 2),
+    ("gemma", 2),
+    ("experts", 1),
+    ("sinks", 2),
+    ("no rope in some layers", 1),
+]
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])
 GREEDY = Sampling(temperature=0.0)
