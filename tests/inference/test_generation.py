@@ -204,9 +204,9 @@ def test_next_to_no_temperature_is_none(temperature):
     np.testing.assert_array_equal(found, [0, 0, 1, 0, 0])
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
-    cfg, mesh, _, weights = model("llama", tensor)
+@pytest.mark.parametrize(("name", "tensor"), [("llama", 1), ("llama", 2), ("recurrent", 2)])
+def test_the_cache_is_as_large_as_it_is_said_to_be(name, tensor):
+    cfg, mesh, _, weights = model(name, tensor)
     programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60)
     rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))

@@ -84,7 +84,7 @@ def token(
     """
     projected = split(project(h, w), m)
     mixed = causal_convolution(projected.mixed, w["delta_conv"], positions, held.tail)
-    arrays = [a[:, 0] for a in (*heads(mixed, m), *gates(projected, w))]
-    out, matrix = delta_step(*arrays, held.matrix)
+    q, k, v, log_decay, rate = (a[:, 0] for a in (*heads(mixed, m), *gates(projected, w)))
+    out, matrix = delta_step(q, k, v, log_decay, rate, held.matrix)
     tail = jnp.concatenate((held.tail[:, 1:], projected.mixed), axis=1)
     return gated(out[:, None], projected.gate, w, m), State(matrix, tail)
