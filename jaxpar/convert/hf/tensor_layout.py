@@ -11,7 +11,13 @@ determines the names, the shapes, and the position of each value in both directi
 permuted for RoPE.
 
 A digit is a dimension of that size along which a tensor has several parameters. In "E D F2", gate
-and up alternate in the last dimension, and `part` says which of the two the parameter is.
+and up alternate in the last dimension, and `part` says which of the two the parameter is. A plus is
+a dimension in which several parameters follow one another: with the `sections` K and K, "H+ D" has
+for each head K rows of one parameter, then K of another.
+
+Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
+own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
+and a kernel of width w.
 """
 
 import math
@@ -21,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.config import ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
 from jaxpar.sharding.grid import Box, grid
 
 #: Tile sizes of the dimensions contiguous in the source and the destination: 64 KB of float32.
@@ -44,12 +51,22 @@ class Entry:
     first: int = 0
     """The model's index of the first layer L."""
     part: int = 0
-    """Index of the parameter in the dimension that is a digit in `theirs`."""
+    """Index of the parameter in the dimension that is a digit or a plus in `theirs`."""
+    sections: tuple[str, ...] = ()
+    """The dimensions of each parameter in the dimension that is a plus in `theirs`."""
+    layers: tuple[int, ...] = ()
+    """The model's index of each layer of the stack, if they are not neighbors."""
+
+    @property
+    def letters(self) -> str:
+        """The dimensions of the tensor, with those of this parameter alone in place of a plus."""
+        own = self.sections[self.part] if self.sections else ""
+        return self.theirs.replace(" ", "").replace("+", own)
 
     @property
     def stacked(self) -> str:
         """The leading dimensions of the parameter, along which tensors are stacked."""
-        return "".join(letter for letter in self.ours if letter not in self.theirs)
+        return "".join(letter for letter in self.ours if letter not in self.letters)
 
     @property
     def inner(self) -> str:
@@ -59,8 +76,17 @@ class Entry:
 
 def sizes_of(m: ModelConfig) -> Sizes:
     """Return the size of each letter's dimension in a model."""
+    heads, key_heads = m.linear_num_value_heads, m.linear_num_key_heads
     return {
-        "L": m.num_layers - m.dense_layers,
+        "L": num_attention_layers(m) - m.dense_layers,
+        "J": kinds(m).count(DELTA_NET),
+        "g": key_heads,
+        "k": m.linear_key_head_dim,
+        "h": heads,
+        "r": heads // key_heads,
+        "v": m.linear_value_head_dim,
+        "m": heads // key_heads * m.linear_value_head_dim,
+        "w": m.conv_kernel_size,
         "N": m.dense_layers,
         "W": m.dense_d_ff or m.d_ff,
         "D": m.d_model,
@@ -81,14 +107,20 @@ def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
 
 def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
     """Return the shape of each of the entry's tensors on disk."""
-    return tuple(math.prod(shape_of(group, sizes)) for group in entry.theirs.split())
+    return tuple(math.prod(_whole(group, entry, sizes)) for group in entry.theirs.split())
+
+
+def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
+    """Return the shape for letters of a tensor, with the size of all sections for a plus."""
+    total = sum(math.prod(shape_of(section, sizes)) for section in entry.sections)
+    return tuple(total if d == "+" else shape_of(d, sizes)[0] for d in letters)
 
 
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    if "L" in index:
-        index["L"] += entry.first
+    for letter in set(index) & {"L", "J"}:
+        index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     return entry.name.format(**index)
 
 
@@ -100,11 +132,23 @@ def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
 
 def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
-    letters = entry.theirs.replace(" ", "")
-    whole = tensor.reshape(shape_of(letters, sizes))
-    ours = whole[tuple(entry.part if d.isdigit() else slice(None) for d in letters)]
-    kept = [letter for letter in letters if not letter.isdigit()]
+    letters, part = entry.theirs.replace(" ", ""), 0 if entry.sections else entry.part
+    whole = tensor.reshape(_whole(letters, entry, sizes))
+    section = _section(entry, sizes)
+    at = {"+": section} | {d: part for d in letters if d.isdigit()}
+    ours = whole[tuple(at.get(d, slice(None)) for d in letters)]
+    kept = "".join(letter for letter in entry.letters if not letter.isdigit())
+    # Splits the section into its dimensions; the others keep theirs.
+    ours = ours.reshape(shape_of(kept, sizes), copy=False)
     return ours.transpose([kept.index(letter) for letter in entry.inner])
+
+
+def _section(entry: Entry, sizes: Sizes) -> slice:
+    """Return the part of the dimension that is a plus which belongs to the parameter."""
+    ends = [0]
+    for section in entry.sections:
+        ends.append(ends[-1] + math.prod(shape_of(section, sizes)))
+    return slice(ends[entry.part], ends[entry.part + 1]) if entry.sections else slice(None)
 
 
 def tensors_in(
@@ -157,7 +201,7 @@ def chunk_shape(entry: Entry, sizes: Sizes, most: int) -> tuple[int, ...]:
     A chunk consists of rows of the tensor with at most `most` values, or of one row if it has more.
     Its size is 1 in the stacked dimensions.
     """
-    letters, chunk = entry.theirs.replace(" ", ""), dict(sizes)
+    letters, chunk = entry.letters, dict(sizes)
     for at, letter in enumerate(letters):
         if letter.isdigit():
             continue

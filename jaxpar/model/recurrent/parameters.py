@@ -1,7 +1,7 @@
 """The parameters of recurrent layers: their specs, and their fused layout.
 
-Heads are split over TENSOR: key heads and value heads alike. The matrices are FSDP-sharded as those
-of attention. What is small is not.
+Key heads are split over TENSOR, and with each the value heads that it serves. The matrices are
+FSDP-sharded as those of attention. What is small is not.
 """
 
 from collections.abc import Callable
@@ -45,12 +45,13 @@ def delta_net_specs(
     D, H, G = m.d_model, m.linear_num_value_heads, m.linear_num_key_heads
     K, V, width = m.linear_key_head_dim, m.linear_value_head_dim, m.conv_kernel_size
     blocks: Tree = {}
-    for name, heads, size in (("q", G, K), ("k", G, K), ("v", H, V)):
-        blocks[f"delta_{name}"] = matrix((D, heads, size), ("embed", "heads", "head_dim"))
-        kernel = matrix((heads, size, width), ("heads", "head_dim", "head_dim"), width**-0.5)
+    by_key_head = {"q": K, "k": K, "v": H // G * V, "z": H // G * V, "b": H // G, "a": H // G}
+    for name, size in by_key_head.items():
+        blocks[f"delta_{name}"] = matrix((D, G, size), ("embed", "heads", "head_dim"))
+    for name in "qkv":
+        shape = G, by_key_head[name], width
+        kernel = matrix(shape, ("heads", "head_dim", "head_dim"), width**-0.5)
         blocks[f"delta_conv_{name}"] = kernel
-    blocks["delta_z"] = matrix((D, H, V), ("embed", "heads", "head_dim"))
-    blocks |= {f"delta_{name}": matrix((D, H), ("embed", "heads")) for name in ("b", "a")}
     blocks["delta_a_log"] = vector((H,), ("heads",), "decay_rate")
     blocks["delta_dt_bias"] = vector((H,), ("heads",), "time_step")
     blocks["delta_norm"] = vector((V,), ("head_dim",), "ones")
@@ -64,7 +65,7 @@ def fuse(w: Tree, lead: tuple[int, ...]) -> Tree:
     Args:     w: one layer's arrays, or stacked ones. lead: their leading dims.
     """
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
-    D = w["delta_a"].shape[-2]
+    D = w["delta_a"].shape[-3]
     kernels = [w[f"delta_conv_{n}"] for n in "qkv"]
     return {
         "delta_in": jnp.concatenate([flat(n, D, -1) for n in _PROJECTIONS], axis=-1),

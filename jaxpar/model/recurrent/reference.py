@@ -25,15 +25,17 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
         jax.nn.silu(convolve(jnp.tensordot(h, w[f"delta_{n}"], 1), w[f"delta_conv_{n}"], begins))
         for n in "qkv"
     )
+    v = v.reshape(*v.shape[:2], m.linear_num_value_heads, -1)
     unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
     repeat = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(unit(a), repeat, axis=2) for a in (q, k))
-    rate = jax.nn.sigmoid(h @ w["delta_b"])
-    step = jax.nn.softplus(h @ w["delta_a"] + w["delta_dt_bias"])
+    by_head = lambda n: jnp.tensordot(h, w[f"delta_{n}"], 1).reshape(*v.shape[:3], -1)  # noqa: E731
+    rate = jax.nn.sigmoid(by_head("b")[..., 0])
+    step = jax.nn.softplus(by_head("a")[..., 0] + w["delta_dt_bias"])
     decay = jnp.exp(-jnp.exp(w["delta_a_log"]) * step)
     out = delta_rule(q / q.shape[-1] ** 0.5, k, v, decay, rate, begins)
     unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + m.norm_eps)
-    return unit_rms * w["delta_norm"] * jax.nn.silu(jnp.tensordot(h, w["delta_z"], 1))
+    return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
 
 
 def delta_rule(q, k, v, decay, rate, begins, state=None) -> jax.Array:
