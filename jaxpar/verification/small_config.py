@@ -99,6 +99,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
+    if m.attention_multiplier is not None:  # scores keep their size
+        values["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
     if m.rope_scaling is not None:
         values |= _rope_scaling(m, dataclasses.replace(m, head_dim=head_dim).rotary_dims, shorter)
     return replace(cfg, **values)
@@ -108,9 +110,10 @@ def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:
     """Return the fields of RoPE scaling that depend on the sequence and on the rotated dims."""
     s, section = m.rope_scaling, "model.rope_scaling"
     assert s is not None
-    found: dict[str, Any] = {
-        f"{section}.original_max_position": max(round(s.original_max_position * shorter), 2)
-    }
+    found: dict[str, Any] = {}
+    if s.kind != "linear":
+        least = max(round(s.original_max_position * shorter), 2)
+        found[f"{section}.original_max_position"] = least
     if s.kind == "longrope":
         for name in ("short_factors", "long_factors"):
             factors = numbers_in(getattr(s, name))
