@@ -48,6 +48,10 @@ def steady(cfg: Config) -> Config:
 MIN_SLIDING_WINDOW = 4
 
 
+#: Relative difference of a width's ratio to the original's for which a model need not be larger.
+CLOSE = 0.05
+
+
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
@@ -60,10 +64,13 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
     kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
-    heads, head_dim = kv_heads * groups, 8
-    width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
-    sharded = every(lambda p: p.data * p.expert * p.sequence)
-    d_model = max(round(width / sharded), 1) * sharded
+    head_dim, sharded = 8, every(lambda p: p.data * p.expert * p.sequence)
+    for kv_heads in (kv_heads, 2 * kv_heads, 4 * kv_heads):  # more, if widths would be far off
+        heads = kv_heads * groups
+        width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
+        d_model = max(round(width / sharded), 1) * sharded
+        if abs(d_model - width) <= CLOSE * width:
+            break
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
