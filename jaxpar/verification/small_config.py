@@ -63,9 +63,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
     m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
-    kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
+    fewest = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
     head_dim, sharded = 8, every(lambda p: p.data * p.expert * p.sequence)
-    for kv_heads in (kv_heads, 2 * kv_heads, 4 * kv_heads):  # more, if widths would be far off
+    for kv_heads in (fewest, 2 * fewest, 4 * fewest):  # more, if widths would be far off
         heads = kv_heads * groups
         width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
         d_model = max(round(width / sharded), 1) * sharded
