@@ -1,12 +1,13 @@
 """The published families: one table for each, used for both import and export.
 
 A `Family` maps the fields of jaxpar to keys of config.json (used by `config.py`), and parameters to
-tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To support a new
-feature, first add its field and its parameter to the model.
+tensors (`tensor_layout.py` explains an Entry). To add a family, add a table, here or in
+`dense_families.py`. To support a new feature, first add its field and its parameter to the model.
 """
 
 import dataclasses
 
+from jaxpar.convert.hf.dense_families import GEMMA2, GRANITE, MINISTRAL3, PHI3
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
@@ -26,21 +27,7 @@ from jaxpar.convert.hf.entries import (
     TOP,
     of_dense_layers,
 )
-from jaxpar.convert.hf.family import Family
-
-#: Fields whose keys are the same in every family.
-COMMON = {
-    "num_layers": "num_hidden_layers",
-    "d_model": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "d_ff": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-
+from jaxpar.convert.hf.family import COMMON, Family
 
 _SILU = {"hidden_act": "silu"}
 
@@ -389,5 +376,5 @@ GPT_OSS = Family(
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
 )
