@@ -232,7 +232,8 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
 
     def ours(kind: str, code: Path) -> None:
         card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
-        words = row.arguments(gpus) if code == ROOT else known_to(code, row.arguments(gpus))
+        words = row.arguments(gpus, memory_gib())
+        words = words if code == ROOT else known_to(code, words)
         command = [sys.executable, "-m", "jaxpar.bench", "train", *words]
         command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
         found[kind] = run(command, card, options.timeout, gpus, code)
@@ -247,6 +248,16 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
         command += ["--card", str(card), "--log", str(card.with_suffix(".out"))]
         found["torchtitan"] = run(command, card, options.timeout, gpus)
     return found
+
+
+@functools.cache
+def memory_gib() -> float:
+    """Return the memory of this host's first GPU; an H200's if there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return float(subprocess.check_output(query, text=True, stderr=subprocess.DEVNULL)) / 1024
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return H200.memory.value / GIB
 
 
 def known_to(code: Path, words: list[str]) -> list[str]:

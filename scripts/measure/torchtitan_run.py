@@ -38,7 +38,13 @@ _FLOAT8 = (
 _SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
 _EXPERTS = "--activation_checkpoint.mode none --parallelism.expert_parallel_degree {gpus}"
 
+_EXPERTS_RECOMPUTED = (
+    "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op "
+    "--parallelism.expert_parallel_degree {gpus}"
+)
+
 #: Model flavor, sequence length, sequences per data-parallel rank, and torchtitan's arguments.
+#: {gpus}: the number of GPUs; {layers2}, {layers6}: two or six layers for each.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
     "fsdp": ("8B", 8192, 2, "--activation_checkpoint.mode none"),
     "fsdp-recompute": ("8B", 8192, 2, "--activation_checkpoint.mode selective"),
@@ -88,23 +94,28 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
     "sequence-262144": ("8B", 262144, 1, _SEQUENCE),
     "experts-qwen3": ("30B-A3B, 6 layers", 4096, 4, _EXPERTS),
     "experts-olmoe": ("OLMoE-1B-7B", 4096, 4, _EXPERTS),
-    "experts-mixtral": ("Mixtral 8x7B, 4 layers", 4096, 4, _EXPERTS),
+    "experts-qwen3-whole": ("30B-A3B, {layers6} layers", 4096, 4, _EXPERTS),
+    "experts-qwen3-recompute": ("30B-A3B, {layers6} layers", 4096, 4, _EXPERTS_RECOMPUTED),
+    "experts-mixtral": ("Mixtral 8x7B, {layers2} layers", 4096, 4, _EXPERTS),
 }
 
 #: Changes to torchtitan's Qwen3 30B-A3B, and to its experts. It normalizes queries and keys per
 #: head, also where the model of that name does not.
 WITH_EXPERTS: dict[str, tuple[dict, dict]] = {
-    "30B-A3B, 6 layers": ({"n_layers": 6}, {}),
+    **{f"30B-A3B, {n} layers": ({"n_layers": n}, {}) for n in (6, 12, 24, 48)},
     "OLMoE-1B-7B": (
         {"n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "vocab_size": 50304}
         | {"moe_inter_dim": 1024, "rope_theta": 10000},
         {"num_experts": 64, "route_norm": False},
     ),
-    "Mixtral 8x7B, 4 layers": (
-        {"n_layers": 4, "dim": 4096, "n_kv_heads": 8, "vocab_size": 32000}
-        | {"moe_inter_dim": 14336},
-        {"num_experts": 8, "top_k": 2},
-    ),
+    **{
+        f"Mixtral 8x7B, {n} layers": (
+            {"n_layers": n, "dim": 4096, "n_kv_heads": 8, "vocab_size": 32000}
+            | {"moe_inter_dim": 14336},
+            {"num_experts": 8, "top_k": 2},
+        )
+        for n in (4, 8, 16)
+    },
 }
 
 _STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%")
@@ -165,6 +176,7 @@ def prepare(data: Path, folder: Path) -> None:
 def command(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the torchrun command of a layout."""
     flavor, window, rows, extra = LAYOUTS[options.layout]
+    flavor = flavor.format(layers2=2 * options.gpus, layers6=6 * options.gpus)
     rows = rows if options.rows is None else options.rows
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
