@@ -7,6 +7,7 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 """
 
 from jaxpar.config import ModelConfig
+from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.rope_keys import PARTIAL, Rope, read_rope, write_rope, write_scaling
@@ -16,7 +17,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
-    found = {"rope_theta", "rope_scaling"}
+    found = {"rope_theta", "rope_scaling"} | ({*latent_keys.FIELDS} if family.latent else set())
     if family.rope_fraction is not None:
         found |= {"rope_fraction"}
     if family.nope:
@@ -44,6 +45,9 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         values = {PARTIAL: family.rope_fraction} | values
     one = read_rope(rope, values)
     found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
+    if family.latent:
+        found |= latent_keys.read(values)
+        found["rope_scaling"] = latent_keys.with_score_factor(one.scaling, rope)
     if family.rope_fraction is not None:
         found["rope_fraction"] = one.fraction
     elif one.fraction != 1:
@@ -145,7 +149,7 @@ def write(m: ModelConfig, family: Family) -> Values:
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
         return windows | _write_two_ropes(m, family.two_ropes)
-    found = windows | _write_one_rope(m)
+    found = windows | _write_one_rope(m) | (latent_keys.write(m) if family.latent else {})
     if family.rope_fraction is not None:
         found[PARTIAL] = m.rope_fraction
     if family.nope:
