@@ -17,6 +17,7 @@ from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
+from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
@@ -75,6 +76,7 @@ def _each_rule(cfg: Config) -> None:
         data,
         schedule,
         moments,
+        latent_attention,
         rope,
         model,
         activation,

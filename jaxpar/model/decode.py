@@ -16,11 +16,12 @@ from jax import lax
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.attention import attention
+from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
 from jaxpar.model.attention import positioned, qkv
 from jaxpar.model.attention_context import AttentionContext, attention_context
+from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
 from jaxpar.model.loss import softcapped
@@ -33,23 +34,42 @@ type Tree = dict[str, Any]
 
 @flax.struct.dataclass
 class Cache:
-    """The keys and values of each layer, [B, S, G/tensor, K] in the compute dtype."""
+    """The keys and values of each layer, [B, S, G/tensor, K] in the compute dtype.
+
+    In latent attention, `keys` are the latents, [B, S, 1, Rkv], and `values` the rotary keys,
+    [B, S, 1, R], complete on each tensor rank (`latent_attention/decode.py`).
+    """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
 
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
-    """Return the bytes of the cache on one device: keys and values, 2 L B S G K / tensor values."""
-    numbers = 2 * m.num_layers * rows * slots * m.num_kv_heads * m.head_dim // tensor
-    return numbers * jnp.dtype(m.dtype).itemsize
+    """Return the bytes of the cache on one device: keys and values, 2 L B S G K / tensor values.
+
+    In latent attention, L B S (Rkv + R) values.
+    """
+    of_token = sum(heads * dim for heads, dim in _slot(m, tensor))
+    return m.num_layers * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
+
+
+def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a token's entries in `Cache.keys` and `Cache.values`."""
+    if m.kv_lora_rank:
+        return (1, m.kv_lora_rank), (1, m.qk_rope_head_dim)
+    each = m.num_kv_heads // tensor, m.head_dim
+    return each, each
 
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    shape = (rows, slots, m.num_kv_heads // lax.axis_size(TENSOR), m.head_dim)
-    zeros = lambda: tuple(jnp.zeros(shape, m.dtype) for _ in range(m.num_layers))  # noqa: E731
-    return Cache(zeros(), zeros())
+    layers = range(m.num_layers)
+    return Cache(
+        *(
+            tuple(jnp.zeros((rows, slots, *shape), m.dtype) for _ in layers)
+            for shape in _slot(m, lax.axis_size(TENSOR))
+        )
+    )
 
 
 def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple[jax.Array, Cache]:
@@ -114,23 +134,41 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
     m = cfg.model
     first_branch, second = branches(w)
     h = _normalized(x, w, first_branch.norm, m)
-    q, k, v = qkv(h, w, m)
-    q, k = positioned(q, k, w, context, m)
-    held = _write(held[0], k, first), _write(held[1], v, first)
-    if alone:
-        out = _attend(q, k, v, context.mask, w, m, m.attention_backend)
-    else:
-        slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
-        slots = jnp.broadcast_to(slots, held[0].shape[:2])
-        mask = dataclasses.replace(
-            context.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
-        )
-        out = _attend(q, held[0], held[1], mask, w, m, "reference")
+    attend = _latent if m.kv_lora_rank else _grouped
+    out, held = attend(h, w, context, held, first, m, alone)
     partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
     whole = Shards((_normalized(x, w, second.norm, m),))
     (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
     return second.add(x, lax.psum(partial, TENSOR), w, m), held
+
+
+def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
+    """Attend with grouped queries: (out [B, T, H, K], the cache's entries)."""
+    q, k, v = qkv(h, w, m)
+    q, k = positioned(q, k, w, context, m)
+    held = _write(held[0], k, first), _write(held[1], v, first)
+    if alone:
+        return _attend(q, k, v, context.mask, w, m, m.attention_backend), held
+    return _attend(q, held[0], held[1], _of_cache(context.mask, held[0]), w, m, "reference"), held
+
+
+def _latent(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
+    """Attend with latents: (out [B, T, H, I], the cache's entries)."""
+    c, new = latents.latents_and_entries(h, w, context.rope, m)
+    held = _write(held[0], new[0], first), _write(held[1], new[1], first)
+    if alone:
+        return latents.among_new(c, new, w, context.rope, context.mask, m), held
+    mask = _of_cache(context.mask, held[0])
+    return latents.to_cache(c, held, w, context.rope, mask, m), held
+
+
+def _of_cache(mask: AttentionMask, held: jax.Array) -> AttentionMask:
+    """Return the mask of new tokens' queries and the cache's slots, [B, S, ...]."""
+    slots = jnp.broadcast_to(jnp.arange(held.shape[1], dtype=jnp.int32), held.shape[:2])
+    return dataclasses.replace(
+        mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
+    )
 
 
 def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:

@@ -20,6 +20,7 @@ from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
 from jaxpar.parallel.tensor.shards import Shards
@@ -123,6 +124,13 @@ ATTENTION = Branch(
     post_norm="attn_post_norm",
     saved_as="attn_residual",
 )
+LATENT_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    compute=latent_attention.heads,
+    weights=latent_attention.WEIGHTS,
+    receive=latent_attention.received,
+    bias=None,
+)
 FEED_FORWARD = Branch(
     "feed_forward",
     norm="mlp_norm",
@@ -142,7 +150,8 @@ EXPERTS = dataclasses.replace(
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    return ATTENTION, EXPERTS if "router" in w else FEED_FORWARD
+    attention = LATENT_ATTENTION if "wkv_a" in w else ATTENTION
+    return attention, EXPERTS if "router" in w else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.model import lora
+from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -46,12 +47,10 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
-    blocks: Tree = {
-        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
-        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
-        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
-        "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
-    }
+    if m.kv_lora_rank:
+        blocks = latent_attention.specs(m, matrix, gain, deep)
+    else:
+        blocks = _attention(m, matrix, deep)
     if m.pre_norms:
         blocks |= {name: gain((D,), ("norm",)) for name in ("attn_norm", "mlp_norm")}
     if m.num_experts:
@@ -78,6 +77,17 @@ def _layers(m: ModelConfig, count: int) -> Tree:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
     return blocks
+
+
+def _attention(m: ModelConfig, matrix: Callable[..., ParamSpec], deep: float) -> Tree:
+    """Return the specs of stacked layers' attention. The arguments are those of `_experts`."""
+    D, H, G, K = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim
+    return {
+        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
+        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
+    }
 
 
 def _experts(

@@ -82,7 +82,7 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 
 
 def _weights_of(params: Tree, i: int) -> Tree:
-    dense = len(params["dense_layers"]["wq"]) if "dense_layers" in params else 0
+    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
 
@@ -146,6 +146,13 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
+    of_kind = _latent_attention if m.kv_lora_rank else _attention
+    o = of_kind(h, w, positions, segments, m)
+    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
+    return x + m.residual_multiplier * o
+
+
+def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
@@ -154,9 +161,31 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
-    o = _times(o, w, "wo") + w.get("bo", 0.0)
-    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
-    return x + m.residual_multiplier * o
+    return _times(o, w, "wo") + w.get("bo", 0.0)
+
+
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
+    """Compute multi-head latent attention, one head at a time, as in its paper."""
+    eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
+    c_q, name = h, "wq"
+    if m.q_lora_rank is not None:
+        c_q, name = _norm(_times(h, w, "wq_a"), w["q_a_norm"], eps), "wq_b"
+    q, latent = _times(c_q, w, name), _times(h, w, "wkv_a")
+    latent, shared = latent[..., :-last], latent[..., -last:]
+    kv = _times(_norm(latent, w["kv_a_norm"], eps), w, "wkv_b")
+    of_rope = dataclasses.replace(m, head_dim=last, rope_fraction=1.0 if m.rope_fraction else 0.0)
+    rotate = lambda a: _rotate(a, positions, of_rope)  # noqa: E731
+    key, outs = rotate(shared[:, :, None])[:, :, 0], []
+    s, nope = m.rope_scaling, m.head_dim - last
+    grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
+    for i in range(m.num_heads):
+        own = jnp.concatenate((q[:, :, i, :nope], rotate(q[:, :, i : i + 1, nope:])[:, :, 0]), -1)
+        keys = jnp.concatenate((kv[:, :, i, :nope], key), axis=-1)
+        of_head = dataclasses.replace(m, num_heads=1, num_kv_heads=1)
+        values = kv[:, :, i : i + 1, nope:]
+        one = own[:, :, None] * grown**2, keys[:, :, None], values
+        outs.append(_attend(*one, None, positions, segments, of_head))
+    return _times(jnp.concatenate(outs, axis=2), w, "wo")
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):

@@ -71,12 +71,13 @@ def context_attention(
 ) -> jax.Array:
     """Compute attention over the complete sequence, given each device's shard of it.
 
-    Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
+    Args:     q: [B, T/sequence, H/tensor, K]. k: [B, T/sequence, G/tensor, K], v: the same, or
+              with a smaller head dim I.
               mask: returned by `mask_across`. kind: parallel.context. backend, deterministic,
               softcap: as in `attention`. sinks: [H/tensor], as in `attention`. function:
               (q, k, v, mask) -> out, used instead of the kernels of softmax attention; not with
               `ring`, which merges softmaxes, nor with sinks.
-    Returns:  [B, T/sequence, H/tensor, K].
+    Returns:  [B, T/sequence, H/tensor, I].
     Communication: over SEQUENCE, depending on kind; see the module. None if its size is 1.
     """
     kernels: dict[str, Any] = {

@@ -101,6 +101,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.num_experts"] = in_group * groups
         to_choose = in_group * m.router_groups_per_token
         values["model.experts_per_token"] = min(m.experts_per_token, 4, to_choose)
+    if m.kv_lora_rank:
+        values |= _latents(m, head_dim, d_model, sharded)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
@@ -109,8 +111,21 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.attention_multiplier is not None:  # scores keep their size
         values["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
     if m.rope_scaling is not None:
-        values |= _rope_scaling(m, dataclasses.replace(m, head_dim=head_dim).rotary_dims, shorter)
+        rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
+        values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:
+    """Return the fields of latent attention: the ratios to the widths of heads and the model."""
+    of_head = lambda size: max(round(size * head_dim / m.head_dim / 2), 1) * 2  # noqa: E731
+    rank = lambda size: max(round(size * d_model / m.d_model / sharded), 1) * sharded  # noqa: E731
+    return {
+        "model.qk_rope_head_dim": min(of_head(m.qk_rope_head_dim), head_dim - 2),
+        "model.v_head_dim": of_head(m.v_head_dim),
+        "model.kv_lora_rank": rank(m.kv_lora_rank),
+        "model.q_lora_rank": rank(m.q_lora_rank) if m.q_lora_rank else None,
+    }
 
 
 def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, param
         ("yarn_mscale", {"rope_scaling.attention_factor": None}),
         ("longrope", {"rope_scaling.original_max_position": 512}),
         ("mistral", {"sliding_window": None}),
+        ("deepseek_v3_whole", {"rope_scaling.mscale_all_dim": 0.0}),
     ):
         cfg, params = params_of(folders(name)[1])
         without = replace(cfg, **{f"model.{key}": value for key, value in off.items()})
@@ -229,6 +230,7 @@ MESHES = {
     "dots1": {"expert": 2, "tensor": 2, "data": 1},
     "gpt_oss": {"expert": 2, "tensor": 2, "data": 1},
     "olmo3": {"data": 2, "tensor": 2},
+    "deepseek_v3_whole": {"expert": 2, "tensor": 2, "data": 1},
 }
 
 

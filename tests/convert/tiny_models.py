@@ -45,6 +45,19 @@ _LONGROPE = {
 }
 
 
+#: Multi-head latent attention, in three layers.
+_LATENTS = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "attention_bias": False,
+}
+
+
 def _model(model_type: str, architecture: str, **values) -> dict:
     return _SHAPE | {"model_type": model_type, "architectures": [architecture]} | values
 
@@ -196,6 +209,57 @@ MODELS = {
         topk_group=1,
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+    ),
+    "deepseek_v2": _model(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        **_LATENTS | {"q_lora_rank": None, "num_key_value_heads": None},
+        rope_theta=10000.0,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3_whole": _model(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENTS,
+        rope_theta=10000.0,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+    ),
+    "moonlight": _model(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENTS | {"q_lora_rank": None, "v_head_dim": 12},
+        rope_theta=50000.0,
+        rope_scaling=None,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.446,
         first_k_dense_replace=1,
         num_nextn_predict_layers=0,
     ),

@@ -13,6 +13,7 @@ from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
+from jaxpar.convert.hf.float8_blocks import is_float8_blocks
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
@@ -54,7 +55,10 @@ def family_of(values: Values) -> Family:
 
     Raises:   ConfigError for an unsupported architecture.
     """
-    known = {family.architecture: family for family in FAMILIES}
+    known: dict[str, Family] = {}
+    for family in FAMILIES:
+        if family.architecture not in known or family.model_type == values.get("model_type"):
+            known[family.architecture] = family
     names = values.get("architectures") or []
     if not names:
         names = [f.architecture for f in FAMILIES if f.model_type == values.get("model_type")]
@@ -95,6 +99,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
             continue
         found = values.get(key, wanted)
         if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
+            continue
+        if key == QUANTIZATION and family.float8_blocks and is_float8_blocks(found):
             continue
         if found != wanted and found is not None:
             raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
@@ -221,8 +227,9 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format, and to-torch has one kind of layer.
-    of_torch = m.attention == "softmax" and not m.dense_layers
+    # A registered attention function has no name in any format, and to-torch has one kind of layer,
+    # with grouped-query attention.
+    of_torch = m.attention == "softmax" and not m.dense_layers and not m.kv_lora_rank
     fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)

@@ -87,6 +87,18 @@ SHARED_EXPERTS = (
     Entry("layers/w_shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
     Entry("layers/w_shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
 )
+#: Multi-head latent attention. A model has either `wq`, or a latent of queries.
+LATENT_ATTENTION = (
+    Entry("layers/attn_norm", LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", IN_ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wq_a", IN_ATTENTION + "q_a_proj.weight", "LDQ", "Q D"),
+    Entry("layers/q_a_norm", IN_ATTENTION + "q_a_layernorm.weight", "LQ", "Q"),
+    Entry("layers/wq_b", IN_ATTENTION + "q_b_proj.weight", "LQHK", "HK Q"),
+    Entry("layers/wkv_a", IN_ATTENTION + "kv_a_proj_with_mqa.weight", "LDA", "A D"),
+    Entry("layers/kv_a_norm", IN_ATTENTION + "kv_a_layernorm.weight", "LC", "C"),
+    Entry("layers/wkv_b", IN_ATTENTION + "kv_b_proj.weight", "LCHB", "HB C"),
+    Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHID", "D HI"),
+)
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),

@@ -62,6 +62,10 @@ class Family:
     """Whether every Nth layer may have no RoPE."""
     mxfp4: bool = False
     """Whether weights may be in MXFP4, which are dequantized."""
+    float8_blocks: bool = False
+    """Whether weights may be in float8 with a scale for each block, which are dequantized."""
+    latent: bool = False
+    """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
     mtp_key: str | None = None
     """Key with the number of layers for multi-token prediction, which come last in the files. They
     are left out: without them, a model computes the same."""

@@ -7,6 +7,7 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 """
 
 from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.rope_keys import (
@@ -23,7 +24,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
-    found = {"rope_theta", "rope_scaling"}
+    found = {"rope_theta", "rope_scaling"} | ({*latent_keys.FIELDS} if family.latent else set())
     if family.rope_fraction is not None:
         found |= {"rope_fraction"}
     if family.nope:
@@ -53,6 +54,9 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     if reason := why_not_rope(family, one.scaling):
         raise refuse("rope_parameters", rope, f"has {reason}", "use a model of another family")
     found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
+    if family.latent:
+        found |= latent_keys.read(values)
+        found["rope_scaling"] = latent_keys.with_score_factor(one.scaling, rope)
     if family.rope_fraction is not None:
         found["rope_fraction"] = one.fraction
     elif one.fraction != 1:
@@ -164,7 +168,7 @@ def write(m: ModelConfig, family: Family) -> Values:
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
         return windows | _write_two_ropes(m, family.two_ropes)
-    found = windows | _write_one_rope(m)
+    found = windows | _write_one_rope(m) | (latent_keys.write(m) if family.latent else {})
     if family.rope_fraction is not None:
         found[PARTIAL] = m.rope_fraction
     if family.nope:

@@ -2,7 +2,9 @@
 
 An `Entry` names a parameter, and the tensors that it is stacked from. Letters denote the dimensions
 of both: the shape letters of `sharding/axes.py`, with L for the layer and E for the expert. Of the
-first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width.
+first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width. In latent
+attention, Q and C are the latents of queries and of keys and values, A is C with the rotary key, I
+the head dim of values, and B a head's keys without position and values.
 
     Entry("layers/wq", "model.layers.{L}.self_attn.q_proj.weight", "LDHK", "HK D")
 
@@ -74,6 +76,11 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "V": m.vocab_size,
         "E": m.num_experts,
         "S": m.num_shared_experts * m.d_ff,
+        "Q": m.q_lora_rank or 0,
+        "C": m.kv_lora_rank,
+        "A": m.kv_lora_rank + m.qk_rope_head_dim,
+        "I": m.value_dim,
+        "B": m.qk_nope_head_dim + m.v_head_dim,
     }
 
 
