@@ -23,10 +23,16 @@ class RopeScaling:
     """yarn: dims with more turns than this within original_max_position are unchanged."""
     beta_slow: float = 1.0
     """yarn: dims with fewer turns than this within original_max_position are divided by factor."""
+    query_beta: float = 0.0
+    """yarn: multiply queries by 1 + query_beta * log(1 + floor(position / original_max_position)),
+    so that scores of later positions are larger (Ministral 3: 0.1). 0: do not."""
     truncate: bool = True
     """yarn: round the ends of the ramp between the two to whole dims. gpt-oss: False."""
     attention_factor: float | None = None
     """yarn, longrope: multiply cosine and sine by this. None: the papers' functions of factor."""
+    mscale_all_dim: float = 0.0
+    """yarn, with kv_lora_rank: multiply attention scores by the square of
+    0.1 * mscale_all_dim * ln(factor) + 1 (DeepSeek). 0: do not."""
     short_factors: str = ""
     """longrope: divisors of the frequencies for sequences of up to original_max_position tokens,
     one for each pair of rotated dims, separated by commas."""
@@ -36,7 +42,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3 by default; also covers Qwen3, Mistral, Mixtral and Gemma 3."""
+    """The decoder: Llama 3 by default; also Qwen3, Mistral, Mixtral, Gemma 3 and DeepSeek-V3."""
 
     num_layers: int = 4
     """Number of transformer layers."""
@@ -51,6 +57,20 @@ class ModelConfig:
     """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
+    kv_lora_rank: int = 0
+    """Width of the latent from which multi-head latent attention computes keys and values (MLA,
+    DeepSeek: 512). Each head then has its own keys. 0: keys and values are projections of the
+    residual stream."""
+    q_lora_rank: int | None = None
+    """MLA: width of the latent from which queries are computed (DeepSeek-V3: 1536). None: from the
+    residual stream (DeepSeek-V2-Lite)."""
+    qk_rope_head_dim: int = 64
+    """MLA: dims of each head that are rotated, the last ones of head_dim. Their key is shared by
+    all heads. The others, qk_nope_head_dim in published models, are head_dim - qk_rope_head_dim."""
+    v_head_dim: int = 128
+    """MLA: width of a head's values, at most head_dim."""
+    latent_norm_eps: float = 1e-6
+    """MLA: added to the mean square in the RMSNorms of both latents."""
     d_ff: int = 704
     """Width of the feed-forward layer, or of each expert."""
     num_experts: int = 0
@@ -155,8 +175,22 @@ class ModelConfig:
     """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Multiply embeddings by this (Granite)."""
+    residual_multiplier: float = 1.0
+    """Multiply the outputs of attention and feed-forward by this before the residual addition
+    (Granite)."""
+    logits_scaling: float = 1.0
+    """Divide the logits by this (Granite)."""
+    logits_softcap: float | None = None
+    """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
     query_scale_dim: int | None = None
     """Divide attention scores by the square root of this (Gemma). None: of head_dim."""
+    attention_multiplier: float | None = None
+    """Multiply attention scores by this, in place of 1 / sqrt(head_dim) (Granite)."""
+    attention_softcap: float | None = None
+    """Cap the magnitude of attention scores: softcap * tanh(score / softcap) (Gemma 2: 50). None:
+    no cap."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
@@ -190,4 +224,23 @@ class ModelConfig:
     @property
     def rotary_dims(self) -> int:
         """The number of each head's dims that are rotated."""
+        if self.kv_lora_rank:
+            return self.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return (self.query_scale_dim or self.head_dim) ** -0.5
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's values."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """The number of each head's dims that are not rotated, in latent attention."""
+        return self.head_dim - self.qk_rope_head_dim

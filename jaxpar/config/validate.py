@@ -17,6 +17,7 @@ from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
+from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
@@ -26,6 +27,7 @@ from jaxpar.config.rules.model import (
     activation,
     attention,
     attention_function,
+    factors,
     float8_matmuls,
     layer_kinds,
     model,
@@ -75,9 +77,11 @@ def _each_rule(cfg: Config) -> None:
         data,
         schedule,
         moments,
+        latent_attention,
         rope,
         model,
         activation,
+        factors,
         float8_matmuls,
         attention,
         layer_pattern,

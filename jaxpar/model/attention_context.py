@@ -8,7 +8,7 @@ import jax
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model.rope import Tables, rope_tables
+from jaxpar.model.rope import Tables, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
 from jaxpar.sharding.batch import Batch
 
@@ -20,6 +20,8 @@ class AttentionContext:
     mask: AttentionMask
     rope: Tables | None
     """None in layers without a rotary embedding."""
+    query_scale: jax.Array | None = None
+    """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
     in_global: "AttentionContext | None" = None
     """The context of layers without a window, in models where only some layers have one."""
     loss_weight: jax.Array | None = None
@@ -86,5 +88,7 @@ def _describe(
         in_order=in_order,
     )
     rope = rope_tables(batch.positions, m, length)
-    positions = batch.positions if is_recurrent(m) else None
-    return AttentionContext(mask=mask, rope=rope, positions=positions, rows=batch.rows)
+    later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
+    return AttentionContext(
+        mask=mask, rope=rope, query_scale=later, positions=positions, rows=batch.rows
+    )

@@ -7,7 +7,6 @@ prompt, is in the future of all queries, so the causal mask hides it.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.struct
@@ -19,13 +18,15 @@ from jax.sharding import PartitionSpec
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.config.layout.layer_kinds import RECURRENT, kinds, num_attention_layers
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.attention import attention
+from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
 from jaxpar.model.attention import gated, positioned, qkv
 from jaxpar.model.attention_context import AttentionContext, attention_context
+from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
+from jaxpar.model.loss import softcapped
 from jaxpar.model.recurrent import decode as recurrent
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -36,7 +37,11 @@ type Tree = dict[str, Any]
 
 @flax.struct.dataclass
 class Cache:
-    """What each layer holds of the text so far."""
+    """What each layer holds of the text so far.
+
+    In latent attention, `keys` are the latents, [B, S, 1, Rkv], and `values` the rotary keys,
+    [B, S, 1, R], complete on each tensor rank (`latent_attention/decode.py`).
+    """
 
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
@@ -61,22 +66,32 @@ def cache_specs(m: ModelConfig) -> Cache:
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
     """Return the bytes of the cache on one device.
 
-    Keys and values are 2 L B S G K / tensor numbers, for L layers with attention. The states of
-    recurrent layers do not depend on S.
+    Keys and values are 2 L B S G K / tensor numbers, for L layers with attention. In latent
+    attention, L B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    numbers = 2 * num_attention_layers(m) * rows * slots * m.num_kv_heads * m.head_dim // tensor
+    of_token = sum(heads * dim for heads, dim in _slot(m, tensor))
+    held = num_attention_layers(m) * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
     layers = m.num_layers - num_attention_layers(m)
-    states = layers * recurrent.state_bytes(m, rows, tensor) if layers else 0
-    return numbers * jnp.dtype(m.dtype).itemsize + states
+    return held + (layers * recurrent.state_bytes(m, rows, tensor) if layers else 0)
+
+
+def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a token's entries in `Cache.keys` and `Cache.values`."""
+    if m.kv_lora_rank:
+        return (1, m.kv_lora_rank), (1, m.qk_rope_head_dim)
+    each = m.num_kv_heads // tensor, m.head_dim
+    return each, each
 
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    shape = (rows, slots, m.num_kv_heads // lax.axis_size(TENSOR), m.head_dim)
     has_state = [kind in RECURRENT for kind in kinds(m)]
-    zeros = lambda: tuple(None if state else jnp.zeros(shape, m.dtype) for state in has_state)  # noqa: E731
+    keys, values = (
+        tuple(None if state else jnp.zeros((rows, slots, *shape), m.dtype) for state in has_state)
+        for shape in _slot(m, lax.axis_size(TENSOR))
+    )
     states = tuple(recurrent.empty_state(m, rows) if state else None for state in has_state)
-    return Cache(zeros(), zeros(), states)
+    return Cache(keys, values, states)
 
 
 def prompt(
@@ -104,13 +119,13 @@ def step(
     return _through(weights, tokens, position, cache, cfg, None)
 
 
-def logits(weights: Tree, h: jax.Array) -> jax.Array:
+def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute logits: [B, D] -> float32 [B, V], complete on each device.
 
     Communication: an all-gather over TENSOR.
     """
     local = jnp.dot(h, weights["top"]["head"], preferred_element_type=jnp.float32)
-    return lax.all_gather(local, TENSOR, axis=1, tiled=True)
+    return softcapped(lax.all_gather(local, TENSOR, axis=1, tiled=True), m.logits_softcap)
 
 
 def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None):
@@ -129,46 +144,32 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Arr
     keys, values, states = list(cache.keys), list(cache.values), list(cache.states)
     for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
         if states[i] is None:
-            held = keys[i], values[i]
-            x, (keys[i], values[i]) = _attend_here(
-                x, w, kind, held, first, cfg, lengths is not None
-            )
+            held, alone = (keys[i], values[i]), lengths is not None
+            x, (keys[i], values[i]) = _attention(x, w, kind, held, first, cfg.model, alone)
         else:
-            x, states[i] = _recur(x, w, positions, states[i], cfg.model, lengths)
+            x, states[i] = _recurrence(x, w, positions, states[i], cfg.model, lengths)
         x = _feed_forward(x, w, kind, cfg)
-    h = norm.norm(x, weights["top"]["final_norm"], cfg.model)
+    h = transformer.before_logits(weights["top"], x, cfg.model)
     return h, Cache(tuple(keys), tuple(values), tuple(states))
 
 
 def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
     rows = embedding.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
-    x = lax.psum(rows, TENSOR)
-    return x * math.sqrt(m.d_model) if m.embed_scale else x
+    return embedding.scaled(lax.psum(rows, TENSOR), m)
 
 
-def _attend_here(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
+def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
     """Add the layer's attention to x. `alone`: new tokens see only each other."""
-    m = cfg.model
     branch, _ = branches(w)
     h = _normalized(x, w, branch.norm, m)
-    q, k, v = qkv(h, w, m)
-    q, k = positioned(q, k, w, context.rope, m)
-    held = _write(held[0], k, first), _write(held[1], v, first)
-    if alone:
-        out = _attend(q, k, v, context.mask, w, m, m.attention_backend)
-    else:
-        slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
-        slots = jnp.broadcast_to(slots, held[0].shape[:2])
-        mask = dataclasses.replace(
-            context.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
-        )
-        out = _attend(q, held[0], held[1], mask, w, m, "reference")
+    attend = _latent if m.kv_lora_rank else _grouped
+    out, held = attend(h, w, context, held, first, m, alone)
     side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
     partial = row_parallel(side_by_side, w, "wo", "attn_out")
     return branch.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
-def _recur(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
+def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
     """Add the layer's recurrence to x. With `lengths`, of complete prompts."""
     branch, _ = branches(w)
     h = _normalized(x, w, branch.norm, m)
@@ -188,6 +189,34 @@ def _feed_forward(x, w: Tree, context: AttentionContext, cfg: Config):
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
 
+def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
+    """Attend with grouped queries: (out [B, T, H, K], the cache's entries)."""
+    q, k, v = qkv(h, w, m)
+    q, k = positioned(q, k, w, context, m)
+    held = _write(held[0], k, first), _write(held[1], v, first)
+    if alone:
+        return _attend(q, k, v, context.mask, w, m, m.attention_backend), held
+    return _attend(q, held[0], held[1], _of_cache(context.mask, held[0]), w, m, "reference"), held
+
+
+def _latent(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
+    """Attend with latents: (out [B, T, H, I], the cache's entries)."""
+    c, new = latents.latents_and_entries(h, w, context.rope, m)
+    held = _write(held[0], new[0], first), _write(held[1], new[1], first)
+    if alone:
+        return latents.among_new(c, new, w, context.rope, context.mask, m), held
+    mask = _of_cache(context.mask, held[0])
+    return latents.to_cache(c, held, w, context.rope, mask, m), held
+
+
+def _of_cache(mask: AttentionMask, held: jax.Array) -> AttentionMask:
+    """Return the mask of new tokens' queries and the cache's slots, [B, S, ...]."""
+    slots = jnp.broadcast_to(jnp.arange(held.shape[1], dtype=jnp.int32), held.shape[:2])
+    return dataclasses.replace(
+        mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
+    )
+
+
 def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
     return NormOutput(norm.norm(x, w[name], m) if m.pre_norms else x)
 
@@ -195,7 +224,8 @@ def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:
     if function := registry.function("model.attention", m.attention):
         return function(q, k, v, mask)
-    return attention(q, k, v, mask, sinks=w.get("sinks"), backend=backend)[0]
+    sinks, softcap = w.get("sinks"), m.attention_softcap
+    return attention(q, k, v, mask, sinks=sinks, softcap=softcap, backend=backend)[0]
 
 
 def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

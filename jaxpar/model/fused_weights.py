@@ -33,6 +33,13 @@ LAYER_DIMS: dict[str, int | None] = {
     "attn_norm": None,
     "attn_post_norm": None,
     "wqkv": -2,
+    "wq": -2,
+    "wq_a": -2,
+    "q_a_norm": None,
+    "wq_b": -2,
+    "wkv_a": -2,
+    "kv_a_norm": None,
+    "wkv_b": -2,
     "bqkv": None,
     "q_norm": None,
     "k_norm": None,
@@ -158,7 +165,7 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
-    has_base = not w.keys().isdisjoint(("wq", "delta_a"))
+    has_base = not w.keys().isdisjoint(("wo", "delta_out"))
     return adapters | alone | (_fuse_projections(w, lead, ex) if has_base else {})
 
 
@@ -166,14 +173,17 @@ def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
     """Return the fused arrays except adapters. Leading (layer) dims are unchanged."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
-    if "wq" in w:
-        D = w["wq"].shape[-3]
-        out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
-        out["wo"] = flat("wo", -1, D)
+    if "delta_out" in w:
+        return out | recurrent.fuse(w, lead)
+    if "wkv_a" in w:
+        for n in {"wq", "wq_b", "wkv_b"} & set(w):
+            out[n] = flat(n, w[n].shape[-3], -1)
     else:
-        out |= recurrent.fuse(w, lead)
+        D = out.pop("wq").shape[-3]
+        out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
     if "w_attn_gate" in w:
         out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
+    out["wo"] = flat("wo", -1, w["wo"].shape[-1])
     if ex.fused_gate_up:
         out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
     if "bq" in w:

@@ -20,6 +20,7 @@ from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
 from jaxpar.model.recurrent import delta_net
@@ -99,7 +100,8 @@ class Branch:
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
         out = linear.add_bias(out, vectors.get(self.bias or ""))
-        x = x + (norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out))
+        out = norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out)
+        x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
         return named(x, self.saved_as) if self.saved_as else x
 
 
@@ -126,6 +128,13 @@ ATTENTION = Branch(
 DELTA_NET = dataclasses.replace(
     ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
 )
+LATENT_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    compute=latent_attention.heads,
+    weights=latent_attention.WEIGHTS,
+    receive=latent_attention.received,
+    bias=None,
+)
 FEED_FORWARD = Branch(
     "feed_forward",
     norm="mlp_norm",
@@ -145,7 +154,8 @@ EXPERTS = dataclasses.replace(
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    mixer = DELTA_NET if "delta_in" in w else ATTENTION
+    by_weight = {"wkv_a": LATENT_ATTENTION, "delta_in": DELTA_NET}
+    mixer = next((branch for name, branch in by_weight.items() if name in w), ATTENTION)
     return mixer, EXPERTS if "router" in w else FEED_FORWARD
 
 

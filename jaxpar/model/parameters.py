@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, kinds
 from jaxpar.model import lora
+from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.recurrent.parameters import delta_net_specs
 from jaxpar.sharding.params import ParamSpec, split
 
@@ -51,8 +52,12 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
-    of_mixer = delta_net_specs if kind == DELTA_NET else _attention
-    blocks: Tree = of_mixer(m, matrix, vector, deep)
+    if kind == DELTA_NET:
+        blocks = delta_net_specs(m, matrix, vector, deep)
+    elif m.kv_lora_rank:
+        blocks = latent_attention.specs(m, matrix, gain, deep)
+    else:
+        blocks = _attention(m, matrix, vector, deep)
     if m.pre_norms:
         blocks |= {name: gain((D,), ("norm",)) for name in ("attn_norm", "mlp_norm")}
     if m.num_experts:

@@ -87,7 +87,7 @@ def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
         letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
         stack = {"*": "layers", "G": "delta_layers"}[letters[i]]
         return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
-    dense = len(params["dense_layers"]["wq"]) if "dense_layers" in params else 0
+    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
 
@@ -112,12 +112,17 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
     head = top["head"] if "head" in top else top["embed"].T
-    return _norm(x, top["final_norm"], m) @ head
+    logits = _norm(x, top["final_norm"], m) @ head / m.logits_scaling
+    return _softcapped(logits, m.logits_softcap)
+
+
+def _softcapped(x, cap: float | None):
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute the first residual stream from the tokens' rows of the embedding."""
-    return rows * m.d_model**0.5 if m.embed_scale else rows
+    return rows * m.embedding_multiplier * (m.d_model**0.5 if m.embed_scale else 1)
 
 
 def of_layer(m: ModelConfig, i: int) -> ModelConfig:
@@ -140,27 +145,57 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     x = _after_attention(x, w, positions, segments, m)
     out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
-    return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
+    out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
+    return x + m.residual_multiplier * out
 
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
-    o = _mixed(h, w, positions, segments, m)
-    return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
-
-
-def _mixed(h, w: Tree, positions, segments, m: ModelConfig):
-    """Apply the layer's attention, or what it has in its place."""
+    of_kind = _latent_attention if m.kv_lora_rank else _attention
     if "delta_a" in w:
-        return jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+        o = jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+    else:
+        o = of_kind(h, w, positions, segments, m)
+    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
+    return x + m.residual_multiplier * o
+
+
+def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
+    if m.rope_scaling is not None and m.rope_scaling.query_beta:
+        s, place = m.rope_scaling, positions[..., None, None]
+        q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
     if m.attention_gate:
         o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
     return _times(o, w, "wo") + w.get("bo", 0.0)
+
+
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
+    """Compute multi-head latent attention, one head at a time, as in its paper."""
+    eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
+    c_q, name = h, "wq"
+    if m.q_lora_rank is not None:
+        c_q, name = _norm(_times(h, w, "wq_a"), w["q_a_norm"], eps), "wq_b"
+    q, latent = _times(c_q, w, name), _times(h, w, "wkv_a")
+    latent, shared = latent[..., :-last], latent[..., -last:]
+    kv = _times(_norm(latent, w["kv_a_norm"], eps), w, "wkv_b")
+    of_rope = dataclasses.replace(m, head_dim=last, rope_fraction=1.0 if m.rope_fraction else 0.0)
+    rotate = lambda a: _rotate(a, positions, of_rope)  # noqa: E731
+    key, outs = rotate(shared[:, :, None])[:, :, 0], []
+    s, nope = m.rope_scaling, m.head_dim - last
+    grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
+    for i in range(m.num_heads):
+        own = jnp.concatenate((q[:, :, i, :nope], rotate(q[:, :, i : i + 1, nope:])[:, :, 0]), -1)
+        keys = jnp.concatenate((kv[:, :, i, :nope], key), axis=-1)
+        of_head = dataclasses.replace(m, num_heads=1, num_kv_heads=1)
+        values = kv[:, :, i : i + 1, nope:]
+        one = own[:, :, None] * grown**2, keys[:, :, None], values
+        outs.append(_attend(*one, None, positions, segments, of_head))
+    return _times(jnp.concatenate(outs, axis=2), w, "wo")
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):
@@ -330,13 +365,14 @@ def _llama_frequency(inv: float, s) -> float:
 def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     if function := registry.function("model.attention", m.attention):
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
-        return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
+        return function(q * (m.attention_scale * math.sqrt(m.head_dim)), k, v, mask)
     k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))
     back = positions[:, :, None] - positions[:, None, :]
     seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.query_scale_dim or m.head_dim)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
+    scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sinks is not None:  # a key of every query of a head, with this score and no value
         sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))

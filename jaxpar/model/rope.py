@@ -77,6 +77,16 @@ def attention_factor(s: RopeScaling | None) -> float:
     return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
 
 
+def score_factor(s: RopeScaling | None) -> float:
+    """Return the factor of all attention scores, beyond 1 / sqrt(head_dim).
+
+    Source:   DeepSeek-AI 2024 (2405.04434), section 3.1.4, and their code.
+    """
+    if s is None or not s.mscale_all_dim:
+        return 1.0
+    return (0.1 * s.mscale_all_dim * math.log(s.factor) + 1) ** 2
+
+
 @jax.named_scope("rope")
 def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Tables:
     """Compute cosine and sine of every token's angles, float32 [B, T, 1, R/2] each.
@@ -87,6 +97,19 @@ def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Ta
     tables = jnp.cos(angles), jnp.sin(angles)
     factor = attention_factor(model.rope_scaling)
     return tables if factor == 1 else (tables[0] * factor, tables[1] * factor)
+
+
+def query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
+    """Compute the factor of every token's queries, float32 [B, T, 1, 1]; None if it is 1.
+
+    Args:     positions: int32 [B, T].
+    Source:   Nakanishi 2025 (2501.19399), as published with Llama 4 and Ministral 3.
+    """
+    s = model.rope_scaling
+    if s is None or s.query_beta == 0:
+        return None
+    turns = (positions // s.original_max_position).astype(jnp.float32)
+    return (1 + s.query_beta * jnp.log1p(turns))[..., None, None]
 
 
 @jax.named_scope("rope")

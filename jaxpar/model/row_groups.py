@@ -42,7 +42,7 @@ def layer_of_row_groups(
             finish(k - len(groups))
         with jax.named_scope(branch.name):
             rows[i], h = branch.normalize(rows[i], vectors, ex)
-            return branch.receive(h, matrices, branch.norm, ex)
+            return branch.receive(h, buffers_of_use(matrices, i), branch.norm, ex)
 
     h = start(0)
     for k, ((branch, _, matrices), i) in enumerate(turns):

@@ -41,9 +41,10 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
     masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
     requests = [kernel_request(cfg, mask) for mask in masks]
-    name, exact = m.attention_backend, m.attention_deterministic
+    name = m.attention_backend
+    options = {"deterministic": m.attention_deterministic, "softcap": m.attention_softcap}
     try:
-        return tuple(choose(name, *request, deterministic=exact) for request in requests)
+        return tuple(choose(name, *request, **options) for request in requests)  # type: ignore[arg-type]
     except ValueError as error:
         fix = "use --model.attention-backend auto"
         raise ConfigError("model.attention_backend", name, str(error), fix) from error
@@ -83,7 +84,8 @@ def _test_choice(
         return
     began, m = time.perf_counter(), cfg.model
     group = m.num_heads // m.num_kv_heads
-    values = attention_selftest.random_values(mask, group, m.head_dim, m.dtype, cfg.train.seed)
+    shape = mask, group, m.head_dim, m.dtype, cfg.train.seed, m.value_dim
+    values = attention_selftest.random_values(*shape)
     q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
     try:
         report = attention_selftest.check(choice, q, k, v, mask, d_out)

@@ -49,6 +49,10 @@ def steady(cfg: Config) -> Config:
 MIN_SLIDING_WINDOW = 4
 
 
+#: Relative difference of a width's ratio to the original's for which a model need not be larger.
+CLOSE = 0.05
+
+
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
@@ -60,11 +64,14 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
     m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
-    kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
-    heads, head_dim = kv_heads * groups, 8
-    width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
-    sharded = every(lambda p: p.data * p.expert * p.sequence)
-    d_model = max(round(width / sharded), 1) * sharded
+    fewest = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
+    head_dim, sharded = 8, every(lambda p: p.data * p.expert * p.sequence)
+    for kv_heads in (fewest, 2 * fewest, 4 * fewest):  # more, if widths would be far off
+        heads = kv_heads * groups
+        width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
+        d_model = max(round(width / sharded), 1) * sharded
+        if abs(d_model - width) <= CLOSE * width:
+            break
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
@@ -95,6 +102,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.num_experts"] = in_group * groups
         to_choose = in_group * m.router_groups_per_token
         values["model.experts_per_token"] = min(m.experts_per_token, 4, to_choose)
+    if m.kv_lora_rank:
+        values |= _latents(m, head_dim, d_model, sharded)
     if DELTA_NET in m.layer_pattern:
         values |= _delta_net(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
@@ -102,8 +111,11 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
+    if m.attention_multiplier is not None:  # scores keep their size
+        values["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
     if m.rope_scaling is not None:
-        values |= _rope_scaling(m, dataclasses.replace(m, head_dim=head_dim).rotary_dims, shorter)
+        rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
+        values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
 
 
@@ -119,13 +131,26 @@ def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
     }
 
 
+def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:
+    """Return the fields of latent attention: the ratios to the widths of heads and the model."""
+    of_head = lambda size: max(round(size * head_dim / m.head_dim / 2), 1) * 2  # noqa: E731
+    rank = lambda size: max(round(size * d_model / m.d_model / sharded), 1) * sharded  # noqa: E731
+    return {
+        "model.qk_rope_head_dim": min(of_head(m.qk_rope_head_dim), head_dim - 2),
+        "model.v_head_dim": of_head(m.v_head_dim),
+        "model.kv_lora_rank": rank(m.kv_lora_rank),
+        "model.q_lora_rank": rank(m.q_lora_rank) if m.q_lora_rank else None,
+    }
+
+
 def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:
     """Return the fields of RoPE scaling that depend on the sequence and on the rotated dims."""
     s, section = m.rope_scaling, "model.rope_scaling"
     assert s is not None
-    found: dict[str, Any] = {
-        f"{section}.original_max_position": max(round(s.original_max_position * shorter), 2)
-    }
+    found: dict[str, Any] = {}
+    if s.kind != "linear":
+        least = max(round(s.original_max_position * shorter), 2)
+        found[f"{section}.original_max_position"] = least
     if s.kind == "longrope":
         for name in ("short_factors", "long_factors"):
             factors = numbers_in(getattr(s, name))

@@ -25,19 +25,25 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3_text", "qwen3
 WITH_QK_NORM += ("qwen3_5_text",)
 
 #: Families whose norms hold what is added to 1.
-OFFSET = ("gemma3_text", "qwen3_next", "qwen3_5_text")
+OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 
 
 def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
     kind, D = values["model_type"], values["hidden_size"]
-    H, G = values["num_attention_heads"], values["num_key_value_heads"]
+    H = values["num_attention_heads"]
+    G = values["num_key_value_heads"] or H
     K, F, V = values.get("head_dim", D // H), values["intermediate_size"], values["vocab_size"]
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
     for i in range(values["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         projections = {"q_proj": (H * K, D), "k_proj": (G * K, D), "v_proj": (G * K, D)}
+        if kind == "phi3":
+            projections = {"qkv_proj": ((H + 2 * G) * K, D)}
         projections["o_proj"] = (D, H * K)
+        if "kv_lora_rank" in values:
+            projections, norms = _latents(values, D, H)
+            found |= {f"{layer}self_attn.{name}.weight": shape for name, shape in norms.items()}
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
             biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
@@ -60,6 +66,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             wide = {"q": (H * K,), "k": (G * K,)}
             found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind == "gemma2":
+            found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         if kind in ("olmo2", "olmo3"):
             found[layer + "post_feedforward_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
@@ -91,6 +99,21 @@ def _linear_attention(layer: str, values: dict) -> dict[str, tuple[int, ...]]:
     return {linear + name: shape for name, shape in found.items()}
 
 
+def _latents(values: dict, D: int, H: int) -> tuple[dict, dict]:
+    """Shapes of multi-head latent attention's matrices, and of its norms."""
+    C, R, N, I = (  # noqa: E741
+        values[key]
+        for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    matrices = {"kv_a_proj_with_mqa": (C + R, D), "kv_b_proj": (H * (N + I), C)}
+    matrices["o_proj"] = (D, H * I)
+    norms = {"kv_a_layernorm": (C,)}
+    if (Q := values["q_lora_rank"]) is None:
+        return matrices | {"q_proj": (H * (N + R), D)}, norms
+    matrices |= {"q_a_proj": (Q, D), "q_b_proj": (H * (N + R), Q)}
+    return matrices, norms | {"q_a_layernorm": (Q,)}
+
+
 def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]:
     if values["model_type"] == "gpt_oss":
         E, moe = values["num_local_experts"], layer + "mlp."
@@ -112,15 +135,19 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
             return found
         found |= {f"{layer}mlp.shared_expert.{name}.weight": shape for name, shape in of.items()}
         return found | {layer + "mlp.shared_expert_gate.weight": (1, D)}
-    if values["model_type"] in ("dots1", "glm4_moe") and int(layer.split(".")[2]) > 0:
+    sigmoid = values["model_type"] in ("dots1", "glm4_moe", "deepseek_v3")
+    if (sigmoid or values["model_type"] == "deepseek_v2") and int(layer.split(".")[2]) > 0:
         F, E = values["moe_intermediate_size"], values["n_routed_experts"]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         S = values["n_shared_experts"] * F
         wide = {"gate_proj": (S, D), "up_proj": (S, D), "down_proj": (D, S)}
         found = _experts(layer + "mlp.", E, D, of)
         found |= {f"{layer}mlp.shared_experts.{name}.weight": s for name, s in wide.items()}
-        return found | {layer + "mlp.gate.e_score_correction_bias": (E,)}
+        bias = {layer + "mlp.gate.e_score_correction_bias": (E,)}
+        return found | bias if sigmoid else found
     of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    if values["model_type"] == "phi3":
+        of = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}
     if values["model_type"] == "olmoe":
         return _experts(layer + "mlp.", values["num_experts"], D, of)
     found = {f"{layer}mlp.{name}.weight": shape for name, shape in of.items()}

@@ -57,6 +57,19 @@ _LINEAR = {
 }
 
 
+#: Multi-head latent attention, in three layers.
+_LATENTS = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "attention_bias": False,
+}
+
+
 def _model(model_type: str, architecture: str, **values) -> dict:
     return _SHAPE | {"model_type": model_type, "architectures": [architecture]} | values
 
@@ -238,6 +251,57 @@ MODELS = {
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         **_LINEAR,
     ),
+    "deepseek_v2": _model(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        **_LATENTS | {"q_lora_rank": None, "num_key_value_heads": None},
+        rope_theta=10000.0,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3_whole": _model(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENTS,
+        rope_theta=10000.0,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+    ),
+    "moonlight": _model(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENTS | {"q_lora_rank": None, "v_head_dim": 12},
+        rope_theta=50000.0,
+        rope_scaling=None,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.446,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+    ),
     "gemma3_linear": _model(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -285,6 +349,63 @@ MODELS = {
         attention_bias=False,
         sliding_window=48,
         layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=0,
+    ),
+    "phi3": _model(
+        "phi3", "Phi3ForCausalLM", rope_theta=10000.0, sliding_window=48, pad_token_id=0
+    ),
+    "phi4_mini": _model(
+        "phi3",
+        "Phi3ForCausalLM",
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=32,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+            "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+        },
+        sliding_window=None,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    ),
+    "granite": _model(
+        "granite",
+        "GraniteForCausalLM",
+        rope_theta=10000.0,
+        attention_bias=False,
+        mlp_bias=False,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        logits_scaling=1.5,
+        tie_word_embeddings=True,
+    ),
+    "gemma2": _model(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        num_hidden_layers=3,
+        rope_theta=10000.0,
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=6,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
+        head_dim=16,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    ),
+    "ministral3": _model(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        rope_parameters=_YARN
+        | {"rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        | {"beta_fast": 4.0, "beta_slow": 0.25, "llama_4_scaling_beta": 0.5},
+        sliding_window=None,
+        head_dim=16,
         pad_token_id=0,
     ),
     "gemma3": _model(

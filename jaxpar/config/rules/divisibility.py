@@ -39,6 +39,9 @@ def _divisions(cfg: Config) -> list[_Division]:
     if DELTA_NET in cfg.model.layer_pattern:
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))
+    latents = [n for n in ("kv_lora_rank", "q_lora_rank") if getattr(cfg.model, n)]
+    why = "parameters are sharded over it"
+    table += [_Division(f"model.{name}", (data, expert, sequence), why) for name in latents]
     if cut and p.context == "ulysses":
         why = "ulysses shards heads in place of the sequence"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
@@ -57,8 +60,16 @@ def _float8_divisions(cfg: Config) -> list[_Division]:
     """cuBLAS requires that the dimensions of float8 matrices are multiples of 16. One dimension is
     the tokens of a device, or of one tensor rank in a collective matmul."""
     why, tensor = "float8 matmuls need dimensions divisible by 16 per device", "parallel.tensor"
-    heads = 16 // math.gcd(16, cfg.model.head_dim)
+    m = cfg.model
+    heads = 16 // math.gcd(16, m.head_dim)
+    latents = []
+    if m.kv_lora_rank:
+        names = ("kv_lora_rank", "q_lora_rank") if m.q_lora_rank else ("kv_lora_rank",)
+        latents = [_Division(f"model.{name}", (), why, 16) for name in names]
+        latents.append(_Division("model.qk_rope_head_dim", (), why, 16))
+        heads = 16 // math.gcd(16, m.head_dim, m.v_head_dim)
     return [
+        *latents,
         _Division("model.d_model", (), why, 16),
         _Division("model.d_ff", (tensor,), why, 16),
         _Division("model.num_kv_heads", (tensor,), why, heads),

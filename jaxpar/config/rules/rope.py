@@ -14,8 +14,10 @@ READ_BY = {
     "high_freq_factor": ("llama3",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
+    "query_beta": ("yarn",),
     "truncate": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
+    "mscale_all_dim": ("yarn",),
     "short_factors": ("longrope",),
     "long_factors": ("longrope",),
 }
@@ -70,17 +72,21 @@ def _scaling(cfg: Config) -> None:
     path, least = f"{SECTION}.original_max_position", 2 if s.kind == "longrope" else 1
     good = s.original_max_position >= least
     require(good, cfg, path, f"must be at least {least}", flag(path, 8192))
+    path = f"{SECTION}.query_beta"
+    require(s.query_beta >= 0, cfg, path, "must not be negative", flag(path, 0.0))
     path, factor = f"{SECTION}.attention_factor", s.attention_factor
     require(factor is None or factor > 0, cfg, path, "must be above 0", flag(path, None))
     {"llama3": _llama3, "linear": lambda _: None, "yarn": _yarn, "longrope": _longrope}[s.kind](cfg)
 
 
-def _ordered(cfg: Config, low: str, high: str, defaults: Sequence[float]) -> None:
+def _ordered(
+    cfg: Config, low: str, high: str, defaults: Sequence[float], *, equal: bool = False
+) -> None:
     paths = [f"{SECTION}.{name}" for name in (low, high)]
     least, most = (value_of(cfg, path) for path in paths)
-    rule = f"must be above 0 and below {high} = {most}"
+    rule = f"must be above 0 and {'at most' if equal else 'below'} {high} = {most}"
     ways = " ".join(flag(path, value) for path, value in zip(paths, defaults, strict=True))
-    require(0 < least < most, cfg, paths[0], rule, ways)
+    require(0 < least < most or (equal and 0 < least == most), cfg, paths[0], rule, ways)
 
 
 def _llama3(cfg: Config) -> None:
@@ -88,7 +94,7 @@ def _llama3(cfg: Config) -> None:
 
 
 def _yarn(cfg: Config) -> None:
-    _ordered(cfg, "beta_slow", "beta_fast", (1.0, 32.0))
+    _ordered(cfg, "beta_slow", "beta_fast", (1.0, 32.0), equal=True)  # equal in Kimi K2
     theta, rule = "model.rope_theta", "must be above 1 for rope_scaling of kind yarn"
     require(cfg.model.rope_theta > 1, cfg, theta, rule, flag(theta, default_of(theta)))
     local = cfg.model.local_rope_theta

@@ -14,6 +14,7 @@ from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
+from jaxpar.convert.hf.float8_blocks import is_float8_blocks
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
@@ -37,6 +38,9 @@ FREE_MODEL_FIELDS = {
     "normalize_experts",
 }
 
+#: Fields of the model that are a number or None.
+OPTIONAL_FLOATS = {"attention_multiplier", "attention_softcap", "logits_softcap"}
+
 #: How weights are quantized. Exported ones are not.
 QUANTIZATION = "quantization_config"
 
@@ -53,7 +57,10 @@ def family_of(values: Values) -> Family:
 
     Raises:   ConfigError for an unsupported architecture.
     """
-    known = {family.architecture: family for family in FAMILIES}
+    known: dict[str, Family] = {}
+    for family in FAMILIES:
+        if family.architecture not in known or family.model_type == values.get("model_type"):
+            known[family.architecture] = family
     names = values.get("architectures") or []
     if not names:
         names = [f.architecture for f in FAMILIES if f.model_type == values.get("model_type")]
@@ -94,6 +101,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
             continue
         found = values.get(key, wanted)
         if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
+            continue
+        if key == QUANTIZATION and family.float8_blocks and is_float8_blocks(found):
             continue
         if found != wanted and found is not None:
             raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
@@ -159,6 +168,10 @@ def _field(ours: str, key: str, values: Values) -> Any:
         return False
     default = getattr(ModelConfig(), ours)
     kind = int if default is None else type(default)
+    if ours in OPTIONAL_FLOATS:
+        if value is None:
+            return None
+        kind = float
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not good:
         raise refuse(key, value, f"must be {kind.__name__}", "download the file again")
@@ -195,6 +208,11 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     for name, least in family.at_least.items():
         if getattr(m, name) < least:
             return f"model.{name} = {getattr(m, name)}, but its models have at least {least}"
+    for name in family.given:
+        if getattr(m, name) is None:
+            return f"model.{name} = None, but its models have a number"
+    if reason := layer_keys.why_not_rope(family, m.rope_scaling):
+        return reason
     wide = m.num_heads * m.head_dim
     if family.heads_fill_model and wide != m.d_model:
         return (
@@ -215,8 +233,10 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format, and to-torch has one kind of layer.
-    of_torch = m.attention == "softmax" and not m.dense_layers and not m.layer_pattern
+    # A registered attention function has no name in any format, and to-torch has one kind of layer,
+    # with grouped-query attention.
+    one_kind = not m.dense_layers and not m.layer_pattern
+    of_torch = m.attention == "softmax" and one_kind and not m.kv_lora_rank
     fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)

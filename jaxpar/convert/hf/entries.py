@@ -45,6 +45,15 @@ MLP_BIAS = (
     Entry("layers/b_down", LAYER + "mlp.down_proj.bias", "LD", "D"),
 )
 MLP_NORM = MLP[:1]
+#: Heads of queries, keys and values in one tensor, and gate and up in one (Phi-3, Phi-4).
+PHI3_LAYERS = (
+    *(ATTENTION[0], ATTENTION[-1], MLP[0], MLP[-1]),
+    Entry("layers/wq", IN_ATTENTION + "qkv_proj.weight", "LDHK", "[HGG]K D", part=0),
+    Entry("layers/wk", IN_ATTENTION + "qkv_proj.weight", "LDGK", "[HGG]K D", part=1),
+    Entry("layers/wv", IN_ATTENTION + "qkv_proj.weight", "LDGK", "[HGG]K D", part=2),
+    Entry("layers/w_gate", LAYER + "mlp.gate_up_proj.weight", "LDF", "2F D", part=0),
+    Entry("layers/w_up", LAYER + "mlp.gate_up_proj.weight", "LDF", "2F D", part=1),
+)
 MIXTRAL_EXPERTS = (
     Entry("layers/router", LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
     Entry("layers/w_gate", LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),
@@ -79,6 +88,18 @@ SHARED_EXPERTS = (
     Entry("layers/w_shared_gate", LAYER + "mlp.shared_experts.gate_proj.weight", "LDS", "S D"),
     Entry("layers/w_shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
     Entry("layers/w_shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
+)
+#: Multi-head latent attention. A model has either `wq`, or a latent of queries.
+LATENT_ATTENTION = (
+    Entry("layers/attn_norm", LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", IN_ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wq_a", IN_ATTENTION + "q_a_proj.weight", "LDQ", "Q D"),
+    Entry("layers/q_a_norm", IN_ATTENTION + "q_a_layernorm.weight", "LQ", "Q"),
+    Entry("layers/wq_b", IN_ATTENTION + "q_b_proj.weight", "LQHK", "HK Q"),
+    Entry("layers/wkv_a", IN_ATTENTION + "kv_a_proj_with_mqa.weight", "LDA", "A D"),
+    Entry("layers/kv_a_norm", IN_ATTENTION + "kv_a_layernorm.weight", "LC", "C"),
+    Entry("layers/wkv_b", IN_ATTENTION + "kv_b_proj.weight", "LCHB", "HB C"),
+    Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHID", "D HI"),
 )
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),

@@ -1,16 +1,22 @@
 """The published families: one table for each, used for both import and export.
 
 A `Family` maps the fields of jaxpar to keys of config.json (used by `config.py`), and parameters to
-tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To support a new
-feature, first add its field and its parameter to the model.
+tensors (`tensor_layout.py` explains an Entry). To add a family, add a table, here or in
+`dense_families.py`. To support a new feature, first add its field and its parameter to the model.
 """
 
 import dataclasses
 
+from jaxpar.convert.hf.deepseek_families import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    OF_SIGMOID_ROUTERS,
+)
+from jaxpar.convert.hf.dense_families import GEMMA2, GRANITE, MINISTRAL3, PHI3
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
-    GATED_ATTENTION,
     GEMMA_NORMS,
     GPT_OSS_EXPERTS,
     MIXTRAL_EXPERTS,
@@ -22,30 +28,13 @@ from jaxpar.convert.hf.entries import (
     QK_NORM,
     QK_NORM_OVER_ALL,
     QKV_BIAS,
-    QWEN3_5_DELTA_NET,
-    QWEN3_NEXT_DELTA_NET,
-    QWEN3_NEXT_EXPERTS,
     SHARED_EXPERTS,
     SINKS,
     TOP,
-    of_delta_layers,
     of_dense_layers,
 )
-from jaxpar.convert.hf.family import Family
-
-#: Fields whose keys are the same in every family.
-COMMON = {
-    "num_layers": "num_hidden_layers",
-    "d_model": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "d_ff": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-
+from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.convert.hf.hybrid_families import QWEN3_5, QWEN3_NEXT
 
 _SILU = {"hidden_act": "silu"}
 
@@ -169,19 +158,6 @@ OLMOE = Family(
     required=_SILU | {"clip_qkv": None},
     heads_fill_model=True,
 )
-#: Fields of DeepSeek-V3's relatives: some dense layers, then experts chosen by a sigmoid router.
-_OF_SIGMOID_ROUTERS = {
-    "d_ff": "moe_intermediate_size",
-    "dense_d_ff": "intermediate_size",
-    "dense_layers": "first_k_dense_replace",
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "normalize_experts": "norm_topk_prob",
-    "router_groups": "n_group",
-    "router_groups_per_token": "topk_group",
-    "router_scale": "routed_scaling_factor",
-}
 _OF_DOTS1 = (*ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM)
 DOTS1 = Family(
     model_type="dots1",
@@ -191,7 +167,7 @@ DOTS1 = Family(
         *of_dense_layers((*_OF_DOTS1, *MLP)),
     ),
     fields=COMMON
-    | _OF_SIGMOID_ROUTERS
+    | OF_SIGMOID_ROUTERS
     | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"qk_norm": True, "router_score": "sigmoid", "router_bias": True},
@@ -220,7 +196,7 @@ GLM4_MOE = Family(
         *(*TOP, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS),
         *of_dense_layers((*ATTENTION, *QKV_BIAS, *QK_NORM, *MLP)),
     ),
-    fields=COMMON | _OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
+    fields=COMMON | OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"router_score": "sigmoid", "router_bias": True},
     at_least={"num_shared_experts": 1},
@@ -391,78 +367,9 @@ GPT_OSS = Family(
     mxfp4=True,
 )
 
-_OF_DELTA_NET = {
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "conv_kernel_size": "linear_conv_kernel_dim",
-}
-_DELTA_NET_DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-QWEN3_NEXT = Family(
-    model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
-    entries=(
-        *(*TOP, *GATED_ATTENTION, *QK_NORM, *MLP_NORM, *QWEN3_NEXT_EXPERTS),
-        *of_delta_layers((ATTENTION[0], *QWEN3_NEXT_DELTA_NET, *MLP_NORM, *QWEN3_NEXT_EXPERTS)),
-    ),
-    fields=COMMON
-    | _OF_DELTA_NET
-    | {
-        "d_ff": "moe_intermediate_size",
-        "num_experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "normalize_experts": "norm_topk_prob",
-    },
-    fixed={
-        "qk_norm": True,
-        "norm_offset": True,
-        "attention_gate": True,
-        "num_shared_experts": 1,
-        "shared_expert_gate": True,
-    },
-    defaults=_DELTA_NET_DEFAULTS
-    | {
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    required=_SILU | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    equal_keys={"shared_expert_intermediate_size": "moe_intermediate_size"},
-    rope_fraction=0.25,
-    hybrid=True,
-    mtp_prefix="mtp.",
-)
-QWEN3_5 = Family(
-    model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
-    entries=(
-        *(*TOP, *GATED_ATTENTION, *QK_NORM, *MLP),
-        *of_delta_layers((ATTENTION[0], *QWEN3_5_DELTA_NET, *MLP)),
-    ),
-    fields=COMMON | _OF_DELTA_NET,
-    fixed={"qk_norm": True, "norm_offset": True, "attention_gate": True},
-    defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
-    required=_SILU | {"attention_bias": False},
-    rope_fraction=0.25,
-    hybrid=True,
-    mtp_prefix="mtp.",
-)
-
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, QWEN3_NEXT, QWEN3_5),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
 )

@@ -5,6 +5,19 @@ from typing import Any
 
 from jaxpar.convert.hf.tensor_layout import Entry
 
+#: Fields whose keys are the same in every family.
+COMMON = {
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "d_ff": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -43,12 +56,22 @@ class Family:
     two_ropes: str | None = None
     """Older key of the RoPE base in layers with a window, if these kinds of layers each have their
     own RoPE."""
+    given: tuple[str, ...] = ()
+    """Fields that must not be None."""
+    ropes: tuple[str, ...] = ()
+    """Kinds of RoPE, if the family has only some; `default` is plain RoPE."""
+    query_beta: bool = False
+    """Whether scaled RoPE may have `query_beta`."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False
     """Whether every Nth layer may have no RoPE."""
     mxfp4: bool = False
     """Whether weights may be in MXFP4, which are dequantized."""
+    float8_blocks: bool = False
+    """Whether weights may be in float8 with a scale for each block, which are dequantized."""
+    latent: bool = False
+    """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
     mtp_key: str | None = None
     """Key with the number of layers for multi-token prediction, which come last in the files. They
     are left out: without them, a model computes the same."""

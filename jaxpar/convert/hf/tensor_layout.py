@@ -2,7 +2,9 @@
 
 An `Entry` names a parameter, and the tensors that it is stacked from. Letters denote the dimensions
 of both: the shape letters of `sharding/axes.py`, with L for the layer and E for the expert. Of the
-first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width.
+first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width. In latent
+attention, Q and C are the latents of queries and of keys and values, A is C with the rotary key, I
+the head dim of values, and B a head's keys without position and values.
 
     Entry("layers/wq", "model.layers.{L}.self_attn.q_proj.weight", "LDHK", "HK D")
 
@@ -11,9 +13,11 @@ determines the names, the shapes, and the position of each value in both directi
 permuted for RoPE.
 
 A digit is a dimension of that size along which a tensor has several parameters. In "E D F2", gate
-and up alternate in the last dimension, and `part` says which of the two the parameter is. A plus is
-a dimension in which several parameters follow one another: with the `sections` K and K, "H+ D" has
-for each head K rows of one parameter, then K of another.
+and up alternate in the last dimension, and `part` says which of the two the parameter is. In
+brackets, parameters of different sizes come one after the other: "[HGG]K D" is all heads of
+queries, then those of keys and of values. A plus is the same for parameters of other dimensions,
+which `sections` has: with K and K, "H+ D" has for each head K rows of one parameter, then K of
+another.
 
 Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
@@ -21,6 +25,7 @@ and a kernel of width w.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,7 +56,7 @@ class Entry:
     first: int = 0
     """The model's index of the first layer L."""
     part: int = 0
-    """Index of the parameter in the dimension that is a digit or a plus in `theirs`."""
+    """Index of the parameter in the dimension of `theirs` that is a digit, plus or in brackets."""
     sections: tuple[str, ...] = ()
     """The dimensions of each parameter in the dimension that is a plus in `theirs`."""
     layers: tuple[int, ...] = ()
@@ -97,12 +102,43 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "V": m.vocab_size,
         "E": m.num_experts,
         "S": m.num_shared_experts * m.d_ff,
+        "Q": m.q_lora_rank or 0,
+        "C": m.kv_lora_rank,
+        "A": m.kv_lora_rank + m.qk_rope_head_dim,
+        "I": m.value_dim,
+        "B": m.qk_nope_head_dim + m.v_head_dim,
     }
 
 
+def dims_of(letters: str) -> list[str]:
+    """Split a string into dimensions: letters, digits, and letters in brackets."""
+    return re.findall(r"\[\w+\]|\w|\+", letters)
+
+
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    """Return the shape for a string of letters."""
-    return tuple(int(d) if d.isdigit() else sizes[d] for d in letters)
+    """Return the shape for a string of dimensions."""
+    size = lambda d: int(d) if d.isdigit() else sum(sizes[part] for part in d.strip("[]"))  # noqa: E731
+    return tuple(map(size, dims_of(letters)))
+
+
+def _index(dim: str, entry: Entry, sizes: Sizes) -> int | slice:
+    """Return where a parameter is in a dimension of a tensor."""
+    part = entry.part
+    if dim.isdigit():
+        return 0 if entry.sections else part
+    if dim == "+":
+        own = [math.prod(shape_of(section, sizes)) for section in entry.sections]
+        return slice(sum(own[:part]), sum(own[: part + 1]))
+    parts = dim.strip("[]")
+    if parts == dim:
+        return slice(None)
+    first = sum(sizes[other] for other in parts[:part])
+    return slice(first, first + sizes[parts[part]])
+
+
+def _letter(dim: str, part: int) -> str:
+    """Return a parameter's letter in a dimension of a tensor that is no digit."""
+    return dim[1 + part] if dim.startswith("[") else dim
 
 
 def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
@@ -111,9 +147,9 @@ def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
-    """Return the shape for letters of a tensor, with the size of all sections for a plus."""
+    """Return the shape for dimensions of a tensor, with the size of all sections for a plus."""
     total = sum(math.prod(shape_of(section, sizes)) for section in entry.sections)
-    return tuple(total if d == "+" else shape_of(d, sizes)[0] for d in letters)
+    return tuple(total if d == "+" else shape_of(d, sizes)[0] for d in dims_of(letters))
 
 
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
@@ -132,23 +168,14 @@ def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
 
 def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
-    letters, part = entry.theirs.replace(" ", ""), 0 if entry.sections else entry.part
-    whole = tensor.reshape(_whole(letters, entry, sizes))
-    section = _section(entry, sizes)
-    at = {"+": section} | {d: part for d in letters if d.isdigit()}
-    ours = whole[tuple(at.get(d, slice(None)) for d in letters)]
-    kept = "".join(letter for letter in entry.letters if not letter.isdigit())
-    # Splits the section into its dimensions; the others keep theirs.
-    ours = ours.reshape(shape_of(kept, sizes), copy=False)
+    dims = dims_of(entry.theirs)
+    whole = tensor.reshape(_whole(entry.theirs, entry, sizes))
+    ours = whole[tuple(_index(dim, entry, sizes) for dim in dims)]
+    dims = dims_of(entry.letters)
+    kept = [_letter(dim, entry.part) for dim in dims if not dim.isdigit()]
+    # Splits a section into its dimensions; the others keep theirs.
+    ours = ours.reshape(shape_of("".join(kept), sizes), copy=False)
     return ours.transpose([kept.index(letter) for letter in entry.inner])
-
-
-def _section(entry: Entry, sizes: Sizes) -> slice:
-    """Return the part of the dimension that is a plus which belongs to the parameter."""
-    ends = [0]
-    for section in entry.sections:
-        ends.append(ends[-1] + math.prod(shape_of(section, sizes)))
-    return slice(ends[entry.part], ends[entry.part + 1]) if entry.sections else slice(None)
 
 
 def tensors_in(
@@ -201,11 +228,11 @@ def chunk_shape(entry: Entry, sizes: Sizes, most: int) -> tuple[int, ...]:
     A chunk consists of rows of the tensor with at most `most` values, or of one row if it has more.
     Its size is 1 in the stacked dimensions.
     """
-    letters, chunk = entry.letters, dict(sizes)
-    for at, letter in enumerate(letters):
-        if letter.isdigit():
+    dims, chunk = dims_of(entry.letters), dict(sizes)
+    for at, dim in enumerate(dims):
+        if dim.isdigit():
             continue
-        rest = math.prod(shape_of(letters[at + 1 :], sizes))
+        letter, rest = _letter(dim, entry.part), math.prod(shape_of("".join(dims[at + 1 :]), sizes))
         chunk[letter] = min(sizes[letter], max(1, most // rest))
         if rest <= most:
             break
