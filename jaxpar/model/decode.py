@@ -139,7 +139,7 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
     partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
     whole = Shards((_normalized(x, w, second.norm, m),))
-    (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
+    (partial,) = second.function(whole, w, context, execution_of(cfg)).parts
     return second.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
