@@ -24,6 +24,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
+from jaxpar.model.recurrent import delta_net
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -144,6 +145,9 @@ ATTENTION = Branch(
     post_norm="attn_post_norm",
     saved_as="attn_residual",
 )
+DELTA_NET = dataclasses.replace(
+    ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
+)
 LATENT_ATTENTION = dataclasses.replace(
     ATTENTION,
     compute=latent_attention.heads,
@@ -172,8 +176,9 @@ EXPERTS = dataclasses.replace(
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    attention = LATENT_ATTENTION if "wkv_a" in w else ATTENTION
-    return attention, EXPERTS if "router" in w else FEED_FORWARD
+    by_weight = {"wkv_a": LATENT_ATTENTION, "delta_in": DELTA_NET}
+    mixer = next((branch for name, branch in by_weight.items() if name in w), ATTENTION)
+    return mixer, EXPERTS if "router" in w else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

@@ -43,7 +43,7 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
-SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
+SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_shared_router")
 OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY, RECORD, REPEAT)
 WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
@@ -211,7 +211,14 @@ def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array) -> jax
 def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
     gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
-    return row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
+    out = row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
+    return out * _gate_of_shared(x, w[SHARED[3]]) if SHARED[3] in w else out
+
+
+def _gate_of_shared(x: jax.Array, vector: jax.Array) -> jax.Array:
+    """Compute each token's factor of the shared experts' output, [B, T, 1] in x's dtype."""
+    number = jnp.sum(x.astype(jnp.float32) * vector, axis=-1, keepdims=True)
+    return jax.nn.sigmoid(number).astype(x.dtype)
 
 
 def of_rows(
