@@ -190,7 +190,7 @@ def _feed_forward(x, w: Tree, context: AttentionContext, cfg: Config):
     """Add the layer's feed-forward branch to x."""
     branch = branches(w)[-1]
     whole = Shards((_normalized(x, w, branch.norm, cfg.model),))
-    (partial,) = branch.compute(whole, w, context, execution_of(cfg)).parts
+    (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
 
