@@ -84,6 +84,6 @@ def _describe(
         max_segments=max_segments,
         in_order=in_order,
     )
-    rope = rope_tables(batch.positions, m, length)
+    rope = rope_tables(batch.positions, m, length) if m.positions == "rope" else None
     later = query_scale(batch.positions, m)
     return AttentionContext(mask=mask, rope=rope, query_scale=later, rows=batch.rows)

@@ -90,7 +90,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
     described = attention_context(batch, cfg, max_segments=1, length=cache.keys[0].shape[1])
-    x = _embed(weights["top"], tokens, cfg.model)
+    x = _embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]
     kinds = [
         of_these
@@ -105,9 +105,12 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     return h, Cache(tuple(keys), tuple(values))
 
 
-def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
-    rows = embedding.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
-    return embedding.scaled(lax.psum(rows, TENSOR), m)
+def _embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
+    x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
+    if m.positions == "learned":
+        x += lax.psum(look_up(top["positions"], positions), TENSOR)
+    return x
 
 
 def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
@@ -127,14 +130,15 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
         )
         out = _attend(q, held[0], held[1], mask, w, m, "reference")
     partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
+    before = x
     x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
-    whole = Shards((_normalized(x, w, second.norm, m),))
+    whole = Shards((_normalized(before if m.parallel_block else x, w, second.norm, m),))
     (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
     return second.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
 def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
-    return NormOutput(norm.norm(x, w[name], m) if m.pre_norms else x)
+    return NormOutput(norm.named_norm(x, w, name, m) if m.pre_norms else x)
 
 
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:

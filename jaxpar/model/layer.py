@@ -20,6 +20,7 @@ from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.gpt import feed_forward as gpt_feed_forward
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
 from jaxpar.parallel.tensor.shards import Shards
@@ -79,7 +80,7 @@ class Branch:
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:
         """Select this branch's weights: (norms and bias, matrices with their adapters)."""
-        around = {self.norm, self.bias, self.post_norm}
+        around = {self.norm, f"{self.norm}_bias", self.bias, self.post_norm}
         vectors = {name: a for name, a in w.items() if name in around}
         matrices = {name: a for name, a in w.items() if lora.matrix_of(name) in self.weights}
         return vectors, matrices
@@ -93,7 +94,7 @@ class Branch:
         """
         if not ex.cfg.model.pre_norms:
             return x, NormOutput(x)
-        return norm_of_stream(x, vectors[self.norm], ex)
+        return norm_of_stream(x, vectors, self.norm, ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
@@ -140,9 +141,19 @@ EXPERTS = dataclasses.replace(
 )
 
 
+TWO_MATRICES = dataclasses.replace(
+    FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
+)
+
+
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    return ATTENTION, EXPERTS if "router" in w else FEED_FORWARD
+    if "router" in w:
+        return ATTENTION, EXPERTS
+    second = FEED_FORWARD if {"w_gate", "w_gate_up"} & w.keys() else TWO_MATRICES
+    if "attn_norm" in w and "mlp_norm" not in w:  # one norm for both
+        second = dataclasses.replace(second, norm="attn_norm")
+    return ATTENTION, second
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

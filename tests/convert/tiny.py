@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.convert import tiny_gpt
 from tests.convert.tiny_models import MODELS, ROPES  # noqa: F401
 
 #: Tokens that logits are compared on.
@@ -22,6 +23,8 @@ PROMPTS, NUM_GREEDY = ((0, 80), (80, 89), (90, 91), (100, 148), (150, 170), (200
 
 def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
+    if values["model_type"] in ("gpt2", "gpt_neox", "starcoder2"):
+        return tiny_gpt.shapes(values)
     kind, D = values["model_type"], values["hidden_size"]
     H, G = values["num_attention_heads"], values["num_key_value_heads"]
     K, F, V = values.get("head_dim", D // H), values["intermediate_size"], values["vocab_size"]
@@ -108,7 +111,7 @@ def _experts(moe: str, count: int, D: int, of: dict) -> dict[str, tuple[int, ...
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    near_one = name.endswith("norm.weight")
+    near_one = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
     scale = 1.0 if name.endswith("sinks") else 0.15
     return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)
 

@@ -321,6 +321,42 @@ MODELS = {
 }
 
 
+MODELS["gpt2"] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 64,
+    "n_positions": 320,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+for _name, _parallel in {"pythia": True, "gpt_neox": False}.items():
+    MODELS[_name] = _model(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        hidden_act="gelu",
+        rotary_pct=0.5,
+        rotary_emb_base=10000,
+        layer_norm_eps=1e-5,
+        use_parallel_residual=_parallel,
+    )
+MODELS["starcoder2"] = _model(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    hidden_act="gelu_pytorch_tanh",
+    rope_theta=10000.0,
+    norm_epsilon=1e-5,
+    use_bias=True,
+    sliding_window=48,
+    tie_word_embeddings=True,
+)
+
 #: RoPEs by name: (head_dim, parameters, whether the sequence is longer than the original).
 ROPES = {
     "plain": (128, {"rope_type": "default", "rope_theta": 500000.0}, False),

@@ -28,6 +28,7 @@ from jaxpar.convert.hf.entries import (
     of_dense_layers,
 )
 from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.convert.hf.gpt_families import GPT2, GPT_NEOX, STARCODER2
 
 _SILU = {"hidden_act": "silu"}
 
@@ -377,4 +378,5 @@ GPT_OSS = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
     *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
+    *(GPT2, GPT_NEOX, STARCODER2),
 )

@@ -92,7 +92,7 @@ def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int])
     sites = {  # name: (count, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
-        "gate_up": (2, m.d_model, wide),
+        "gate_up": (2 if m.mlp_gate else 1, m.d_model, wide),
         "down": (1, wide, m.d_model),
     }
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
@@ -174,6 +174,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
     forward = 10 * stream + 2 * (heads + kv) + 3 * f
     backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
+    if not m.mlp_gate:  # read and write one value each, not two and one
+        forward, backward = forward - f, backward - 2 * f
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     if m.attention_sinks:
