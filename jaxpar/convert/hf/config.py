@@ -69,15 +69,16 @@ def family_of(values: Values) -> Family:
     )
 
 
-def named_family(model_type: str) -> Family:
+def named_family(model_type: str, option: str = "--family") -> Family:
     """Return the family with a `model_type`.
 
+    Args:     option: for errors.
     Raises:   ConfigError for an unknown one.
     """
     known = {family.model_type: family for family in FAMILIES}
     if model_type not in known:
         fix = f"use one of {', '.join(known)}"
-        raise ConfigError("--family", model_type, "is not a family that jaxpar supports", fix)
+        raise ConfigError(option, model_type, "is not a family that jaxpar supports", fix)
     return known[model_type]
 
 

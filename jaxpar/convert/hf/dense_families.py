@@ -24,7 +24,9 @@ PHI3 = Family(
     entries=(*TOP, *PHI3_LAYERS),
     fields=COMMON,
     defaults={"rms_norm_eps": 1e-5, ORIGINAL: 4096, "sliding_window": None},
-    required=_SILU,
+    required=_SILU
+    | dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False)
+    | {"full_attn_mod": 1, "interpolate_factor": 1},
     sliding=True,
     ropes=("default", "longrope"),
     rope_fraction=1.0,

@@ -63,7 +63,7 @@ QWEN2 = Family(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    required=_SILU,
+    required=_SILU | {"use_mrope": False},
     sliding=True,
 )
 QWEN3 = Family(

@@ -99,7 +99,12 @@ STARCODER2 = Family(
         "sliding_window": None,
         "tie_word_embeddings": True,
     },
-    required={"hidden_act": "gelu_pytorch_tanh"},
+    required={
+        "hidden_act": "gelu_pytorch_tanh",
+        "activation_function": "gelu_pytorch_tanh",
+        "norm_type": "layer_norm",
+        "mlp_type": "default",
+    },
     sliding=True,
     heads_fill_model=True,
 )
