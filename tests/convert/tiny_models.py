@@ -336,7 +336,7 @@ MODELS["gpt2"] = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-for _name, _parallel in {"pythia": True, "gpt_neox": False}.items():
+for _name, _parallel in {"gpt_neox": False, "pythia": True}.items():
     MODELS[_name] = _model(
         "gpt_neox",
         "GPTNeoXForCausalLM",

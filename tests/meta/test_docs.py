@@ -236,6 +236,12 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
+def test_the_page_of_families_is_current():
+    """And every cell's test, golden and config exists, or the script raises."""
+    written = script_of("families").page()
+    assert read("docs/families.md") == written, "run python scripts/docs/families.py --write"
+
+
 def test_the_map_of_the_code_is_up_to_date():
     written = script_of("code_map").page()
     assert read("docs/code.md") == written, "run python scripts/docs/code_map.py --write"
