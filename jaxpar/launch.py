@@ -10,7 +10,7 @@ Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 
 from collections.abc import Sequence
 
-from jaxpar.convert.hf.shape import model_from
+from jaxpar.convert.shape import model_from
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program

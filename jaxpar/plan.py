@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxpar.config.command_line import asks_help
-from jaxpar.convert.hf.shape import model_from
+from jaxpar.convert.shape import model_from
 from jaxpar.planning.command import MIN_WIDTH, answer, parser, read_command
 from jaxpar.runtime import terminal
 from jaxpar.runtime.program import run_program

@@ -8,7 +8,7 @@ docs/checkpoints.md lists the fields that may change on a resume.
 from collections.abc import Sequence
 
 from jaxpar.config.command_line import read_config
-from jaxpar.convert.hf.shape import model_from
+from jaxpar.convert.shape import model_from
 from jaxpar.execution.decisions import explain
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program

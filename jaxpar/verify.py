@@ -26,7 +26,7 @@ import jax
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.model_source import take_source
-from jaxpar.convert.hf.shape import model_from
+from jaxpar.convert.shape import model_from
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
 from jaxpar.verification import small_config

@@ -30,6 +30,9 @@ class RopeScaling:
     """yarn: round the ends of the ramp between the two to whole dims. gpt-oss: False."""
     attention_factor: float | None = None
     """yarn, longrope: multiply cosine and sine by this. None: the papers' functions of factor."""
+    mscale_all_dim: float = 0.0
+    """yarn, with kv_lora_rank: multiply attention scores by the square of
+    0.1 * mscale_all_dim * ln(factor) + 1 (DeepSeek). 0: do not."""
     short_factors: str = ""
     """longrope: divisors of the frequencies for sequences of up to original_max_position tokens,
     one for each pair of rotated dims, separated by commas."""
@@ -39,10 +42,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3 by default; also covers Qwen3, Mistral, Mixtral and Gemma 3."""
+    """The decoder: Llama 3 by default; also Qwen3, Mistral, Mixtral, Gemma 3 and DeepSeek-V3."""
 
     num_layers: int = 4
     """Number of transformer layers."""
+    layer_pattern: str = ""
+    """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
+    (Qwen3-Next: GGG*). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -51,6 +57,20 @@ class ModelConfig:
     """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
+    kv_lora_rank: int = 0
+    """Width of the latent from which multi-head latent attention computes keys and values (MLA,
+    DeepSeek: 512). Each head then has its own keys. 0: keys and values are projections of the
+    residual stream."""
+    q_lora_rank: int | None = None
+    """MLA: width of the latent from which queries are computed (DeepSeek-V3: 1536). None: from the
+    residual stream (DeepSeek-V2-Lite)."""
+    qk_rope_head_dim: int = 64
+    """MLA: dims of each head that are rotated, the last ones of head_dim. Their key is shared by
+    all heads. The others, qk_nope_head_dim in published models, are head_dim - qk_rope_head_dim."""
+    v_head_dim: int = 128
+    """MLA: width of a head's values, at most head_dim."""
+    latent_norm_eps: float = 1e-6
+    """MLA: added to the mean square in the RMSNorms of both latents."""
     d_ff: int = 704
     """Width of the feed-forward layer, or of each expert."""
     num_experts: int = 0
@@ -65,6 +85,9 @@ class ModelConfig:
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     GLU of width num_shared_experts * d_ff."""
+    shared_expert_gate: bool = False
+    """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
+    each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
@@ -137,6 +160,20 @@ class ModelConfig:
     local_rope_scaling: bool = True
     """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
     of global_every (Gemma 3, OLMo 3)."""
+    linear_num_key_heads: int = 4
+    """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads."""
+    linear_num_value_heads: int = 8
+    """Gated DeltaNet: heads of values, each with a state [linear_key_head_dim,
+    linear_value_head_dim]."""
+    linear_key_head_dim: int = 32
+    """Gated DeltaNet: width of a query or key."""
+    linear_value_head_dim: int = 32
+    """Gated DeltaNet: width of a value."""
+    conv_kernel_size: int = 4
+    """Tokens of the convolution before a recurrence, the latest included; at least 2."""
+    recurrent_chunk: int = 64
+    """Tokens that a recurrence processes at a time, in matmuls. It does not change what is
+    computed."""
     activation: Literal["silu", "gelu", "gelu_exact", "relu_squared", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
     gelu_exact (GPT-NeoX) and relu_squared (Primer): only without mlp_gate.
@@ -188,6 +225,9 @@ class ModelConfig:
     """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
+    attention_gate: bool = False
+    """Multiply the heads' outputs by the sigmoid of a projection of the layer's input
+    (Qwen3-Next)."""
     attention_sinks: bool = False
     """A learned score per query head that joins the softmax's denominator and has no value, so
     that a head can attend to nothing (gpt-oss)."""
@@ -200,6 +240,8 @@ class ModelConfig:
     @property
     def rotary_dims(self) -> int:
         """The number of each head's dims that are rotated."""
+        if self.kv_lora_rank:
+            return self.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)
 
     @property
@@ -208,3 +250,13 @@ class ModelConfig:
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return (self.query_scale_dim or self.head_dim) ** -0.5
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's values."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """The number of each head's dims that are not rotated, in latent attention."""
+        return self.head_dim - self.qk_rope_head_dim

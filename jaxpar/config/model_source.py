@@ -1,7 +1,7 @@
 """The options that take the model's fields from a published model: --model.from and --model.family.
 
 `parse_overrides` applies them before all other options. Programs pass the function that reads the
-published config.json (`convert/hf/shape.py`).
+published config.json (`convert/shape.py`).
 """
 
 import dataclasses

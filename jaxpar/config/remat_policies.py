@@ -5,6 +5,8 @@ from jaxpar.config.schema import ParallelConfig
 #: Values that can be saved for the backward pass instead of recomputed, in forward order.
 REMAT_NAMES = (
     "attn_norm",
+    "latents",
+    "latent_norms",
     "qkv",
     "qk",
     "attn_out",
@@ -32,8 +34,9 @@ ON_HOST = ":host"
 #: The values that each policy saves. Fewer values need less memory and more recomputation.
 REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "none": REMAT_NAMES,
-    "dots": ("qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
+    "dots": ("latents", "qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
     "dots_offload": (
+        "latents",
         *(name + ON_HOST for name in ("qkv", "qk", "attn_out")),
         "attn_lse",
         "attn_residual" + ON_HOST,

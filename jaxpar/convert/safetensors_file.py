@@ -31,8 +31,9 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-#: The dtypes of tensors in a file: DTYPES, and bytes that hold quantized weights (`hf/mxfp4.py`).
-STORED = DTYPES | {"U8": np.dtype("u1")}
+#: The dtypes of tensors in a file: DTYPES, and those of quantized weights (`hf/mxfp4.py`,
+#: `hf/float8_blocks.py`).
+STORED = DTYPES | {"U8": np.dtype("u1"), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 #: The names of dtypes in the format, by their names in JAX.
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -204,7 +204,7 @@ def _norm(cfg: Config, fused_gate_up: bool) -> Norm:
         return "written"
     if m.matmul_dtype == "float8":
         return "in_quantizer" if m.float8_scaling == "tensor" else "written"
-    one_pass = fused_gate_up and not m.qkv_bias
+    one_pass = fused_gate_up and not m.qkv_bias and not m.kv_lora_rank
     return "deferred_scale" if one_pass and m.dtype != "float16" else "written"
 
 

@@ -2,11 +2,15 @@
 
 Policies are allow-lists of names. A block-list would keep alive the unnamed copy of every gathered
 weight. `remat_policies.REMAT_POLICIES` lists the names that each policy saves. H, G and F count one
-tensor rank's part.
+tensor rank's part. Only latent attention has latents: Rq, Rkv and R are model.q_lora_rank,
+kv_lora_rank and qk_rope_head_dim. Its qkv has 2 H (2 K - R + I) bytes, its qk 4 H K, and its
+attn_out 2 H I, with I for v_head_dim.
 
     name            value                                     per token and layer, bf16 bytes
     layer_input     residual stream before attention          2 D / tensor
     attn_norm       normalized input of attention, gathered   2 D
+    latents         latents of this rank's tokens, and key    2 (Rq + Rkv + R) / tensor
+    latent_norms    the same, normalized and gathered         2 (Rq + Rkv + R)
     qkv             projections, before norm and RoPE         2 (H + 2G) K
     qk              queries and keys after RoPE               2 (H + G) K
     attn_out        attention output                          2 H K

@@ -6,12 +6,16 @@ recomputation.
     causal   6 N + 6 L H K T per token: the FLOPs of a causal model (Megatron).
     full     6 N + 12 L H K T: as if every token attended to every other (torchtitan's MFU column).
 
+In latent attention, values have another width than keys, and K is the mean of both. L counts the
+layers with attention. Recurrent layers have a term that does not depend on T.
+
 N counts the parameters used in matmuls: all except the tables of embeddings, which are looked up,
 and the experts to which a token is not routed. The peak for MFU is that of bfloat16 for any
 `model.matmul_dtype`, so that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -44,19 +48,32 @@ def train_flops_per_token(
 
     With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
-    attention = model.num_layers * model.num_heads * model.head_dim * seq_len
+    mean_dim = (model.head_dim + model.value_dim) / 2
+    attention = num_attention_layers(model) * model.num_heads * mean_dim * seq_len
     matmuls = 6 * num_matmul_params(model)
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
-    return matmuls + (6 if causal else 12) * attention
+    return matmuls + (6 if causal else 12) * attention + recurrence_flops_per_token(model)
+
+
+def recurrence_flops_per_token(model: ModelConfig) -> float:
+    """Return the FLOPs of forward and backward of recurrences, token by token.
+
+    Gated DeltaNet reads its state [K, V] twice and writes it once: 6 K V per head, and as much
+    again twice in the backward. Chunks compute more than that.
+    """
+    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    return 18 * kinds(model).count(DELTA_NET) * state
 
 
 def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     """Return the FLOPs per token of attention kernels, forward and backward.
 
     14 H K per pair of a query and a key: 4 forward, and 10 backward, which computes the scores
-    again. Each sequence counts as one document. None for sliding windows.
+    again. Of the 14, 8 are of keys and 6 of values. Each sequence counts as one document. None for
+    sliding windows.
     """
     if model.sliding_window is not None:
         return None
-    return 14 * model.num_layers * model.num_heads * model.head_dim * seq_len / 2
+    of_heads = model.num_heads * (8 * model.head_dim + 6 * model.value_dim)
+    return num_attention_layers(model) * of_heads * seq_len / 2

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model.gpt import reference as gpt
+from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
 
 type Tree = dict[str, Any]
@@ -77,12 +79,16 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
     x = first_stream(params, tokens, positions, m)
     for i in range(m.num_layers):
-        x = block(x, _weights_of(params, i), positions, segments, of_layer(m, i))
+        x = block(x, _weights_of(params, i, m), positions, segments, of_layer(m, i))
     return output(x, params, m)
 
 
-def _weights_of(params: Tree, i: int) -> Tree:
-    dense = len(params["dense_layers"]["wq"]) if "dense_layers" in params else 0
+def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
+    if m.layer_pattern:
+        letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
+        stack = {"*": "layers", "G": "delta_layers"}[letters[i]]
+        return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
+    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
 
@@ -94,7 +100,7 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
         return logits_of(params, batch.tokens, positions, segments, m), []
     x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
-        w, of_i = _weights_of(params, i), of_layer(m, i)
+        w, of_i = _weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             after = x if m.parallel_block else _after_attention(x, w, positions, segments, of_i)
             h = _before(after, w, "mlp_norm", m)
@@ -155,6 +161,16 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
+    of_kind = _latent_attention if m.kv_lora_rank else _attention
+    if "delta_a" in w:
+        o = jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+    else:
+        o = of_kind(h, w, positions, segments, m)
+    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
+    return x + m.residual_multiplier * o
+
+
+def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
@@ -163,9 +179,33 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
-    o = _times(o, w, "wo") + w.get("bo", 0.0)
-    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
-    return x + m.residual_multiplier * o
+    if m.attention_gate:
+        o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
+    return _times(o, w, "wo") + w.get("bo", 0.0)
+
+
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
+    """Compute multi-head latent attention, one head at a time, as in its paper."""
+    eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
+    c_q, name = h, "wq"
+    if m.q_lora_rank is not None:
+        c_q, name = _norm(_times(h, w, "wq_a"), w["q_a_norm"], eps), "wq_b"
+    q, latent = _times(c_q, w, name), _times(h, w, "wkv_a")
+    latent, shared = latent[..., :-last], latent[..., -last:]
+    kv = _times(_norm(latent, w["kv_a_norm"], eps), w, "wkv_b")
+    of_rope = dataclasses.replace(m, head_dim=last, rope_fraction=1.0 if m.rope_fraction else 0.0)
+    rotate = lambda a: _rotate(a, positions, of_rope)  # noqa: E731
+    key, outs = rotate(shared[:, :, None])[:, :, 0], []
+    s, nope = m.rope_scaling, m.head_dim - last
+    grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
+    for i in range(m.num_heads):
+        own = jnp.concatenate((q[:, :, i, :nope], rotate(q[:, :, i : i + 1, nope:])[:, :, 0]), -1)
+        keys = jnp.concatenate((kv[:, :, i, :nope], key), axis=-1)
+        of_head = dataclasses.replace(m, num_heads=1, num_kv_heads=1)
+        values = kv[:, :, i : i + 1, nope:]
+        one = own[:, :, None] * grown**2, keys[:, :, None], values
+        outs.append(_attend(*one, None, positions, segments, of_head))
+    return _times(jnp.concatenate(outs, axis=2), w, "wo")
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):
@@ -177,9 +217,7 @@ def _before(x, w: Tree, name: str, m: ModelConfig):
 def _stream_norm(x, w: Tree, name: str, m: ModelConfig):
     if m.norm == "rms":
         return _norm(x, w[name], m)
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    unit = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + m.norm_eps)
-    return unit * w[name] + w[name + "_bias"]
+    return gpt.layer_norm(x, w[name], w[name + "_bias"], m.norm_eps)
 
 
 def _times(x, w: Tree, name: str):
@@ -195,25 +233,15 @@ def _feed_forward(h, w: Tree, m: ModelConfig):
     if "router" in w:
         return _experts(h, w, m)
     if not m.mlp_gate:
-        hidden = _activated(_times(h, w, "w_up") + w.get("b_up", 0.0), m.activation)
+        hidden = gpt.activated(_times(h, w, "w_up") + w.get("b_up", 0.0), m.activation)
         return _times(hidden, w, "w_down") + w.get("b_down", 0.0)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
-def _activated(x, kind: str):
-    if kind == "silu":
-        return x * jax.nn.sigmoid(x)
-    if kind == "relu_squared":
-        return jnp.where(x > 0, x**2, 0)
-    if kind == "gelu_exact":
-        return 0.5 * x * (1 + jax.scipy.special.erf(x / math.sqrt(2)))
-    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def _gated(gate, up, m: ModelConfig):
     if m.activation != "clamped_swiglu":
-        return _activated(gate, m.activation) * up
+        return gpt.activated(gate, m.activation) * up
     gate = jnp.clip(gate, None, m.swiglu_limit)
     up = jnp.clip(up, -m.swiglu_limit, m.swiglu_limit)
     return gate * jax.nn.sigmoid(m.swiglu_alpha * gate) * (up + 1)
@@ -233,7 +261,10 @@ def _experts(h, w: Tree, m: ModelConfig):
     out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
         gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
-        out = out + _times(_gated(gate, up, m), w, "w_shared_down")
+        shared = _times(_gated(gate, up, m), w, "w_shared_down")
+        if m.shared_expert_gate:
+            shared = shared * jax.nn.sigmoid(h @ w["w_shared_router"])[..., None]
+        out = out + shared
     return out
 
 

@@ -77,6 +77,16 @@ def attention_factor(s: RopeScaling | None) -> float:
     return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
 
 
+def score_factor(s: RopeScaling | None) -> float:
+    """Return the factor of all attention scores, beyond 1 / sqrt(head_dim).
+
+    Source:   DeepSeek-AI 2024 (2405.04434), section 3.1.4, and their code.
+    """
+    if s is None or not s.mscale_all_dim:
+        return 1.0
+    return (0.1 * s.mscale_all_dim * math.log(s.factor) + 1) ** 2
+
+
 @jax.named_scope("rope")
 def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Tables:
     """Compute cosine and sine of every token's angles, float32 [B, T, 1, R/2] each.

@@ -19,6 +19,7 @@ from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
 from jaxpar.model.fused_weights import COMPLETE, OF_EXPERTS, PROJECTIONS, layer_dims
+from jaxpar.model.latent_attention.heads import OF_OWN_TOKENS
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -59,8 +60,13 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
     of_experts = OF_EXPERTS if ex.cfg.model.num_experts else ()
-    names = tuple(name for name in PROJECTIONS if name not in of_experts)
-    return tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
+    names = tuple(name for name in PROJECTIONS if name not in (*of_experts, *OF_OWN_TOKENS))
+    chunk = tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
+    if not ex.cfg.model.kv_lora_rank:
+        return chunk
+    own = None if rows is None else (rows[0], rows[1] // ex.cfg.parallel.tensor)
+    groups = ex.cfg.parallel.row_groups
+    return tuple(attach_buffers(w, OF_OWN_TOKENS, groups, own) for w in chunk)
 
 
 def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:

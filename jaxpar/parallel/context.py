@@ -8,7 +8,8 @@ packed documents.
     ulysses     All-to-alls reshard from the sequence to heads. Tokens are in text order.
 
 allgather and ring are correct for any order of tokens. The loader uses zigzag order for them, which
-gives each device an early and a late part of the sequence and thus the same amount of causal work.
+gives each device an early and a late part of the sequence and thus the same amount of causal work,
+except in models with recurrent layers, which need text order.
 `positions` hold the order.
 """
 
@@ -25,6 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.config import Config, ParallelConfig
+from jaxpar.config.layout.layer_kinds import in_zigzag_order
 from jaxpar.kernels.attention import (
     AttentionMask,
     Choice,
@@ -55,6 +57,11 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
     return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
 
 
+def order_of(cfg: Config) -> np.ndarray | None:
+    """Return `token_order` for a config. Models with recurrent layers have text order."""
+    return token_order(cfg.parallel, cfg.data.seq_len) if in_zigzag_order(cfg) else None
+
+
 @jax.named_scope("core_attention")
 def context_attention(
     q,
@@ -71,12 +78,13 @@ def context_attention(
 ) -> jax.Array:
     """Compute attention over the complete sequence, given each device's shard of it.
 
-    Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
+    Args:     q: [B, T/sequence, H/tensor, K]. k: [B, T/sequence, G/tensor, K], v: the same, or
+              with a smaller head dim I.
               mask: returned by `mask_across`. kind: parallel.context. backend, deterministic,
               softcap: as in `attention`. sinks: [H/tensor], as in `attention`. function:
               (q, k, v, mask) -> out, used instead of the kernels of softmax attention; not with
               `ring`, which merges softmaxes, nor with sinks.
-    Returns:  [B, T/sequence, H/tensor, K].
+    Returns:  [B, T/sequence, H/tensor, I].
     Communication: over SEQUENCE, depending on kind; see the module. None if its size is 1.
     """
     kernels: dict[str, Any] = {

@@ -8,7 +8,7 @@ EXPERT = EP, SEQUENCE = CP (context parallelism), TENSOR = TP with sequence para
 Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
     B batch   T query positions   S key positions   D model width   H query heads   G KV heads
     K head dim   F feed-forward   V vocabulary   L layers   E experts   P pipeline stages
-    M microbatches   R rank of an adapter
+    M microbatches   R rank of an adapter   I head dim of values, if it is not K
 """
 
 from jax.sharding import PartitionSpec
@@ -51,6 +51,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "router": (),
     "vocab": VOCAB_AXES,
     "head_dim": (),
+    "latent": FSDP_AXES,
     "norm": (),
     "rank": (),
 }

@@ -84,7 +84,8 @@ def _test_choice(
         return
     began, m = time.perf_counter(), cfg.model
     group = m.num_heads // m.num_kv_heads
-    values = attention_selftest.random_values(mask, group, m.head_dim, m.dtype, cfg.train.seed)
+    shape = mask, group, m.head_dim, m.dtype, cfg.train.seed, m.value_dim
+    values = attention_selftest.random_values(*shape)
     q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
     try:
         report = attention_selftest.check(choice, q, k, v, mask, d_out)

@@ -65,7 +65,8 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     Blocks until the result is ready. No other program runs on the device meanwhile
     (`FirstRunAlone`).
 
-    Args:     q, d_out: [B, T, H, K]; k, v: [B, S, G, K], all on one device.
+    Args:     q: [B, T, H, K]; d_out: [B, T, H, I]; k: [B, S, G, K]; v: [B, S, G, I], all on one
+              device.
     Raises:   WrongKernel that names each wrong array, its error and its bound.
     """
     got = _run(choice, q, k, v, mask, d_out)
@@ -85,18 +86,25 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     return report
 
 
-def random_values(mask: AttentionMask, group: int, head_dim: int, dtype, seed: int):
+def random_values(
+    mask: AttentionMask, group: int, head_dim: int, dtype, seed: int, value_dim: int | None = None
+):
     """Draw q, k, v, d_out for a mask: one KV head and its group of query heads, standard normal.
 
-    Returns:  numpy arrays; q, d_out: [B, T, group, K]; k, v: [B, S, 1, K].
+    Args:     head_dim: K, of q and k. value_dim: I, of v and d_out; None for K.
+    Returns:  numpy arrays; q: [B, T, group, K]; k: [B, S, 1, K]; v: [B, S, 1, I]; d_out: [B, T,
+              group, I].
     """
     rng = np.random.default_rng(seed)
 
-    def normal(positions, heads: int):
-        return rng.normal(size=(*positions.shape, heads, head_dim)).astype(jnp.dtype(dtype))
+    def normal(positions, heads: int, dim: int | None):
+        return rng.normal(size=(*positions.shape, heads, dim or head_dim)).astype(jnp.dtype(dtype))
 
     queries, keys = (mask.q_positions, group), (mask.kv_positions, 1)
-    return normal(*queries), normal(*keys), normal(*keys), normal(*queries)
+    return (
+        *(normal(*queries, head_dim), normal(*keys, head_dim)),
+        *(normal(*keys, value_dim), normal(*queries, value_dim)),
+    )
 
 
 def slice_of(length: int, in_order: bool) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config.layout.layer_kinds import DELTA_NET
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
@@ -92,15 +93,12 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         "optimizer.warmup_steps": 0,
         "optimizer.warmup_fraction": 0.0,
     }
-    if cfg.lora.rank:
-        rank = min(cfg.lora.rank, head_dim, d_model, d_ff)
-        values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
-    if m.num_experts:
-        groups = m.router_groups
-        in_group = min(m.num_experts // groups, 8 if groups == 1 else 2)
-        values["model.num_experts"] = in_group * groups
-        to_choose = in_group * m.router_groups_per_token
-        values["model.experts_per_token"] = min(m.experts_per_token, 4, to_choose)
+    values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
+    values |= _experts(m) if m.num_experts else {}
+    if m.kv_lora_rank:
+        values |= _latents(m, head_dim, d_model, sharded)
+    if DELTA_NET in m.layer_pattern:
+        values |= _delta_net(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
@@ -108,7 +106,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _score_factors(m, head_dim)
     if m.rope_scaling is not None:
-        values |= _rope_scaling(m, dataclasses.replace(m, head_dim=head_dim).rotary_dims, shorter)
+        rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
+        values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
 
 
@@ -120,6 +119,46 @@ def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
     if m.attention_multiplier is not None:
         found["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
     return found
+
+
+def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
+    """Return the sizes of Gated DeltaNet, with as many value heads per key head."""
+    heads = math.lcm(2, tensor)
+    return {
+        "model.linear_num_key_heads": heads,
+        "model.linear_num_value_heads": heads * m.linear_num_value_heads // m.linear_num_key_heads,
+        "model.linear_key_head_dim": max(round(m.linear_key_head_dim * narrower), 4),
+        "model.linear_value_head_dim": max(round(m.linear_value_head_dim * narrower), 4),
+        "model.recurrent_chunk": min(m.recurrent_chunk, 5),
+    }
+
+
+def _adapters(cfg: Config, most: int) -> dict[str, Any]:
+    """Return the fields of adapters, of a rank of at most `most`, with the factor of the config."""
+    rank = min(cfg.lora.rank, most)
+    return {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
+
+
+def _experts(m: ModelConfig) -> dict[str, Any]:
+    """Return the numbers of experts: a few in each of the router's groups."""
+    in_group = min(m.num_experts // m.router_groups, 8 if m.router_groups == 1 else 2)
+    to_choose = in_group * m.router_groups_per_token
+    return {
+        "model.num_experts": in_group * m.router_groups,
+        "model.experts_per_token": min(m.experts_per_token, 4, to_choose),
+    }
+
+
+def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:
+    """Return the fields of latent attention: the ratios to the widths of heads and the model."""
+    of_head = lambda size: max(round(size * head_dim / m.head_dim / 2), 1) * 2  # noqa: E731
+    rank = lambda size: max(round(size * d_model / m.d_model / sharded), 1) * sharded  # noqa: E731
+    return {
+        "model.qk_rope_head_dim": min(of_head(m.qk_rope_head_dim), head_dim - 2),
+        "model.v_head_dim": of_head(m.v_head_dim),
+        "model.kv_lora_rank": rank(m.kv_lora_rank),
+        "model.q_lora_rank": rank(m.q_lora_rank) if m.q_lora_rank else None,
+    }
 
 
 def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:

@@ -34,6 +34,11 @@ ROWS: dict[str, tuple[str, str]] = {
     "dots1": ("dots.llm1", ""),
     "glm4_moe": ("GLM-4.5 to 4.7", ""),
     "gemma3_text": ("Gemma 3 (text)", "gemma_3/270m gemma_3/1b gemma_3/4b gemma_3/12b gemma_3/27b"),
+    "deepseek_v2": ("DeepSeek-V2-Lite and similar", "deepseek_v2_lite"),
+    "deepseek_v3": ("DeepSeek-V3, Moonlight", "deepseek_v3 moonlight_16b_a3b"),
+    "kimi_k2": ("Kimi K2", "kimi_k2"),
+    "qwen3_next": ("Qwen3-Next", "qwen3_next_80b_a3b"),
+    "qwen3_5_text": ("Qwen3.5 (text, dense)", ""),
     "olmo2": ("OLMo 2", ""),
     "olmo3": ("OLMo 3", ""),
     "smollm3": ("SmolLM3", ""),
@@ -95,8 +100,13 @@ TOP = (
 )
 
 
+#: Families that are another one under a `model_type` of their own.
+SAME = {"kimi_k2": "deepseek_v3"}
+
+
 def models_of(model_type: str) -> list[str]:
     """The tiny models of a family."""
+    model_type = SAME.get(model_type, model_type)
     return [n for n, values in tiny_models.MODELS.items() if values["model_type"] == model_type]
 
 

@@ -30,7 +30,7 @@ BASE = replace(TINY, **{"model.head_dim": 8, "parallel.layer_loop": "unroll"})
         ("rope_scaling.attention_factor=1.0", "needs kind yarn or longrope, not llama3"),
         ("rope_scaling.kind=yarn rope_scaling.low_freq_factor=2.0", "needs kind llama3, not yarn"),
         ("rope_scaling.kind=yarn rope_scaling.attention_factor=0.0", "must be above 0"),
-        ("rope_scaling.kind=yarn rope_scaling.beta_slow=40.0", "below beta_fast = 32.0"),
+        ("rope_scaling.kind=yarn rope_scaling.beta_slow=40.0", "at most beta_fast = 32.0"),
         ("rope_scaling.kind=yarn rope_theta=1.0", "rope_theta = 1.0: must be above 1 for"),
         ("rope_scaling.kind=yarn rope_scaling.factor=0.5", "must be at least 1"),
         ("rope_scaling.kind=longrope", "short_factors = '': must be 4 numbers above 0"),

@@ -44,6 +44,7 @@ MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gpt_oss", "olmo3"]
+QUICK += ["qwen3_next"]
 QUICK += ["phi4_mini", "granite", "gemma2", "ministral3", "gpt2", "pythia", "starcoder2"]
 
 
@@ -106,6 +107,7 @@ def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, param
         ("yarn_mscale", {"rope_scaling.attention_factor": None}),
         ("longrope", {"rope_scaling.original_max_position": 512}),
         ("mistral", {"sliding_window": None}),
+        ("deepseek_v3_whole", {"rope_scaling.mscale_all_dim": 0.0}),
     ):
         cfg, params = params_of(folders(name)[1])
         without = replace(cfg, **{f"model.{key}": value for key, value in off.items()})
@@ -230,6 +232,7 @@ MESHES = {
     "dots1": {"expert": 2, "tensor": 2, "data": 1},
     "gpt_oss": {"expert": 2, "tensor": 2, "data": 1},
     "olmo3": {"data": 2, "tensor": 2},
+    "deepseek_v3_whole": {"expert": 2, "tensor": 2, "data": 1},
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of
-from jaxpar.convert.hf.shape import model_from
+from jaxpar.convert.shape import model_from
 from jaxpar.model.flops import num_params
 from tests.convert import tiny
 

@@ -2,6 +2,45 @@
 
 Shapes = dict[str, tuple[int, ...]]
 
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 64,
+    "n_positions": 320,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+_NEOX = {
+    "model_type": "gpt_neox",
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu",
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 10000,
+    "layer_norm_eps": 1e-5,
+}
+#: config.json by name, beside the keys that tiny models share.
+OTHERS = {
+    "gpt_neox": _NEOX | {"use_parallel_residual": False},
+    "pythia": _NEOX | {"use_parallel_residual": True},
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "architectures": ["Starcoder2ForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_theta": 10000.0,
+        "norm_epsilon": 1e-5,
+        "use_bias": True,
+        "sliding_window": 48,
+        "tie_word_embeddings": True,
+    },
+}
+
 
 def shapes(values: dict) -> Shapes:
     """Of GPT-2, GPT-NeoX or StarCoder2."""

@@ -55,6 +55,8 @@ M = DEEP.model
 #: float32 bytes per token and layer of each name: twice the table in `jaxpar/execution/remat.py`.
 BYTES = {
     "attn_norm": 4 * M.d_model,
+    "latents": 0,
+    "latent_norms": 0,
     "qkv": 4 * (M.num_heads + 2 * M.num_kv_heads) * M.head_dim,
     "qk": 4 * (M.num_heads + M.num_kv_heads) * M.head_dim,
     "attn_out": 4 * M.num_heads * M.head_dim,

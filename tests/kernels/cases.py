@@ -33,6 +33,7 @@ class Case:
     order       text: the text's own. permuted: T queries and S keys picked from one text, each in
                 an order of its own. zigzag: all S keys of a text, gathered from shards in zigzag
                 order, and the T queries of one. late: keys that begin after half of the queries.
+    I           head dim of values; None: K.
     documents   in the first row, one fewer in each row after it; None: no segments.
     """
 
@@ -43,6 +44,7 @@ class Case:
     H: int = 2
     G: int = 1
     K: int = 64
+    I: int | None = None  # noqa: E741
     documents: int | None = None
     window: int | None = None
     dtype: str = "bfloat16"
@@ -81,8 +83,9 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     mask = jax.tree.map(jnp.asarray, mask_of(case, rng))
     queries, keys = (case.B, case.T, case.H, case.K), (case.B, case.keys, case.G, case.K)
+    values, outs = ((*shape[:3], case.I or case.K) for shape in (keys, queries))
     q, k, v, d_out = (
-        jnp.asarray(rng.normal(size=shape), case.dtype) for shape in (queries, keys, keys, queries)
+        jnp.asarray(rng.normal(size=shape), case.dtype) for shape in (queries, keys, values, outs)
     )
     d_lse = jnp.asarray(rng.normal(size=(case.B, case.H, case.T)), jnp.float32)
     return Inputs(q, k, v, mask, d_out, d_lse)

@@ -28,6 +28,14 @@ IN_ORDER = [
     Case(B=1, T=512, H=4, G=2, K=128, documents=5, window=64),
     Case(B=1, T=1024, H=4, G=1, K=256),
     Case(B=2, T=512, H=8, G=2, K=128, dtype="float16"),
+    Case(B=2, T=512, H=4, G=4, K=128, I=64, documents=5),
+]
+
+#: Head dims of latent attention, in DeepSeek's models.
+LATENT = [
+    Case(B=2, T=512, H=4, G=4, K=192, I=128),
+    Case(B=2, T=512, H=4, G=4, K=192, I=128, documents=5),
+    Case(B=1, T=1024, H=2, G=2, K=192, I=128, window=200, dtype="float16"),
 ]
 
 #: What only our own kernels can, the log-sum-exp's gradient apart.
@@ -116,7 +124,7 @@ def assert_same_bits(found, wanted, what: str):
         np.testing.assert_array_equal(a, b, err_msg=f"{name}, {what}")
 
 
-@pytest.mark.parametrize("case", IN_ORDER, ids=str)
+@pytest.mark.parametrize("case", [*IN_ORDER, *LATENT], ids=str)
 def test_cudnn_agrees_with_the_reference(case):
     x = without_lse_gradient(inputs_of(case))
     check(run("cudnn", x), reference_of(x), case.dtype)
@@ -129,7 +137,7 @@ def test_hopper_agrees_with_the_reference(case, hopper):
     check(run("pallas_hopper", x), reference_of(x), case.dtype)
 
 
-@pytest.mark.parametrize("case", [*IN_ORDER, *OWN, *PARTS], ids=str)
+@pytest.mark.parametrize("case", [*IN_ORDER, *OWN, *PARTS, *LATENT], ids=str)
 def test_triton_agrees_with_the_reference(case, ampere):
     """With a gradient of the log-sum-exp."""
     x = inputs_of(case)

@@ -107,6 +107,10 @@ def test_gradients(mesh, values, devices):
             GPT3 | {"model.max_positions": 33, "parallel.tensor": 2},
             r"max_positions = 33: must be divisible by parallel\.tensor = 2",
         ),
+        (
+            STAGES | {"model.norm": "layer", "model.layer_pattern": "GG*"},
+            r"norm = 'layer': is not supported with model\.layer_pattern = GG",
+        ),
         ({"model.max_positions": -1}, r"max_positions = -1: must not be negative"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, TARGETS, of_attention
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
 from jaxpar.model.parameters import param_specs, trainable_specs
@@ -292,7 +292,8 @@ def test_bad_adapters_are_refused(fields, message):
 
 def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
-    for target, name in TARGETS.items():
+    for target in (*of_attention(BASE.model), *OF_FEED_FORWARD):
+        name = TARGETS[target]
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]
         assert all(spec.trainable and 3 in spec.shape for spec in pair), target
         outer = math.prod(pair[0].shape[1:-1]) * math.prod(pair[1].shape[2:])

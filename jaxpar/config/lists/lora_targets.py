@@ -2,7 +2,7 @@
 
 import math
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 
 #: Names in `lora.targets` (those of published models), and jaxpar's parameters.
 TARGETS = {
@@ -10,14 +10,46 @@ TARGETS = {
     "k_proj": "wk",
     "v_proj": "wv",
     "o_proj": "wo",
+    "q_a_proj": "wq_a",
+    "q_b_proj": "wq_b",
+    "kv_a_proj_with_mqa": "wkv_a",
+    "kv_b_proj": "wkv_b",
     "gate_proj": "w_gate",
     "up_proj": "w_up",
     "down_proj": "w_down",
 }
 
 
-#: Targets in attention. The others are in a dense feed-forward layer.
-OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: Targets in a dense feed-forward layer.
+OF_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+def of_attention(m: ModelConfig) -> tuple[str, ...]:
+    """Return the targets in a model's attention."""
+    if not m.kv_lora_rank:
+        return "q_proj", "k_proj", "v_proj", "o_proj"
+    query = ("q_a_proj", "q_b_proj") if m.q_lora_rank else ("q_proj",)
+    return *query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+
+
+def sides(m: ModelConfig, target: str) -> tuple[int, int]:
+    """Return the input and output dimension of a target's matrix."""
+    D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    query, latent = m.q_lora_rank or 0, m.kv_lora_rank
+    of_latent = m.num_heads * (m.qk_nope_head_dim + m.v_head_dim)
+    return {
+        "q_proj": (D, heads),
+        "k_proj": (D, kv),
+        "v_proj": (D, kv),
+        "o_proj": (m.num_heads * m.value_dim, D),
+        "q_a_proj": (D, query),
+        "q_b_proj": (query, heads),
+        "kv_a_proj_with_mqa": (D, latent + m.qk_rope_head_dim),
+        "kv_b_proj": (latent, of_latent),
+        "gate_proj": (D, m.d_ff),
+        "up_proj": (D, m.d_ff),
+        "down_proj": (m.d_ff, D),
+    }[target]
 
 
 def factor(cfg: Config) -> float:

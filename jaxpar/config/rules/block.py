@@ -16,6 +16,7 @@ def block(cfg: Config) -> None:
     _norms(cfg)
     _parallel(cfg)
     _positions(cfg)
+    _mixers(cfg)
 
 
 def _feed_forward(cfg: Config) -> None:
@@ -74,3 +75,18 @@ def _positions(cfg: Config) -> None:
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"
         require(value == default, cfg, other, rule, f"{rope} {flag(most, 0)}", flag(other, default))
+
+
+def _mixers(cfg: Config) -> None:
+    """Refuse what is not verified beside latent attention and recurrent layers."""
+    mixers = {"model.kv_lora_rank": 0, "model.layer_pattern": ""}
+    others = {"model.norm": "rms", "model.parallel_block": False, "model.positions": "rope"}
+    others |= {"model.mlp_gate": True, "model.attention_softcap": None}
+    for mixer, none in mixers.items():
+        given = value_of(cfg, mixer)
+        if given == none:
+            continue
+        for other, default in others.items():
+            ok = value_of(cfg, other) == default
+            rule = f"is not supported with {mixer} = {given}"
+            require(ok, cfg, other, rule, flag(other, default), flag(mixer, none))

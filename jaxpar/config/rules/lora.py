@@ -3,7 +3,7 @@
 import difflib
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.lora_targets import OF_ATTENTION, TARGETS
+from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, of_attention, sides
 
 
 def lora(cfg: Config) -> None:
@@ -20,30 +20,23 @@ def lora(cfg: Config) -> None:
     alpha = cfg.lora.alpha
     require(alpha > 0, cfg, "lora.alpha", "must be above 0", flag("lora.alpha", 16.0))
     _targets(cfg)
-    sides = {name: side for name in cfg.lora.targets.split(",") for side in [_side(cfg, name)]}
-    least = min(sides, key=sides.__getitem__)
-    rule = f"must be at most {sides[least]}, the smaller dimension of {least}"
-    require(rank <= sides[least], cfg, path, rule, flag(path, min(16, sides[least])))
+    smaller = {name: min(sides(cfg.model, name)) for name in cfg.lora.targets.split(",")}
+    least = min(smaller, key=smaller.__getitem__)
+    rule = f"must be at most {smaller[least]}, the smaller dimension of {least}"
+    require(rank <= smaller[least], cfg, path, rule, flag(path, min(16, smaller[least])))
 
 
 def _targets(cfg: Config) -> None:
     path, names = "lora.targets", cfg.lora.targets.split(",")
     plain = [name.strip() for name in names]
-    near = [m for n in plain for m in difflib.get_close_matches(n, TARGETS, n=1, cutoff=0.4)]
-    rule = f"must be names from {', '.join(TARGETS)}, separated by commas"
+    of_layer = (*of_attention(cfg.model), *OF_FEED_FORWARD)
+    near = [m for n in plain for m in difflib.get_close_matches(n, of_layer, n=1, cutoff=0.4)]
+    rule = f"must be names from {', '.join(of_layer)}, separated by commas"
     fits = flag(path, ",".join(dict.fromkeys(near)) or "q_proj,v_proj")
-    require(set(names) <= set(TARGETS), cfg, path, rule, fits)
+    require(set(names) <= set(of_layer), cfg, path, rule, fits)
     rule, once = "must name each projection once", ",".join(dict.fromkeys(names))
     require(len(set(names)) == len(names), cfg, path, rule, flag(path, once))
     rule = f"cannot target experts, and model.num_experts is {cfg.model.num_experts}"
-    left = [name for name in names if name in OF_ATTENTION] or OF_ATTENTION
-    ok = cfg.model.num_experts == 0 or set(names) <= set(OF_ATTENTION)
+    left = [name for name in names if name not in OF_FEED_FORWARD] or of_attention(cfg.model)
+    ok = cfg.model.num_experts == 0 or not set(names) & set(OF_FEED_FORWARD)
     require(ok, cfg, path, rule, flag(path, ",".join(left)))
-
-
-def _side(cfg: Config, name: str) -> int:
-    """The smaller dimension of a projection."""
-    m = cfg.model
-    heads = m.num_kv_heads if name in ("k_proj", "v_proj") else m.num_heads
-    other = heads * m.head_dim if name in OF_ATTENTION else m.d_ff
-    return min(m.d_model, other)

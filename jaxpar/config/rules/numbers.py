@@ -11,7 +11,9 @@ from jaxpar.config.rules.limits import MAX_INT, most_of
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.router_groups model.router_groups_per_token
-model.vocab_size parallel.pipeline parallel.replica
+model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
+model.linear_value_head_dim model.conv_kernel_size model.recurrent_chunk
+model.qk_rope_head_dim model.v_head_dim model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
@@ -21,7 +23,7 @@ cluster.connect_seconds""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
 model.global_every train.seed
-model.num_shared_experts model.dense_layers train.micro_batch_size train.z_loss
+model.num_shared_experts model.dense_layers model.kv_lora_rank train.micro_batch_size train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
@@ -29,9 +31,9 @@ guard.recent_steps guard.replica_check_every profile.start profile.every
 cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 
-_ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std model.swiglu_limit
-model.swiglu_alpha model.embedding_multiplier model.residual_multiplier model.logits_scaling
-optimizer.learning_rate optimizer.eps guard.spike_deviations""".split()
+_ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std
+model.swiglu_limit model.swiglu_alpha model.embedding_multiplier model.residual_multiplier
+model.logits_scaling optimizer.learning_rate optimizer.eps guard.spike_deviations""".split()
 
 
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.warmup_fraction")

@@ -17,6 +17,7 @@ READ_BY = {
     "query_beta": ("yarn",),
     "truncate": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
+    "mscale_all_dim": ("yarn",),
     "short_factors": ("longrope",),
     "long_factors": ("longrope",),
 }
@@ -78,12 +79,14 @@ def _scaling(cfg: Config) -> None:
     {"llama3": _llama3, "linear": lambda _: None, "yarn": _yarn, "longrope": _longrope}[s.kind](cfg)
 
 
-def _ordered(cfg: Config, low: str, high: str, defaults: Sequence[float]) -> None:
+def _ordered(
+    cfg: Config, low: str, high: str, defaults: Sequence[float], *, equal: bool = False
+) -> None:
     paths = [f"{SECTION}.{name}" for name in (low, high)]
     least, most = (value_of(cfg, path) for path in paths)
-    rule = f"must be above 0 and below {high} = {most}"
+    rule = f"must be above 0 and {'at most' if equal else 'below'} {high} = {most}"
     ways = " ".join(flag(path, value) for path, value in zip(paths, defaults, strict=True))
-    require(0 < least < most, cfg, paths[0], rule, ways)
+    require(0 < least < most or (equal and 0 < least == most), cfg, paths[0], rule, ways)
 
 
 def _llama3(cfg: Config) -> None:
@@ -91,7 +94,7 @@ def _llama3(cfg: Config) -> None:
 
 
 def _yarn(cfg: Config) -> None:
-    _ordered(cfg, "beta_slow", "beta_fast", (1.0, 32.0))
+    _ordered(cfg, "beta_slow", "beta_fast", (1.0, 32.0), equal=True)  # equal in Kimi K2
     theta, rule = "model.rope_theta", "must be above 1 for rope_scaling of kind yarn"
     require(cfg.model.rope_theta > 1, cfg, theta, rule, flag(theta, default_of(theta)))
     local = cfg.model.local_rope_theta

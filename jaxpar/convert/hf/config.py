@@ -8,11 +8,13 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
+from jaxpar.convert.hf.float8_blocks import is_float8_blocks
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
@@ -30,6 +32,7 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
+    "recurrent_chunk",
     # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",
     "normalize_experts",
@@ -54,7 +57,10 @@ def family_of(values: Values) -> Family:
 
     Raises:   ConfigError for an unsupported architecture.
     """
-    known = {family.architecture: family for family in FAMILIES}
+    known: dict[str, Family] = {}
+    for family in FAMILIES:
+        if family.architecture not in known or family.model_type == values.get("model_type"):
+            known[family.architecture] = family
     names = values.get("architectures") or []
     if not names:
         names = [f.architecture for f in FAMILIES if f.model_type == values.get("model_type")]
@@ -97,6 +103,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         found = values.get(key, wanted)
         if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
             continue
+        if key == QUANTIZATION and family.float8_blocks and is_float8_blocks(found):
+            continue
         if found != wanted and found is not None:
             raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
     fields: Values = dict(family.fixed)
@@ -107,6 +115,10 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         alike = {"num_kv_heads": heads, "head_dim": fields["d_model"] // max(heads, 1)}
         fields |= alike
     fields |= layer_keys.read(values, family, fields["num_layers"])
+    for key, other in family.equal_keys.items():
+        if values.get(key) != values.get(other):
+            rule = f"must be {other} = {values.get(other)}, which jaxpar has one field for"
+            raise refuse(key, values.get(key), rule, "use a model in which they are equal")
     if not fields.get("dense_layers"):
         fields.pop("dense_d_ff", None)
     dtype = dtype_of(values)
@@ -232,8 +244,10 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format, and to-torch has one kind of layer.
-    of_torch = m.attention == "softmax" and not m.dense_layers
+    # A registered attention function has no name in any format, and to-torch has one kind of layer,
+    # with grouped-query attention.
+    one_kind = not m.dense_layers and not m.layer_pattern
+    of_torch = m.attention == "softmax" and one_kind and not m.kv_lora_rank
     fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
@@ -254,6 +268,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
             own[family.fields[ours]] = getattr(m, other)
     own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
+    own |= {key: own[other] for key, other in family.equal_keys.items()}
     own |= {} if family.mtp_key is None else {family.mtp_key: 0}
     dropped = {QUANTIZATION}
     if "max_positions" in family.fields:  # transformers would take it for that field
@@ -268,4 +283,12 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
     """
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
     held = (entry for entry in family.entries if rank.get(entry.path) == len(entry.ours))
-    return [dataclasses.replace(entry, first=m.dense_layers) for entry in held]
+    if not m.layer_pattern:
+        return [dataclasses.replace(entry, first=m.dense_layers) for entry in held]
+    stacks = {stack: kind for kind, stack in STACKS.items()}
+
+    def layers(path: str) -> tuple[int, ...]:
+        kind = stacks.get(path.partition("/")[0])
+        return tuple(i for i, letter in enumerate(kinds(m)) if letter == kind)
+
+    return [dataclasses.replace(entry, layers=layers(entry.path)) for entry in held]

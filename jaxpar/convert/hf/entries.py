@@ -1,5 +1,7 @@
 """Tensors of published layers, in groups that families share (`families.py`)."""
 
+import dataclasses
+
 from jaxpar.convert.hf.tensor_layout import Entry
 
 LAYER = "model.layers.{L}."
@@ -151,11 +153,97 @@ SHARED_EXPERTS = (
     Entry("layers/w_shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
     Entry("layers/w_shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
 )
+#: Multi-head latent attention. A model has either `wq`, or a latent of queries.
+LATENT_ATTENTION = (
+    Entry("layers/attn_norm", LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", IN_ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wq_a", IN_ATTENTION + "q_a_proj.weight", "LDQ", "Q D"),
+    Entry("layers/q_a_norm", IN_ATTENTION + "q_a_layernorm.weight", "LQ", "Q"),
+    Entry("layers/wq_b", IN_ATTENTION + "q_b_proj.weight", "LQHK", "HK Q"),
+    Entry("layers/wkv_a", IN_ATTENTION + "kv_a_proj_with_mqa.weight", "LDA", "A D"),
+    Entry("layers/kv_a_norm", IN_ATTENTION + "kv_a_layernorm.weight", "LC", "C"),
+    Entry("layers/wkv_b", IN_ATTENTION + "kv_b_proj.weight", "LCHB", "HB C"),
+    Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHID", "D HI"),
+)
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
 )
+
+
+_IN_LINEAR = LAYER + "linear_attn."
+
+
+def _sections(
+    names: tuple[tuple[str, str], ...], tensor: str, theirs: str, sections: tuple[str, ...]
+) -> tuple[Entry, ...]:
+    """Return the entries of parameters that follow one another in a tensor."""
+    return tuple(
+        Entry(path, tensor, ours, theirs, part=part, sections=sections)
+        for part, (path, ours) in enumerate(names)
+    )
+
+
+#: A head's queries, then its output gate.
+GATED_ATTENTION = (
+    ATTENTION[0],
+    *_sections(
+        (("layers/wq", "LDHK"), ("layers/w_attn_gate", "LDHK")),
+        IN_ATTENTION + "q_proj.weight",
+        "H+ D",
+        ("K", "K"),
+    ),
+    *ATTENTION[2:],
+)
+QWEN3_NEXT_EXPERTS = (
+    *EXPERTS,
+    Entry("layers/w_shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "LSD", "D S"),
+    Entry("layers/w_shared_router", LAYER + "mlp.shared_expert_gate.weight", "LD", "1 D"),
+)
+#: What Gated DeltaNet has of its own. Each key head's rows are together in the first two.
+_DELTA_NET = (
+    *_sections(
+        tuple((f"layers/delta_conv_{n}", f"Lg{d}w") for n, d in zip("qkv", "kkm", strict=True)),
+        _IN_LINEAR + "conv1d.weight",
+        "+ 1 w",
+        ("gk", "gk", "gm"),
+    ),
+    Entry("layers/delta_a_log", _IN_LINEAR + "A_log", "Lh", "h"),
+    Entry("layers/delta_dt_bias", _IN_LINEAR + "dt_bias", "Lh", "h"),
+    Entry("layers/delta_norm", _IN_LINEAR + "norm.weight", "Lv", "v"),
+    Entry("layers/delta_out", _IN_LINEAR + "out_proj.weight", "LhvD", "D hv"),
+)
+_QKVZ = tuple((f"layers/delta_{n}", f"LDg{d}") for n, d in zip("qkvz", "kkmm", strict=True))
+_BA = (("layers/delta_b", "LDgr"), ("layers/delta_a", "LDgr"))
+#: Each key head's rows are together.
+QWEN3_NEXT_DELTA_NET = (
+    *_sections(_QKVZ, _IN_LINEAR + "in_proj_qkvz.weight", "g+ D", ("k", "k", "m", "m")),
+    *_sections(_BA, _IN_LINEAR + "in_proj_ba.weight", "g+ D", ("r", "r")),
+    *_DELTA_NET,
+)
+QWEN3_5_DELTA_NET = (
+    *_sections(_QKVZ[:3], _IN_LINEAR + "in_proj_qkv.weight", "+ D", ("gk", "gk", "gm")),
+    Entry("layers/delta_z", _IN_LINEAR + "in_proj_z.weight", "LDgm", "gm D"),
+    Entry("layers/delta_b", _IN_LINEAR + "in_proj_b.weight", "LDgr", "gr D"),
+    Entry("layers/delta_a", _IN_LINEAR + "in_proj_a.weight", "LDgr", "gr D"),
+    *_DELTA_NET,
+)
+
+
+def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of layers of Gated DeltaNet, from those of layers with its parameters."""
+    return tuple(
+        dataclasses.replace(
+            entry,
+            path=f"delta_{entry.path}",
+            name=entry.name.replace("{L}", "{J}"),
+            ours=entry.ours.replace("L", "J"),
+        )
+        for entry in entries
+    )
 
 
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -7,7 +7,21 @@ tensors (`tensor_layout.py` explains an Entry). To add a family, add a table, he
 
 import dataclasses
 
-from jaxpar.convert.hf.dense_families import GEMMA2, GRANITE, MINISTRAL3, PHI3
+from jaxpar.convert.hf.deepseek_families import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    OF_SIGMOID_ROUTERS,
+)
+from jaxpar.convert.hf.dense_families import (
+    GEMMA2,
+    GPT2,
+    GPT_NEOX,
+    GRANITE,
+    MINISTRAL3,
+    PHI3,
+    STARCODER2,
+)
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
@@ -28,7 +42,7 @@ from jaxpar.convert.hf.entries import (
     of_dense_layers,
 )
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.gpt_families import GPT2, GPT_NEOX, STARCODER2
+from jaxpar.convert.hf.hybrid_families import QWEN3_5, QWEN3_NEXT
 
 _SILU = {"hidden_act": "silu"}
 
@@ -152,19 +166,6 @@ OLMOE = Family(
     required=_SILU | {"clip_qkv": None},
     heads_fill_model=True,
 )
-#: Fields of DeepSeek-V3's relatives: some dense layers, then experts chosen by a sigmoid router.
-_OF_SIGMOID_ROUTERS = {
-    "d_ff": "moe_intermediate_size",
-    "dense_d_ff": "intermediate_size",
-    "dense_layers": "first_k_dense_replace",
-    "num_experts": "n_routed_experts",
-    "num_shared_experts": "n_shared_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "normalize_experts": "norm_topk_prob",
-    "router_groups": "n_group",
-    "router_groups_per_token": "topk_group",
-    "router_scale": "routed_scaling_factor",
-}
 _OF_DOTS1 = (*ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM)
 DOTS1 = Family(
     model_type="dots1",
@@ -174,7 +175,7 @@ DOTS1 = Family(
         *of_dense_layers((*_OF_DOTS1, *MLP)),
     ),
     fields=COMMON
-    | _OF_SIGMOID_ROUTERS
+    | OF_SIGMOID_ROUTERS
     | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"qk_norm": True, "router_score": "sigmoid", "router_bias": True},
@@ -203,7 +204,7 @@ GLM4_MOE = Family(
         *(*TOP, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS),
         *of_dense_layers((*ATTENTION, *QKV_BIAS, *QK_NORM, *MLP)),
     ),
-    fields=COMMON | _OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
+    fields=COMMON | OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"router_score": "sigmoid", "router_bias": True},
     at_least={"num_shared_experts": 1},
@@ -377,6 +378,7 @@ GPT_OSS = Family(
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5),
     *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
     *(GPT2, GPT_NEOX, STARCODER2),
 )

@@ -43,6 +43,12 @@ class Family:
     """Keys with the only supported value; with another, the model would compute something else."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Alternative names of keys in some versions of `transformers`: {other: key}."""
+    equal_keys: dict[str, str] = field(default_factory=dict)
+    """Keys whose value must be that of another key: {key: other}."""
+    hybrid: bool = False
+    """Whether layers may have linear attention: Gated DeltaNet."""
+    mtp_prefix: str | None = None
+    """Start of the names of tensors for multi-token prediction, which are left out."""
     sliding: bool = False
     """Whether layers may have a sliding window."""
     two_kinds: bool = False
@@ -64,6 +70,10 @@ class Family:
     """Whether every Nth layer may have no RoPE."""
     mxfp4: bool = False
     """Whether weights may be in MXFP4, which are dequantized."""
+    float8_blocks: bool = False
+    """Whether weights may be in float8 with a scale for each block, which are dequantized."""
+    latent: bool = False
+    """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
     mtp_key: str | None = None
     """Key with the number of layers for multi-token prediction, which come last in the files. They
     are left out: without them, a model computes the same."""

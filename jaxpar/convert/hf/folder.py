@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.convert.hf.mxfp4 import Mxfp4, dequantized
+from jaxpar.convert.hf import float8_blocks, mxfp4
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, tensor_names, tensor_shape
 from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create_file, read_header
 
@@ -116,9 +116,13 @@ def _with_prefix(stored: Mapping[str, Readable], prefix: str) -> Mapping[str, Re
     return {n if n.startswith("lm_head.") else prefix + n: where for n, where in stored.items()}
 
 
-def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored | Mxfp4]:
+def _weights_of(stored: dict[str, Stored]) -> dict[str, Readable]:
     """Drop DERIVED tensors, which may be float32 although all weights have 16 bits."""
-    return dequantized({n: where for n, where in stored.items() if not DERIVED.fullmatch(n)})
+    weights = {n: where for n, where in stored.items() if not DERIVED.fullmatch(n)}
+    by_blocks = float8_blocks.dequantized(weights)
+    plain = {n: where for n, where in by_blocks.items() if isinstance(where, Stored)}
+    quantized = {n: where for n, where in by_blocks.items() if n not in plain}
+    return {**mxfp4.dequantized(plain), **quantized}
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:

@@ -11,6 +11,7 @@ from typing import Any
 from jaxpar.config import RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.latent_keys import score_keys
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
@@ -185,6 +186,7 @@ def write_scaling(s: RopeScaling | None) -> Values:
     if s.kind == "yarn":
         found |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow, "truncate": s.truncate}
         found |= {"llama_4_scaling_beta": s.query_beta} if s.query_beta else {}
+        found |= score_keys(s)
     if s.kind == "longrope":
         found["short_factor"] = numbers_in(s.short_factors)
         found["long_factor"] = numbers_in(s.long_factors)

@@ -19,6 +19,7 @@ from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
 from jaxpar.kernels.attention.dispatch.choice import Choice, choose
 from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.kernels.attention.sinks import add_sinks, sinks_gradient
+from jaxpar.kernels.attention.values import widen
 from jaxpar.kernels.lazy_import import imported_when_used
 
 BACKENDS: dict[str, ModuleType] = {
@@ -43,12 +44,13 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute masked softmax attention with grouped queries.
 
-    Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G, all of one dtype. Local
-              shards or global arrays. mask: the keys that each query attends to. sinks: [H],
-              scores without keys, which join the softmax (`sinks.py`). softcap: c, to replace
-              scores s by c * tanh(s / c); not those of sinks. backend: "auto", or a name in
-              BACKENDS. deterministic: make the backward reproducible bit for bit.
-    Returns:  out [B, T, H, K] in q's dtype, and the natural log-sum-exp, float32 [B, H, T], which
+    Args:     q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, I], H a multiple of G, I at most K,
+              all of one dtype. Local shards or global arrays. mask: the keys that each query
+              attends to. sinks: [H], scores without keys, which join the softmax (`sinks.py`).
+              softcap: c, to replace scores s by c * tanh(s / c); not those of sinks. backend:
+              "auto", or a name in BACKENDS. deterministic: make the backward reproducible bit for
+              bit.
+    Returns:  out [B, T, H, I] in q's dtype, and the natural log-sum-exp, float32 [B, H, T], which
               includes the sinks.
               `out` is saved under the remat name "attn_out" and `lse` under "attn_lse".
     Raises:   ValueError for invalid arguments, a backend that does not support them, or a gradient
@@ -65,7 +67,9 @@ def attention(
 def forward(q, k, v, mask: AttentionMask, choice: Choice) -> tuple[jax.Array, jax.Array]:
     """`attention` without a derivative, for callers that call `backward` themselves."""
     options = _options(choice, choice.forward_blocks)
-    return BACKENDS[choice.forward].forward(q, k, v, mask, **options)
+    (wide,) = widen(choice.forward, q, v)
+    out, lse = BACKENDS[choice.forward].forward(q, k, wide, mask, **options)
+    return out[..., : v.shape[-1]], lse
 
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choice):
@@ -74,7 +78,9 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choic
     if CAPABILITIES[choice.backward].deterministic == "on request":
         options["deterministic"] = choice.deterministic
     module = BACKENDS[choice.backward]
-    return module.backward(q, k, v, mask, out, lse, d_out, d_lse, **options)
+    wide, out, d_out = widen(choice.backward, q, v, out, d_out)
+    dq, dk, dv = module.backward(q, k, wide, mask, out, lse, d_out, d_lse, **options)
+    return dq, dk, dv[..., : v.shape[-1]]
 
 
 def _options(choice: Choice, blocks: Any) -> dict[str, Any]:

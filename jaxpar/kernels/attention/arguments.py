@@ -37,8 +37,8 @@ def _check_arrays(q, k, v) -> None:
             _refuse(f"{name}.dtype", dtype, f"one of {', '.join(DTYPES)}")
         if dtype != jnp.dtype(q.dtype).name:
             _refuse(f"{name}.dtype", dtype, f"the dtype of q, {jnp.dtype(q.dtype).name}")
-    if k.shape != v.shape:
-        _refuse("v.shape", v.shape, f"the shape of k, {k.shape}")
+    if k.shape[:3] != v.shape[:3] or v.shape[3] > k.shape[3]:
+        _refuse("v.shape", v.shape, f"the shape of k, {k.shape}, or with a smaller head dim")
 
 
 def _check_heads(q, k) -> None:

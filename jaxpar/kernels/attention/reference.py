@@ -17,9 +17,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax attention and the log-sum-exp of its scores.
 
-    Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G. Any float dtype.
-              softcap: c, to replace scores s by c * tanh(s / c).
-    Returns:  out [B, T, H, K] in q's dtype (0 in a row without visible keys);
+    Args:     q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, I], H a multiple of G, I at most K.
+              Any float dtype. softcap: c, to replace scores s by c * tanh(s / c).
+    Returns:  out [B, T, H, I] in q's dtype (0 in a row without visible keys);
               lse float32 [B, H, T], natural logarithm (EMPTY_LSE in such a row).
     """
     scores, seen, _ = _scores(q, k, mask, softcap)
@@ -29,8 +29,8 @@ def forward(
     weights /= jnp.maximum(total, 1e-30)[..., None]
     out = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(q.dtype), v)
     lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), EMPTY_LSE)
-    B, T, H, K = q.shape
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(B, H, T)
+    B, T, H, _ = q.shape
+    return out.reshape(B, T, H, -1).astype(q.dtype), lse.reshape(B, H, T)
 
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, *, softcap: float | None = None):
@@ -39,7 +39,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, *, softcap: f
     If `out` and `lse` are those of *all* keys, the result is the contribution of the keys in `k`,
     so that ring attention can sum over key shards.
 
-    Args:     out, d_out: [B, T, H, K]. lse, d_lse: float32 [B, H, T].
+    Args:     out, d_out: [B, T, H, I]. lse, d_lse: float32 [B, H, T].
     Returns:  dq, dk, dv in the shapes and dtypes of q, k, v.
     Source:   Dao et al. 2022 (2205.14135), appendix B.
     """
@@ -47,7 +47,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, *, softcap: f
     f32 = jnp.float32
     B, T, H, K = q.shape
     G = k.shape[2]
-    grouped = lambda x: x.reshape(B, T, G, H // G, K)  # noqa: E731
+    grouped = lambda x: x.reshape(B, T, G, H // G, -1)  # noqa: E731
     per_row = lambda x: x.reshape(B, G, H // G, T)[..., None]  # noqa: E731
     weights = jnp.where(seen, jnp.exp(scores - per_row(lse)), 0)
     delta = jnp.einsum("bthk,bthk->bht", out, d_out, preferred_element_type=f32) - d_lse

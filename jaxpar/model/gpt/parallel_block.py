@@ -21,6 +21,6 @@ def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Exec
     for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
         with jax.named_scope(branch.name):
             h = branch.receive(h, matrices, branch.norm, ex)
-            out = branch.compute(h, matrices, context, ex)
+            out = branch.function(h, matrices, context, ex)
             x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
     return x

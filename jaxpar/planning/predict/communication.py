@@ -5,12 +5,15 @@ that spans hosts is as fast as the slower of NVLink and the network. Each host u
 per GPU of the group.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import num_attention_layers
 from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
 from jaxpar.planning.predict.layer_kinds import shares_of_policies
@@ -173,9 +176,10 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     if ranks == 1:
         return None
     part, length = (ranks - 1) / ranks, cfg.data.seq_len
-    kv = 2 * width * shard.rows * length * m.num_kv_heads * m.head_dim / p.tensor
-    q = width * shard.rows * length * m.num_heads * m.head_dim / p.tensor
-    units = _layer_units(cfg, shard)
+    w = widths(m, p.tensor)
+    kv = width * shard.rows * length * (w.key + w.value)
+    q = width * shard.rows * length * (w.query + w.out) / 2
+    units = _layer_units(cfg, shard) * num_attention_layers(m) / m.num_layers
     if p.context == "allgather":
         sent = 3 * part * kv * units
     elif p.context == "ring":
@@ -206,7 +210,8 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (TENSOR,), cluster.per_host)
     if ranks == 1:
         return None
-    moved = _average(cfg, tensor_messages) * _layer_units(cfg, shard) + 4 * p.num_microbatches
+    messages = _average(cfg, functools.partial(tensor_messages, cfg.model))
+    moved = messages * _layer_units(cfg, shard) + 4 * p.num_microbatches
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)

@@ -2,13 +2,22 @@
 
 from dataclasses import dataclass
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict.attention import (
+    Projection,
+    flops_per_pair,
+    projections,
+    received_width,
+    widths,
+)
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
+from jaxpar.planning.predict.recurrence import recurrence_bytes, recurrence_flops
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -57,13 +66,14 @@ def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> S
 
 
 def repeats(cfg: Config, remat: str) -> set[str]:
-    """Return what the backward recomputes: of "qkv", "attention", "wo", "gate_up", "elementwise".
+    """Return what the backward recomputes, of MATMULS, "attention" and "elementwise".
 
     A value is recomputed unless it, or everything computed from it, is saved on the device or the
     host.
     """
     saved = set(map(without_mark, saved_names(remat)))
     needs = {
+        "latents": "latents" in saved or not cfg.model.kv_lora_rank,
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,
         "wo": "attn_residual" in saved,
@@ -80,26 +90,25 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
 
 
 #: The matmuls of a layer.
-MATMULS = ("qkv", "wo", "gate_up", "down")
+MATMULS = ("latents", "qkv", "wo", "gate_up", "down")
 
 
 def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int]) -> float:
     """Return the time of a layer's dense matmuls, each as often as `passes` says."""
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
-    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     wide = _dense_width(cfg)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
-    sites = {  # name: (count, width in, width out)
-        "qkv": (1, m.d_model, heads + 2 * kv),
-        "wo": (1, heads, m.d_model),
-        "gate_up": (2 if m.mlp_gate else 1, m.d_model, wide),
-        "down": (1, wide, m.d_model),
+    sites = projections(m, t) | {
+        "gate_up": [Projection(m.d_model, wide, times=2 if m.mlp_gate else 1)],
+        "down": [Projection(wide, m.d_model)],
     }
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
-    for name, (count, inner, out) in sites.items():
-        if flops := 2 * passes.get(name, 0) * count * n * inner * out:
-            seconds += flops / rate / rates.matmul_share(n / parts, inner, out)
+    for name, site in ((name, site) for name, of in sites.items() for site in of):
+        tokens = n * site.share
+        if flops := 2 * passes.get(name, 0) * site.times * tokens * site.inner * site.out:
+            share = rates.matmul_share(tokens / parts, site.inner, site.out)
+            seconds += flops / rate / share
     return seconds
 
 
@@ -112,7 +121,7 @@ def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     p = cfg.parallel
     bubble = layer_seconds(cfg, shard, gpu).times(shard.layers).total / p.virtual_stages
     if shard.execution.postpones_weight_gradients:
-        names = MATMULS[:2] if cfg.model.num_experts else MATMULS
+        names = MATMULS[:3] if cfg.model.num_experts else MATMULS
         weights = _matmul_seconds(cfg, shard, gpu, dict.fromkeys(names, 1)) * shard.layers
         written = 2 * factors_per_token(cfg, shard) * shard.tokens * shard.layers
         bubble += 2 * (written / elementwise_rate(gpu) - weights) / p.virtual_stages
@@ -135,11 +144,25 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
+    if is_recurrent(m):
+        return _recurrence(cfg, shard, gpu, repeated)
     pairs = attended_pairs(cfg) / p.sequence
-    flops = 4 * shard.rows * pairs * m.num_heads / p.tensor * m.head_dim
+    flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     return (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+
+
+def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    """Return the time of a recurrence: its products, in TF32, and its passes over memory.
+
+    The backward takes twice the forward, and needs all but the last product again. An estimate.
+    """
+    m, t = cfg.model, cfg.parallel.tensor
+    passes = 3 + ("attention" in repeated)
+    flops = passes * shard.tokens * recurrence_flops(m, t)
+    moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
+    return flops / (0.5 * gpu.matmul.value) + moved / elementwise_rate(gpu)
 
 
 def attended_pairs(cfg: Config) -> float:
@@ -159,7 +182,7 @@ def attended_pairs(cfg: Config) -> float:
 def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     """Return the time of the fused kernels between matmuls: bytes moved over bandwidth.
 
-    Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
+    Forward: norms (2 D each, and of latents), two residual sums (3 D), RoPE (queries and keys),
     SwiGLU (3 F); again where they are recomputed, except what is fused with the backward.
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
@@ -169,18 +192,21 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     the traffic of communication over tensor, `experts.moved_elements` that of experts.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
-    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
+    w = widths(m, t)
+    both = w.query + w.key
     f = _dense_width(cfg)
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
-    forward = 10 * stream + 2 * (heads + kv) + 3 * f
-    backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
+    forward = 10 * stream + 2 * both + 3 * f
+    backward = 12 * stream + 2 * both + 2 * w.out + 5 * w.query + 2 * (both + w.value) + 5 * f
     if not m.mlp_gate:  # read and write one value each, not two and one
         forward, backward = forward - f, backward - 2 * f
-    again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
+    again = 4 * stream + 2 * both + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
+    forward, backward = forward + 2 * w.latents, backward + 6 * w.latents
+    again += 2 * w.latents if "elementwise" in repeated else 0.0
     if m.attention_sinks:
-        forward += 2 * heads
-        again += 2 * heads if "attention" in repeated else 0.0
+        forward += 2 * w.out
+        again += 2 * w.out if "attention" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream
@@ -196,29 +222,33 @@ def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     are summed. A collective matmul only sums, concatenates queries, keys and values, and splits
     attention's output, both again in the backward.
     """
-    m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
+    m, p, messages = cfg.model, cfg.parallel, tensor_messages(cfg.model, repeated)
     if p.tensor == 1:
         return 0.0
     if not shard.execution.collective_matmul:
         return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
-    heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
+    w = widths(m, p.tensor)
     added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
-    return added + 4 * (heads + 2 * kv) + 4 * heads
+    return added + 4 * (w.query + w.key + w.value) + 4 * w.out
 
 
-def tensor_messages(repeated: set[str]) -> int:
-    """Return the gathers and scatters over tensor in a layer (docs/parallelism.md)."""
-    return 8 + 2 * ("elementwise" in repeated) + ("wo" in repeated)
+def tensor_messages(m: ModelConfig, repeated: set[str]) -> float:
+    """Return the gathers and scatters over tensor in a layer (docs/parallelism.md).
+
+    In units of the residual stream. Latent attention gathers latents in its place.
+    """
+    again = "elementwise" in repeated
+    latents = (2 + again) * (received_width(m) / m.d_model - 1)
+    return 8 + latents + 2 * again + ("wo" in repeated)
 
 
 def _quantized(cfg: Config) -> float:
     """Bytes per token that quantization moves: each operand is read once and written twice."""
-    m, t = cfg.model, cfg.parallel.tensor
-    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
+    m, w = cfg.model, widths(cfg.model, cfg.parallel.tensor)
     wide = _dense_width(cfg)  # experts' kernels round what they write
     branches = 2 if wide else 1
-    inputs = branches * m.d_model + heads + wide
-    gradients = heads + 2 * kv + branches * m.d_model + 2 * wide
+    inputs = branches * m.d_model + w.out + wide + w.latents
+    gradients = w.query + w.kept + branches * m.d_model + 2 * wide + w.latents
     return 4 * (inputs + gradients)
 
 

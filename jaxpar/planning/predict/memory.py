@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -24,7 +25,9 @@ from jaxpar.config.remat_policies import (
 )
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts
+from jaxpar.planning.predict.attention import projections, widths
 from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -180,8 +183,9 @@ def factors_per_token(cfg: Config, shard: Shard) -> float:
     are not postponed.
     """
     m, t = cfg.model, cfg.parallel.tensor
-    heads, kv, f = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t, m.d_ff / t
-    elements = 2 * m.d_model + 2 * heads + 2 * kv
+    f = m.d_ff / t
+    sites = [site for of in projections(m, t).values() for site in of]
+    elements = sum(site.share * (site.inner + site.out) for site in sites)
     if not m.num_experts:
         apart = m.mlp_gate and not shard.execution.fused_gate_up
         elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
@@ -248,7 +252,8 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tu
     here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
     sizes = bytes_of_names(m, tensor)
     if {"qkv", "qk"} <= here | on_host:
-        sizes["qkv"] -= sizes["qk"]  # the values before RoPE are then not needed
+        # Queries and keys before RoPE are then not needed.
+        sizes["qkv"] = jnp.dtype(m.dtype).itemsize * widths(m, tensor).value
     if m.num_experts:  # hidden values of the router's experts are never saved
         sizes["gate_up"] *= rows
         sizes["mlp_hidden"] *= m.num_shared_experts
@@ -258,15 +263,17 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tu
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
     """Return the bytes per token and layer of each savable value and of the layer's input."""
     width = jnp.dtype(m.dtype).itemsize
-    heads, kv = m.num_heads * m.head_dim / tensor, m.num_kv_heads * m.head_dim / tensor
+    w = widths(m, tensor)
     stream, f = width * m.d_model, m.d_ff / tensor
     sizes = {
         LAYER_INPUT: stream / tensor,
         "attn_norm": stream,
-        "qkv": width * (heads + 2 * kv),
-        "qk": width * (heads + kv),
-        "attn_out": width * heads,
-        "attn_lse": 4 * m.num_heads / tensor,
+        "latents": width * w.latents / tensor,
+        "latent_norms": width * w.latents,
+        "qkv": width * (w.query + w.kept),
+        "qk": width * (w.query + w.key),
+        "attn_out": width * w.out,
+        "attn_lse": 0 if is_recurrent(m) else 4 * m.num_heads / tensor,
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
         "gate_up": (2 if m.mlp_gate else 1) * width * f,
@@ -291,6 +298,7 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
         _saved_by(kind, "none")[0]
         - _saved_by(kind)[0]
         + experts.backward_bytes(kind.cfg, shard.width)
+        + recurrence_bytes(kind.cfg.model, p.tensor)
         for kind in kinds
     )
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
@@ -380,14 +388,13 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0
     if p.sequence > 1 and p.context == "allgather":
-        keys = 2 * shard.rows * cfg.data.seq_len * m.num_kv_heads * m.head_dim / p.tensor
-        keys *= shard.width
+        w = widths(m, p.tensor)
+        keys = shard.rows * cfg.data.seq_len * (w.key + w.value) * shard.width
     return 2 * stream + batch + keys
 
 
 def _scores(cfg: Config, shard: Shard) -> float:
     """The reference's float32 scores, their softmax, and both gradients."""
-    m, p = cfg.model, cfg.parallel
-    length = cfg.data.seq_len
+    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
     keys = length if p.context != "ring" else length // p.sequence
     return 16.0 * shard.rows * m.num_heads / p.tensor * (length / p.sequence) * keys

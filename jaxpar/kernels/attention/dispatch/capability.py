@@ -36,6 +36,8 @@ class Capability:
     needs_max_segments   Packed documents need `AttentionMask.max_segments`.
     lse_gradient         The backward accepts a cotangent of the log-sum-exp.
     softcap              It can cap the scores.
+    narrow_values_since  The first compute capability for which the head dim of v may be smaller
+                         than that of q and k; 0: any platform. Elsewhere v is padded (`values.py`).
     last_resort          "auto" takes it only if no other kernel serves the request, or if it was
                          measured to be the fastest.
     deterministic        When the backward is reproducible bit for bit: always, on request, or only
@@ -52,6 +54,7 @@ class Capability:
     needs_max_segments: bool
     lse_gradient: bool
     softcap: bool
+    narrow_values_since: float | None
     last_resort: bool
     deterministic: Literal["always", "on request", "by XLA flag"]
 
@@ -69,6 +72,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_max_segments=True,
         lse_gradient=False,
         softcap=False,
+        narrow_values_since=9.0,
         last_resort=False,
         deterministic="by XLA flag",
     ),
@@ -83,6 +87,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_max_segments=False,
         lse_gradient=True,
         softcap=False,
+        narrow_values_since=None,
         last_resort=False,
         deterministic="on request",
     ),
@@ -97,6 +102,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_max_segments=False,
         lse_gradient=True,
         softcap=True,
+        narrow_values_since=None,
         last_resort=True,
         deterministic="always",
     ),
@@ -111,6 +117,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_max_segments=False,
         lse_gradient=True,
         softcap=True,
+        narrow_values_since=0,
         last_resort=True,
         deterministic="always",
     ),
@@ -195,6 +202,12 @@ def refusal(backend: str, request: Request) -> str | None:
     if request.direction == "backward":
         reasons.append(_wrong_backward(able, request))
     return "; ".join(reason for reason in reasons if reason) or None
+
+
+def takes_narrow_values(backend: str, platform: Platform) -> bool:
+    """Return whether v's head dim may be smaller than that of q and k, without padding."""
+    since = CAPABILITIES[backend].narrow_values_since
+    return since is not None and float(platform.compute_capability or 0) >= since
 
 
 def is_last_resort(backend: str, request: Request) -> bool:

@@ -19,12 +19,13 @@ from jaxpar.runtime import hub
 #: none of.
 HARMLESS = frozenset(
     """_name_or_path _sliding_window_pattern experts_per_token hidden_act
-    initial_context_length activation_dropout architectures attention_dropout attn_pdrop auto_map
+    initial_context_length activation_dropout architectures aux_loss_alpha attention_dropout
+    attn_pdrop auto_map
     bos_token_id cache_implementation classifier_dropout dtype embd_pdrop embedding_dropout
-    eos_token_id head_dropout hidden_dropout id2label initializer_range is_decoder label2id
+    eos_token_id ep_size head_dropout hidden_dropout id2label initializer_range is_decoder label2id
     max_position_embeddings model_type n_ctx n_positions original_max_position_embeddings
     output_router_logits pad_token_id pretraining_tp reorder_and_upcast_attn resid_pdrop
-    residual_dropout return_dict router_aux_loss_coef router_jitter_noise
+    residual_dropout return_dict router_aux_loss_coef router_jitter_noise seq_aux
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id
     use_cache""".split()
@@ -75,6 +76,7 @@ def _refuse_unknown(values: Values, family: Family) -> None:
     """Raises:   ConfigError that names the first key that the family does not have."""
     known = {*family.fields.values(), *family.required, *family.aliases, *family.defaults}
     known |= HARMLESS | REQUIRED.keys() | HOLDS.keys() | set(COMMON.values())
+    known |= {"n_group", "topk_group"} if "topk_method" in family.required else set()
     known |= {family.mtp_key or ""} | ({"no_rope_layers"} if family.nope else set())
     for key, value in values.items():
         if key not in known and value is not None:

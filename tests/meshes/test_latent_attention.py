@@ -1,0 +1,132 @@
+"""Multi-head latent attention: the plain model's loss and gradients on every mesh."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.inference.generation import (
+    Sampling,
+    config_for_sampling,
+    generate,
+    make_next_logits,
+    weights_for_sampling,
+)
+from jaxpar.model.decode import cache_bytes
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+#: As in DeepSeek-V3: queries have a latent, and values are narrower than keys.
+V3 = {
+    "model.num_kv_heads": 4,
+    "model.head_dim": 10,
+    "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 6,
+    "model.kv_lora_rank": 8,
+    "model.q_lora_rank": 12,
+    "model.rope_layout": "interleaved",
+    "model.rope_scaling.kind": "yarn",
+    "model.rope_scaling.original_max_position": 16,
+    "model.rope_scaling.mscale_all_dim": 1.0,
+    "model.rope_scaling.attention_factor": 1.0,
+}
+BASE = replace(TINY, **V3)
+
+#: As in DeepSeek-V2-Lite.
+NO_QUERY_LATENT = {"model.q_lora_rank": None}
+
+EXPERTS = {
+    "model.num_experts": 8,
+    "model.experts_per_token": 2,
+    "model.num_shared_experts": 1,
+    "model.router_score": "sigmoid",
+    "model.router_bias": True,
+    "model.router_scale": 2.5,
+    "model.router_groups": 4,
+    "model.router_groups_per_token": 2,
+}
+DENSE = EXPERTS | {"model.num_layers": 3, "model.dense_layers": 1, "model.dense_d_ff": 20}
+LORA = {"lora.rank": 2, "lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
+
+CASES = [
+    ("data=2,sequence=2,tensor=2,context=ring", {}),
+    ("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll", NO_QUERY_LATENT),
+    slow("data=1", {}),
+    slow("data=1,layer_loop=unroll", NO_QUERY_LATENT),
+    slow("data=2,tensor=2,layer_loop=unroll", {"parallel.remat": "none"}),
+    slow("data=2,sequence=2,tensor=2", NO_QUERY_LATENT),
+    slow("sequence=4,context=ulysses,zero=1", {"parallel.remat": "full"}),
+    slow("sequence=2,tensor=2,context=ring,zero=2,num_microbatches=2", {}),
+    slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", {}),
+    slow("tensor=2,row_groups=2,num_microbatches=2,zero=1,layer_loop=unroll", NO_QUERY_LATENT),
+    slow("tensor=2,num_microbatches=4,zero=1,layer_loop=unroll", {}),
+    slow(
+        "pipeline=2,num_microbatches=4,zero=1,tensor=2,schedule=zero_bubble,layer_loop=unroll", {}
+    ),
+    slow("pipeline=2,num_microbatches=2,data=2,layer_loop=unroll", {"data.document_mask": False}),
+    slow("data=2,expert=2,tensor=2", EXPERTS),
+    slow("expert=2,sequence=2,tensor=2,layer_loop=unroll", DENSE),
+    slow("pipeline=2,num_microbatches=2,expert=2,zero=1,layer_loop=unroll", EXPERTS),
+    slow("data=2,tensor=2", LORA),
+    slow(
+        "data=2,tensor=2,layer_loop=unroll",
+        LORA | NO_QUERY_LATENT | {"lora.targets": "q_proj,kv_b_proj"},
+    ),
+    slow("data=2,tensor=2", {"model.sliding_window": 5, "model.post_norms": True}),
+]
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batch = traces.random_batch(cfg, 0)
+    return batch, weights.plain_gradients(cfg, batch)
+
+
+@pytest.mark.parametrize(("mesh", "values"), CASES)
+def test_gradients(mesh, values, devices):
+    cfg = replace(BASE, **values)
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batch, wanted = reference_of(cfg)
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    assert not distances.compare(found, wanted, TOLERANCE).mismatches()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "values"),
+    [(2, NO_QUERY_LATENT), slow(1, {}), slow(2, DENSE), slow(1, {"model.sliding_window": 5})],
+)
+def test_generation_with_a_cache_of_latents(tensor, values, devices):
+    """The absorbed form writes the tokens that the complete text gives."""
+    one = replace(BASE, **{"parallel.layer_loop": "unroll", "model.init_std": 1.0} | values)
+    cfg = resolve(config_for_sampling(one, tensor), tensor)
+    mesh = make_mesh(cfg.parallel, devices[:tensor])
+    params = weights.init_params(param_specs(cfg.model), cfg, mesh)
+    prompt, size = [3, 1, 4, 1, 5, 9], {"max_tokens": 6, "vocab_size": cfg.model.vocab_size}
+    fused, greedy = weights_for_sampling(params, cfg, mesh), Sampling(temperature=0.0)
+    rows = generate(fused, cfg, mesh, [prompt], greedy, stop=(), **size)
+    found = [token for (new,) in rows for token in new]
+    assert len(found) == 6 and len(set(found)) > 1
+    step, text = make_next_logits(cfg, mesh), np.zeros((1, 16), np.int32)
+    text[0, : len(prompt)] = prompt
+    for at, token in enumerate(found, len(prompt) - 1):
+        assert np.argmax(step(params, text, at)[0]) == token
+        text[0, at + 1] = token
+
+
+def test_the_cache_has_latents_for_all_heads_together():
+    m = BASE.model
+    assert cache_bytes(m, 3, 5) == cache_bytes(m, 3, 5, tensor=2) == 4 * m.num_layers * 15 * 12
