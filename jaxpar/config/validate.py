@@ -13,6 +13,7 @@ from jaxpar.config.resolve import (
     fill_deterministic,
     fill_microbatches,
 )
+from jaxpar.config.rules.block import block
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
@@ -81,6 +82,7 @@ def _each_rule(cfg: Config) -> None:
         rope,
         model,
         activation,
+        block,
         factors,
         float8_matmuls,
         attention,

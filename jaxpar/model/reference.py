@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model.gpt import reference as gpt
 from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -76,7 +77,7 @@ def _segments(batch: Batch, cfg: Config) -> jax.Array:
 
 def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
-    x = embed(params["embed"][tokens], m)
+    x = first_stream(params, tokens, positions, m)
     for i in range(m.num_layers):
         x = block(x, _weights_of(params, i, m), positions, segments, of_layer(m, i))
     return output(x, params, m)
@@ -98,11 +99,12 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     if not m.num_experts:
         return logits_of(params, batch.tokens, positions, segments, m), []
-    x, routers = embed(params["embed"][batch.tokens], m), []
+    x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
-            h = _before(_after_attention(x, w, positions, segments, of_i), w, "mlp_norm", m)
+            after = x if m.parallel_block else _after_attention(x, w, positions, segments, of_i)
+            h = _before(after, w, "mlp_norm", m)
             logits = _router_logits(h, w)
             _, used, share = router(logits, w.get("router_bias", 0.0), m)
             routers.append((used, share, logits))
@@ -113,12 +115,18 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
     head = top["head"] if "head" in top else top["embed"].T
-    logits = _norm(x, top["final_norm"], m) @ head / m.logits_scaling
+    logits = _stream_norm(x, top, "final_norm", m) @ head / m.logits_scaling
     return _softcapped(logits, m.logits_softcap)
 
 
 def _softcapped(x, cap: float | None):
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def first_stream(top: Tree, tokens, positions, m: ModelConfig) -> jax.Array:
+    """Compute the residual stream before the first layer: embeddings of tokens and positions."""
+    x = embed(top["embed"][tokens], m)
+    return x + top["positions"][positions] if m.positions == "learned" else x
 
 
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
@@ -144,10 +152,12 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
+    before = x
     x = _after_attention(x, w, positions, segments, m)
     if "w_down" not in w:
         return x
-    out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
+    h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
+    out = _feed_forward(h, w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
     return x + m.residual_multiplier * out
 
@@ -206,7 +216,15 @@ def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):
-    return _norm(x, w[name], m) if m.pre_norms else x
+    if m.shared_norm:
+        name = "attn_norm"
+    return _stream_norm(x, w, name, m) if m.pre_norms else x
+
+
+def _stream_norm(x, w: Tree, name: str, m: ModelConfig):
+    if m.norm == "rms":
+        return _norm(x, w[name], m)
+    return gpt.layer_norm(x, w[name], w[name + "_bias"], m.norm_eps)
 
 
 def _times(x, w: Tree, name: str):
@@ -221,16 +239,16 @@ def _times(x, w: Tree, name: str):
 def _feed_forward(h, w: Tree, m: ModelConfig):
     if "router" in w:
         return _experts(h, w, m)
+    if not m.mlp_gate:
+        hidden = gpt.activated(_times(h, w, "w_up") + w.get("b_up", 0.0), m.activation)
+        return _times(hidden, w, "w_down") + w.get("b_down", 0.0)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
 def _gated(gate, up, m: ModelConfig):
-    if m.activation == "silu":
-        return gate * jax.nn.sigmoid(gate) * up
-    if m.activation == "gelu":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + jnp.tanh(inner)) * up
+    if m.activation != "clamped_swiglu":
+        return gpt.activated(gate, m.activation) * up
     gate = jnp.clip(gate, None, m.swiglu_limit)
     up = jnp.clip(up, -m.swiglu_limit, m.swiglu_limit)
     return gate * jax.nn.sigmoid(m.swiglu_alpha * gate) * (up + 1)
@@ -298,7 +316,7 @@ def _head_norm(x, gain, m: ModelConfig):
 
 
 def _rotate(x, positions, m: ModelConfig):
-    if m.rope_fraction == 0:
+    if m.rope_fraction == 0 or m.positions == "learned":
         return x
     half, length = int(m.head_dim * m.rope_fraction) // 2, positions.shape[1]
     inv = jnp.asarray([_frequency(j, half, length, m) for j in range(half)])
