@@ -73,9 +73,6 @@ def _combinations(cfg: Config) -> None:
     reasons = (
         ("model.dense_layers", "both split the layers into stacks"),
         ("model.router_bias", "its update knows a single stack of layers"),
-        ("model.parallel_block", "layers with one branch have nothing beside it"),
-        ("model.norm", "the norms of recurrent layers are RMSNorms"),
-        ("model.positions", "recurrences have positions of their own"),
         ("model.matmul_dtype", "projections of recurrent layers are not rounded"),
         ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
         ("parallel.layers_per_stage", "stages have whole periods"),
