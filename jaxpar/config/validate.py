@@ -30,6 +30,7 @@ from jaxpar.config.rules.model import (
     layer_kinds,
     model,
 )
+from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import places, profile, saving, schedule
@@ -84,6 +85,6 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora)
+    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
     for rule in first + others + of_models:
         rule(cfg)

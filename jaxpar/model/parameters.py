@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
+from jaxpar.model.mtp import parameters as mtp
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -21,7 +22,7 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     not grow with depth (GPT-2, section 2.3).
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
-    a stack of their own, "dense_layers".
+    a stack of their own, "dense_layers". The modules of multi-token prediction are "mtp".
 
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
@@ -29,6 +30,8 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = _layers(dense, m.dense_layers)
+    if m.mtp_depth:
+        specs["mtp"] = mtp.specs(m, _layers(m, m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model.moe.reference import router, router_loss
 from jaxpar.sharding.batch import IGNORED, Batch
 
 type Tree = dict[str, Any]
@@ -21,34 +22,55 @@ type Tree = dict[str, Any]
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
 
-    With experts, it includes the losses of the routers.
+    With experts, it includes the losses of the routers, and with modules of multi-token prediction,
+    theirs.
 
     Args:     params: the logical parameters. batch: [B, T] in text order.
     """
     params = scale_adapters(params, cfg)
-    logits, routers = _logits_and_routers(params, batch, cfg)
+    x, routers = hidden_and_routers(params, batch, cfg)
+    total, count = _token_loss(output(x, params, cfg.model), batch.labels, cfg)
+    for labels, h, of_module in modules(params, x, batch, cfg):
+        logits = h @ _head(params)
+        total += cfg.train.mtp_loss / cfg.model.mtp_depth * _token_loss(logits, labels, cfg)[0]
+        routers += [of_module] if of_module else []
+    return total / count + sum(router_loss(one, cfg) for one in routers)
+
+
+def _token_loss(logits, labels, cfg: Config):
+    """Return the summed loss of the labeled tokens, with z-loss, and their number."""
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
-    label = jnp.maximum(batch.labels, 0)
+    label = jnp.maximum(labels, 0)
     nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    weight = batch.labels != IGNORED
-    mean = jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
-    return mean + sum(_router_loss(router, cfg) for router in routers)
+    weight = labels != IGNORED
+    return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)), jnp.sum(weight)
 
 
-def _router_loss(router, cfg: Config):
-    """Compute a layer's weighted losses: the balance loss and the router's z-loss."""
-    used, share, logits = router
-    tokens = (0, 1) if cfg.train.balance_over == "batch" else 1
-    frequency = jnp.mean(used, axis=tokens) / cfg.model.experts_per_token
-    balance = cfg.model.num_experts * jnp.sum(frequency * jnp.mean(share, axis=tokens), axis=-1)
-    z = jax.scipy.special.logsumexp(logits, axis=-1) ** 2
-    t = cfg.train
-    return t.balance_loss * jnp.mean(balance) + t.router_z_loss * jnp.mean(z)
+def modules(params: Tree, x, batch: Batch, cfg: Config):
+    """Yield (labels, normalized hidden states, its router or None) of each module that predicts
+    further tokens."""
+    m = cfg.model
+    h, segments = _norm(x, params["final_norm"], m), jnp.asarray(batch.segment_ids)
+    tokens, labels = jnp.asarray(batch.tokens), jnp.asarray(batch.labels)
+    last = jnp.arange(tokens.shape[1]) == tokens.shape[1] - 1
+    for k in range(m.mtp_depth):
+        w = jax.tree.map(lambda a, k=k: a[k], params["mtp"])
+        ends = last | (jnp.roll(segments, -1, 1) != segments)
+        tokens, labels = jnp.roll(tokens, -1, 1), jnp.where(ends, IGNORED, jnp.roll(labels, -1, 1))
+        embedded = _norm(embed(params["embed"][tokens], m), w["embed_norm"], m)
+        of_x = _norm(h, w["hidden_norm"], m)
+        x = embedded @ w["w_join"][0] + of_x @ w["w_join"][1]
+        place = x, w, batch.positions, _segments(batch, cfg), m
+        of_module = _router_of(*place) if m.num_experts else None
+        h = _norm(block(*place), w["out_norm"], m)
+        yield labels, h, of_module
 
 
 def loads(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """Count the tokens of each expert in a batch, [layers, E]."""
-    _, routers = _logits_and_routers(scale_adapters(params, cfg), batch, cfg)
+    """Count the tokens of each expert in a batch, [layers, E], those of `modules` last."""
+    params = scale_adapters(params, cfg)
+    x, routers = hidden_and_routers(params, batch, cfg)
+    routers += [of_module for _, _, of_module in modules(params, x, batch, cfg)]
     return jnp.stack([jnp.sum(used, axis=(0, 1)) for used, _, _ in routers])
 
 
@@ -56,8 +78,12 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     """Return the parameters after the update of `router_bias` for the loads of a batch."""
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    layers = params["layers"]
-    return params | {"layers": layers | {"router_bias": layers["router_bias"] + change}}
+    found, count = dict(params), len(params["layers"]["router_bias"])
+    for stack, part in (("layers", change[:count]), ("mtp", change[count:])):
+        if stack in params:
+            bias = params[stack]["router_bias"] + part
+            found[stack] = params[stack] | {"router_bias": bias}
+    return found
 
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:
@@ -87,27 +113,33 @@ def _weights_of(params: Tree, i: int) -> Tree:
     return jax.tree.map(lambda a: a[i], params[kind])
 
 
-def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
-    """Compute logits, and of each layer with experts (used, share, logits of its router)."""
+def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
+    """Compute the last residual stream, and of each layer with experts what `_router_of` gives."""
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
-    if not m.num_experts:
-        return logits_of(params, batch.tokens, positions, segments, m), []
     x, routers = embed(params["embed"][batch.tokens], m), []
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i), of_layer(m, i)
         if "router" in w:
-            h = _before(_after_attention(x, w, positions, segments, of_i), w, "mlp_norm", m)
-            logits = _router_logits(h, w)
-            _, used, share = router(logits, w.get("router_bias", 0.0), m)
-            routers.append((used, share, logits))
+            routers.append(_router_of(x, w, positions, segments, of_i))
         x = block(x, w, positions, segments, of_i)
-    return output(x, params, m), routers
+    return x, routers
+
+
+def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
+    """Return (used, share, logits) of a layer's router."""
+    h = _before(_after_attention(x, w, positions, segments, m), w, "mlp_norm", m)
+    logits = _router_logits(h, w)
+    _, used, share = router(logits, w.get("router_bias", 0.0), m)
+    return used, share, logits
 
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
-    head = top["head"] if "head" in top else top["embed"].T
-    return _norm(x, top["final_norm"], m) @ head
+    return _norm(x, top["final_norm"], m) @ _head(top)
+
+
+def _head(top: Tree) -> jax.Array:
+    return top["head"] if "head" in top else top["embed"].T
 
 
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
@@ -229,29 +261,6 @@ def _experts(h, w: Tree, m: ModelConfig):
 
 def _router_logits(h, w: Tree):
     return h @ w["router"] + w.get("b_router", 0.0)
-
-
-def router(logits, bias, m: ModelConfig):
-    """Return scores [B, T, E], which experts are used, and the scores divided by their sum."""
-    score = jax.nn.sigmoid if m.router_score == "sigmoid" else jax.nn.softmax
-    scores = score(logits)
-    order = scores + bias
-    if m.router_groups > 1:  # all experts of other groups come after those of the chosen ones
-        groups = order.reshape(*order.shape[:-1], m.router_groups, -1)
-        best = jnp.sum(jnp.sort(groups, axis=-1)[..., -2:], axis=-1)
-        chosen = _largest(best, m.router_groups_per_token)
-        order = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(order.shape)
-    used = _largest(order, m.experts_per_token)
-    return scores, used, scores / jnp.sum(scores, axis=-1, keepdims=True)
-
-
-def _largest(x, k: int):
-    """Return which of the last dimension's entries are among the k largest.
-
-    By index: XLA may compute `x` twice with different roundings, so comparing it with its own k-th
-    largest value would lose that entry in some tokens.
-    """
-    return jnp.any(jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool), axis=-2)
 
 
 def _norm(x, gain, m: ModelConfig):

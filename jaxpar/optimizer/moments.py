@@ -27,7 +27,7 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
-ROOT = frozenset({"embed", "layers", "dense_layers", "final_norm", "head"})
+ROOT = frozenset({"embed", "layers", "dense_layers", "final_norm", "head", "mtp"})
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:

@@ -1,5 +1,7 @@
 """Tensors of published layers, in groups that families share (`families.py`)."""
 
+import dataclasses
+
 from jaxpar.convert.hf.tensor_layout import Entry
 
 LAYER = "model.layers.{L}."
@@ -90,11 +92,31 @@ LATENT_ATTENTION = (
     Entry("layers/wkv_b", IN_ATTENTION + "kv_b_proj.weight", "LCHB", "HB C"),
     Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHID", "D HI"),
 )
+_MODULE = (
+    Entry("layers/embed_norm", LAYER + "enorm.weight", "LD", "D"),
+    Entry("layers/hidden_norm", LAYER + "hnorm.weight", "LD", "D"),
+    Entry("layers/w_join", LAYER + "eh_proj.weight", "LXDY", "Y XD"),
+    Entry("layers/out_norm", LAYER + "shared_head.norm.weight", "LD", "D"),
+)
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
 )
+
+
+def of_modules(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of modules for multi-token prediction (`model.mtp_depth`), whose layers
+    come after the others, from those of layers."""
+    return tuple(
+        dataclasses.replace(
+            entry,
+            path=entry.path.replace("layers/", "mtp/"),
+            name=entry.name.replace("{L}", "{P}"),
+            ours=entry.ours.replace("L", "P"),
+        )
+        for entry in (*entries, *_MODULE)
+    )
 
 
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -249,7 +249,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    return once.times(1 + cfg.model.mtp_depth)
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:

@@ -365,7 +365,8 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
-    return of_head * shard.table * shard.trainable + chunk
+    heads = 1 + cfg.model.mtp_depth  # the gradient of each waits for the backward
+    return heads * of_head * shard.table * shard.trainable + chunk
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

@@ -126,7 +126,8 @@ class Shard:
     """Sizes of one device's work on one microbatch.
 
     rows, tokens        rows and tokens of a microbatch on a device (its shard of the sequence).
-    layers, chunks      layers of the device for which it has memory, over all its chunks.
+    layers, chunks      layers of the device for which it has memory, over all its chunks. Every
+                        stage has the modules of multi-token prediction, which count as layers.
     layers_in_turn      layers for which it has time in a round of the pipeline: those of the
                         slowest stage, chunk by chunk, since stages are in lock-step.
     layer, stack        parameters of one layer, and of all layers of the device. If the first
@@ -185,17 +186,20 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
-    layer, dense = (_of_a_layer(m, kind, p.tensor, p.expert) for kind in ("layers", "dense_layers"))
+    kinds = "layers", "dense_layers", "mtp"
+    layer, dense, module = (_of_a_layer(m, kind, p.tensor, p.expert) for kind in kinds)
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
     return Shard(
         rows=rows,
         tokens=rows * cfg.data.seq_len // p.sequence,
-        layers=layers,
-        layers_in_turn=_layers_in_turn(cfg, execution),
+        layers=layers + m.mtp_depth,
+        layers_in_turn=_layers_in_turn(cfg, execution) + m.mtp_depth,
         chunks=p.virtual_stages,
         layer=layer,
-        stack=layer.times(layers - m.dense_layers) + dense.times(m.dense_layers),
+        stack=layer.times(layers - m.dense_layers)
+        + dense.times(m.dense_layers)
+        + module.times(m.mtp_depth),
         table=vocab * m.d_model,
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
@@ -217,12 +221,12 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> int:
 
 @functools.cache
 def _of_a_layer(model: ModelConfig, kind: str, tensor: int, expert: int) -> Parameters:
-    """Parameters of one layer of a stack ("layers", "dense_layers") on one device."""
+    """Parameters of one layer of a stack ("layers", "dense_layers", "mtp") on one device."""
     everything, matrices, experts = 0, 0, 0
     for spec in jax.tree.leaves(param_specs(model).get(kind, {}), is_leaf=is_spec):
         size = _size(spec, {TENSOR: tensor, EXPERT: expert if "experts" in spec.axes else 1})
         everything += size
-        matrices += size if {"embed", "expert_embed"} & set(spec.axes) else 0
+        matrices += size if {"embed", "expert_embed", "latent"} & set(spec.axes) else 0
         experts += size if "expert_embed" in spec.axes else 0
     return Parameters(everything, matrices, experts)
 

@@ -1,0 +1,62 @@
+"""Multi-token prediction: the plain model's loss and gradients on every mesh."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+BASE = replace(TINY, **{"model.mtp_depth": 1, "train.mtp_loss": 0.3})
+
+TWO = {"model.mtp_depth": 2, "train.z_loss": 1e-2}
+DEEPSEEK = V3 | DENSE | {"parallel.layer_loop": "unroll", "train.balance_loss": 1e-2}
+
+CASES = [
+    ("data=2,sequence=2,tensor=2,context=ring", TWO),
+    ("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll", V3),
+    slow("data=1", {}),
+    slow("data=2,sequence=2,tensor=2", TWO),
+    slow("sequence=4,context=ulysses,zero=1", {"data.document_mask": False}),
+    slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll", {}),
+    slow("data=2,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll", TWO),
+    slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", {}),
+    slow("pipeline=2,num_microbatches=4,zero=1,schedule=zero_bubble,layer_loop=unroll", TWO),
+    slow("pipeline=2,num_microbatches=4,schedule=gpipe,data=2,layer_loop=unroll", {}),
+    slow("replica=2,tensor=2", {"model.tie_embeddings": True, "model.norm_offset": True}),
+    slow("data=2,expert=2,tensor=2,layer_loop=unroll", DEEPSEEK | TWO),
+    slow("expert=2,sequence=2,zero=1,num_microbatches=2,layer_loop=unroll", DEEPSEEK),
+    slow("data=2,zero=2,num_microbatches=2,layer_loop=unroll", DEEPSEEK | NO_QUERY_LATENT),
+    slow("data=2,tensor=2", EXPERTS | {"train.router_z_loss": 1e-2}),
+]
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batch = traces.random_batch(cfg, 0)
+    return batch, weights.plain_gradients(cfg, batch)
+
+
+@pytest.mark.parametrize(("mesh", "values"), CASES)
+def test_gradients(mesh, values, devices):
+    cfg = replace(BASE, **values)
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batch, wanted = reference_of(cfg)
+    assert np.abs(wanted.gradients["mtp/w_join"]).max() > 1e-4
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    assert not distances.compare(found, wanted, TOLERANCE).mismatches()
