@@ -24,7 +24,8 @@ CONFIGS = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[-1])
 
 def known_configs() -> str:
     """Return the names of the configs that come with jaxpar."""
-    return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
+    names = (path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.rglob("*.py"))
+    return ", ".join(sorted(name.as_posix() for name in names))
 
 
 def load_config(name: str) -> Config:

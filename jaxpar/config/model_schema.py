@@ -23,6 +23,9 @@ class RopeScaling:
     """yarn: dims with more turns than this within original_max_position are unchanged."""
     beta_slow: float = 1.0
     """yarn: dims with fewer turns than this within original_max_position are divided by factor."""
+    query_beta: float = 0.0
+    """yarn: multiply queries by 1 + query_beta * log(1 + floor(position / original_max_position)),
+    so that scores of later positions are larger (Ministral 3: 0.1). 0: do not."""
     truncate: bool = True
     """yarn: round the ends of the ramp between the two to whole dims. gpt-oss: False."""
     attention_factor: float | None = None
@@ -155,8 +158,22 @@ class ModelConfig:
     """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Multiply embeddings by this (Granite)."""
+    residual_multiplier: float = 1.0
+    """Multiply the outputs of attention and feed-forward by this before the residual addition
+    (Granite)."""
+    logits_scaling: float = 1.0
+    """Divide the logits by this (Granite)."""
+    logits_softcap: float | None = None
+    """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
     query_scale_dim: int | None = None
     """Divide attention scores by the square root of this (Gemma). None: of head_dim."""
+    attention_multiplier: float | None = None
+    """Multiply attention scores by this, in place of 1 / sqrt(head_dim) (Granite)."""
+    attention_softcap: float | None = None
+    """Cap the magnitude of attention scores: softcap * tanh(score / softcap) (Gemma 2: 50). None:
+    no cap."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
@@ -190,6 +207,13 @@ class ModelConfig:
         if self.kv_lora_rank:
             return self.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return (self.query_scale_dim or self.head_dim) ** -0.5
 
     @property
     def value_dim(self) -> int:

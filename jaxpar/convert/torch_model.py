@@ -81,6 +81,13 @@ def rotary_factor(m: SimpleNamespace) -> float:
     return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
 
 
+def query_scale(m: SimpleNamespace, length: int) -> Tensor:
+    """Factor of the queries of every place, [T]."""
+    s = SimpleNamespace(**(m.rope_scaling or {"query_beta": 0.0, "original_max_position": 1}))
+    turns = torch.arange(length).div(s.original_max_position, rounding_mode="floor")
+    return 1 + s.query_beta * torch.log1p(turns.float())
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Apply RoPE to the first dims of each head, in pairs from two halves or of neighbors.
 
@@ -102,6 +109,11 @@ def gated(gate: Tensor, up: Tensor, m: SimpleNamespace) -> Tensor:
         gate, up = gate.clamp(max=m.swiglu_limit), up.clamp(-m.swiglu_limit, m.swiglu_limit)
         return gate * (m.swiglu_alpha * gate).sigmoid() * (up + 1)
     return up * (F.silu(gate) if m.activation == "silu" else F.gelu(gate, approximate="tanh"))
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Soft cap of scores or logits."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 class FeedForward(nn.Module):
@@ -175,8 +187,9 @@ class Layer(nn.Module):
         self.mlp = Experts(m) if m.num_experts else FeedForward(m)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
-        x = x + self.attn_post_norm(self.attention(self.attn_norm(x), rope, seen))
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        by = self.m.residual_multiplier
+        x = x + by * self.attn_post_norm(self.attention(self.attn_norm(x), rope, seen))
+        return x + by * self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
     def attention(self, h: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
         q, k, v = self.q(h), self.k(h), self.v(h)
@@ -187,18 +200,23 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (rotate(a, *rope, self.m.rope_layout) for a in (q, k))
+        q = q * query_scale(self.m, q.shape[1]).to(q)[:, None, None]
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
-        if self.m.attention_sinks:
-            out = self.with_sinks(q * scale, k, v, seen)
+        scale = self.m.attention_multiplier
+        scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5 if scale is None else scale
+        if self.m.attention_sinks or self.m.attention_softcap is not None:
+            out = self.by_scores(q * scale, k, v, seen)
         else:
             out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
-    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Attention with a learned score per head in the softmax; q, k, v [B, H, T, K]."""
+    def by_scores(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Attention with capped scores, or a learned one per head; q, k, v [B, H, T, K]."""
         k, v = (a.repeat_interleave(q.shape[1] // k.shape[1], 1) for a in (k, v))
-        scores = (q @ k.transpose(-2, -1)).float().masked_fill(~seen, -math.inf)
+        scores = capped((q @ k.transpose(-2, -1)).float(), self.m.attention_softcap)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if not self.m.attention_sinks:
+            return scores.softmax(-1).to(v.dtype) @ v
         sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
         return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
@@ -217,12 +235,14 @@ class Decoder(nn.Module):
         m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
         back = place[:, None] - place
         x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
+        x = x * m.embedding_multiplier
         for i, layer in enumerate(self.layers, 1):
             is_global = m.global_every and i % m.global_every == 0
             window = None if is_global else m.sliding_window
             rope = None if m.nope_every and i % m.nope_every == 0 else self.rope(place, is_global)
             x = layer(x, rope, (back >= 0) & (back < (window or len(place))))
-        return F.linear(self.norm(x), (self.head or self.embed).weight)
+        logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
+        return capped(logits, m.logits_softcap)
 
     def rope(self, place: Tensor, is_global: bool) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""

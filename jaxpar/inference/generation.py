@@ -182,7 +182,7 @@ def make_programs(
         root = jax.random.key(how.seed)
         number = jnp.arange(len(position))
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p))
-        return draw(decode.logits(weights, h), keys(number, position), how, vocab_size)
+        return draw(decode.logits(weights, h, cfg.model), keys(number, position), how, vocab_size)
 
     def start(weights, tokens, lengths):
         weights = own(weights)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.model import decode
 from jaxpar.sharding.axes import TENSOR
 
@@ -32,7 +32,7 @@ def make_scores(cfg: Config, mesh: Mesh) -> Scores:
         # Nothing reads the cache afterwards, so XLA does not compute it.
         cache = decode.empty_cache(cfg.model, *read.shape)
         h, _ = decode.prompt(weights, read, cache, cfg)
-        return _in_pieces(weights, h, wanted)
+        return _in_pieces(weights, h, wanted, cfg.model)
 
     specs = PartitionSpec(TENSOR), PartitionSpec()
     alike = PartitionSpec(), PartitionSpec()
@@ -40,12 +40,14 @@ def make_scores(cfg: Config, mesh: Mesh) -> Scores:
     return jax.jit(apart)
 
 
-def _in_pieces(weights: Any, h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _in_pieces(
+    weights: Any, h: jax.Array, wanted: jax.Array, m: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
     B, T, D = h.shape
 
     def piece(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, ids = xs
-        logits = decode.logits(weights, h.reshape(-1, D)).reshape(B, POSITIONS, -1)
+        logits = decode.logits(weights, h.reshape(-1, D), m).reshape(B, POSITIONS, -1)
         own = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
         return own - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == ids
 

@@ -32,13 +32,14 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     """
     m = ex.cfg.model
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
-    q, k = positioned(q, k, w, context.rope, m)
+    q, k = positioned(q, k, w, context, m)
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,
         backend=m.attention_backend,
         deterministic=m.attention_deterministic,
         sinks=w.get("sinks"),
+        softcap=m.attention_softcap,
         function=registry.function("model.attention", m.attention),
     )
     side_by_side = out.reshape(*out.shape[:2], -1)
@@ -70,7 +71,7 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 
 
 def positioned(
-    q: jax.Array, k: jax.Array, w: Weights, rope: model_rope.Tables | None, m: ModelConfig
+    q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Apply norms, then RoPE unless it is None, to queries and keys, [B, T, heads, K].
 
@@ -79,8 +80,13 @@ def positioned(
     if m.qk_norm:
         normalize = norm.norm if m.qk_norm_over == "head" else norm.norm_over_heads
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
+    if m.attention_multiplier is not None:
+        q = q * (m.attention_multiplier * math.sqrt(m.head_dim))
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
+    if context.query_scale is not None:
+        q = (q * context.query_scale).astype(q.dtype)
+    rope = context.rope
     rotate = lambda a: a if rope is None else model_rope.rope(a, rope, m.rope_layout)  # noqa: E731
     q, k = (named(rotate(a), "qk") for a in (q, k))
     return q, k

@@ -7,7 +7,7 @@ import jax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model.rope import Tables, rope_tables
+from jaxpar.model.rope import Tables, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
 from jaxpar.sharding.batch import Batch
 
@@ -19,6 +19,8 @@ class AttentionContext:
     mask: AttentionMask
     rope: Tables | None
     """None in layers without a rotary embedding."""
+    query_scale: jax.Array | None = None
+    """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
     in_global: "AttentionContext | None" = None
     """The context of layers without a window, in models where only some layers have one."""
     loss_weight: jax.Array | None = None
@@ -83,4 +85,5 @@ def _describe(
         in_order=in_order,
     )
     rope = rope_tables(batch.positions, m, length)
-    return AttentionContext(mask=mask, rope=rope, rows=batch.rows)
+    later = query_scale(batch.positions, m)
+    return AttentionContext(mask=mask, rope=rope, query_scale=later, rows=batch.rows)

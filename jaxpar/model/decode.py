@@ -7,7 +7,6 @@ prompt, is in the future of all queries, so the causal mask hides it.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.struct
@@ -25,6 +24,7 @@ from jaxpar.model.attention_context import AttentionContext, attention_context
 from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
+from jaxpar.model.loss import softcapped
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 from jaxpar.sharding.batch import Batch
@@ -95,13 +95,13 @@ def step(
     return _through(weights, tokens, position, cache, cfg, alone=False)
 
 
-def logits(weights: Tree, h: jax.Array) -> jax.Array:
+def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute logits: [B, D] -> float32 [B, V], complete on each device.
 
     Communication: an all-gather over TENSOR.
     """
     local = jnp.dot(h, weights["top"]["head"], preferred_element_type=jnp.float32)
-    return lax.all_gather(local, TENSOR, axis=1, tiled=True)
+    return softcapped(lax.all_gather(local, TENSOR, axis=1, tiled=True), m.logits_softcap)
 
 
 def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
@@ -121,14 +121,13 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     for i, (w, kind) in enumerate(zip(chunk, kinds, strict=True)):
         held = keys[i], values[i]
         x, (keys[i], values[i]) = _layer(x, w, kind, held, first, cfg, alone)
-    h = norm.norm(x, weights["top"]["final_norm"], cfg.model)
+    h = transformer.before_logits(weights["top"], x, cfg.model)
     return h, Cache(tuple(keys), tuple(values))
 
 
 def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
     rows = embedding.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
-    x = lax.psum(rows, TENSOR)
-    return x * math.sqrt(m.d_model) if m.embed_scale else x
+    return embedding.scaled(lax.psum(rows, TENSOR), m)
 
 
 def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
@@ -147,7 +146,7 @@ def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alon
 def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
     """Attend with grouped queries: (out [B, T, H, K], the cache's entries)."""
     q, k, v = qkv(h, w, m)
-    q, k = positioned(q, k, w, context.rope, m)
+    q, k = positioned(q, k, w, context, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
         return _attend(q, k, v, context.mask, w, m, m.attention_backend), held
@@ -179,7 +178,8 @@ def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:
     if function := registry.function("model.attention", m.attention):
         return function(q, k, v, mask)
-    return attention(q, k, v, mask, sinks=w.get("sinks"), backend=backend)[0]
+    sinks, softcap = w.get("sinks"), m.attention_softcap
+    return attention(q, k, v, mask, sinks=sinks, softcap=softcap, backend=backend)[0]
 
 
 def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

@@ -1,18 +1,27 @@
 """The embedding lookup, with the vocabulary sharded over the mesh."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.config import ModelConfig
 from jaxpar.sharding.axes import VOCAB_AXES
 
 
 def vocab_shard_index() -> jax.Array:
     """Return the index of this device's shard of the vocabulary."""
     return lax.axis_index(VOCAB_AXES)
+
+
+def scaled(rows: jax.Array, m: ModelConfig) -> jax.Array:
+    """Multiply embeddings by the model's factors."""
+    if m.embed_scale:
+        rows = rows * math.sqrt(m.d_model)
+    return rows if m.embedding_multiplier == 1 else rows * m.embedding_multiplier
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -99,7 +99,8 @@ class Branch:
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
         out = linear.add_bias(out, vectors.get(self.bias or ""))
-        x = x + (norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out))
+        out = norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out)
+        x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
         return named(x, self.saved_as) if self.saved_as else x
 
 

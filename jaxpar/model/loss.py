@@ -34,7 +34,13 @@ MIN_LOG_SHARE = -60.0
 
 
 def cross_entropy(
-    h_ND, head_DV, labels_N, z_loss: float = 0.0, logits_dtype: Any = jnp.float32, chunks: int = 0
+    h_ND,
+    head_DV,
+    labels_N,
+    z_loss: float = 0.0,
+    logits_dtype: Any = jnp.float32,
+    chunks: int = 0,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the summed cross entropy of this device's tokens.
 
@@ -42,14 +48,15 @@ def cross_entropy(
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed as
               invariant over VOCAB_AXES; IGNORED for tokens without loss. z_loss: weight of the
               squared log-partition function. logits_dtype: dtype to which logits are rounded; all
-              else is float32. chunks: number of chunks; 0 chooses it (`num_chunks`).
+              else is float32. chunks: number of chunks; 0 chooses it (`num_chunks`). softcap:
+              of the logits (`softcapped`).
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labeled tokens, the same on
               every rank of VOCAB_AXES. The second has no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
     n = num_chunks(len(labels_N), head_DV.shape[1], chunks)
-    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n)
+    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap)
     return total, lax.stop_gradient(nll)
 
 
@@ -62,11 +69,21 @@ def num_chunks(num_tokens: int, vocab_shard: int, wanted: int = 0) -> int:
     return min(wanted or max(fewest, 1), num_tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
+def softcapped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Compute softcap * tanh(logits / softcap), in the dtype of the logits. None: the logits.
+
+    Source:   Gemma 2 (2408.00118), section 2.
+    """
+    if softcap is None:
+        return logits
+    return (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap):
     def body(sums, chunk):
         h, labels = chunk
-        part, _ = _chunk(h, labels, head_DV, z_loss, logits_dtype)
+        part, _ = _chunk(h, labels, head_DV, z_loss, logits_dtype, softcap)
         return _add(sums, part), None
 
     return lax.scan(body, _no_loss(labels_N), _chunked(h_ND, labels_N, n))[0]
@@ -90,9 +107,9 @@ def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
-def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
+def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, softcap, with_gradient=False):
     """Compute (loss + z-loss, loss) of a chunk and, if requested, `_gradient` of the first."""
-    logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
+    logits = softcapped(jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype), softcap)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
     held = (local >= 0) & (local < V)
@@ -117,7 +134,16 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
         own_base = varying(lse)
         written = jnp.exp(logits.astype(jnp.float32) - own_base[:, None]).astype(h_ND.dtype)
     label = jnp.where(held, local, V), own_logit
-    return (loss, nll), _gradient(written, own_base, lse, *label, weight, z_loss)
+    rows, scale = _gradient(written, own_base, lse, *label, weight, z_loss)
+    return (loss, nll), (_through_softcap(rows, logits, softcap), scale)
+
+
+def _through_softcap(rows_NV, logits_NV, softcap: float | None):
+    """Multiply the gradient of capped logits by the derivative of `softcapped`, 1 - tanh^2."""
+    if softcap is None:
+        return rows_NV
+    slope = 1 - jnp.square(logits_NV.astype(jnp.float32) / softcap)
+    return (rows_NV.astype(jnp.float32) * slope).astype(rows_NV.dtype)
 
 
 def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_loss):
@@ -154,9 +180,10 @@ def _scaled(x_ND, scale_N):
     return (x_ND * scale_N[:, None]).astype(x_ND.dtype)
 
 
-def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
+def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap):
     def of_chunk(h, labels, dtype):
-        sums, factors = _chunk(h, labels, head_DV, z_loss, logits_dtype, with_gradient=True)
+        chunk = h, labels, head_DV, z_loss, logits_dtype, softcap
+        sums, factors = _chunk(*chunk, with_gradient=True)
         assert factors is not None
         rows, scale = factors
         d_head = jnp.dot(_scaled(h, scale).T, rows, preferred_element_type=dtype)
@@ -178,7 +205,7 @@ def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     return sums, (d_h, d_head.astype(kept))
 
 
-def _backward(z_loss, logits_dtype, n, saved, cotangents):
+def _backward(z_loss, logits_dtype, n, softcap, saved, cotangents):
     (d_h, scale), d_head = saved
     g = cotangents[0]
     return _scaled(d_h, g * scale), (g * d_head).astype(d_h.dtype), None

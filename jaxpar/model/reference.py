@@ -31,7 +31,7 @@ def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     x, routers = hidden_and_routers(params, batch, cfg)
     total, count = _token_loss(output(x, params, cfg.model), batch.labels, cfg)
     for labels, h, of_module in modules(params, x, batch, cfg):
-        logits = h @ _head(params)
+        logits = _softcapped(h @ _head(params), cfg.model.logits_softcap)
         total += cfg.train.mtp_loss / cfg.model.mtp_depth * _token_loss(logits, labels, cfg)[0]
         routers += [of_module] if of_module else []
     return total / count + sum(router_loss(one, cfg) for one in routers)
@@ -135,16 +135,21 @@ def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
-    return _norm(x, top["final_norm"], m) @ _head(top)
+    logits = _norm(x, top["final_norm"], m) @ _head(top) / m.logits_scaling
+    return _softcapped(logits, m.logits_softcap)
 
 
 def _head(top: Tree) -> jax.Array:
     return top["head"] if "head" in top else top["embed"].T
 
 
+def _softcapped(x, cap: float | None):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute the first residual stream from the tokens' rows of the embedding."""
-    return rows * m.d_model**0.5 if m.embed_scale else rows
+    return rows * m.embedding_multiplier * (m.d_model**0.5 if m.embed_scale else 1)
 
 
 def of_layer(m: ModelConfig, i: int) -> ModelConfig:
@@ -167,14 +172,16 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     x = _after_attention(x, w, positions, segments, m)
     out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
-    return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
+    out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
+    return x + m.residual_multiplier * out
 
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
     of_kind = _latent_attention if m.kv_lora_rank else _attention
     o = of_kind(h, w, positions, segments, m)
-    return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
+    o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
+    return x + m.residual_multiplier * o
 
 
 def _attention(h, w: Tree, positions, segments, m: ModelConfig):
@@ -182,6 +189,9 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
+    if m.rope_scaling is not None and m.rope_scaling.query_beta:
+        s, place = m.rope_scaling, positions[..., None, None]
+        q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
     return _times(o, w, "wo") + w.get("bo", 0.0)
 
@@ -351,13 +361,14 @@ def _llama_frequency(inv: float, s) -> float:
 def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     if function := registry.function("model.attention", m.attention):
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
-        return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
+        return function(q * (m.attention_scale * math.sqrt(m.head_dim)), k, v, mask)
     k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))
     back = positions[:, :, None] - positions[:, None, :]
     seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.query_scale_dim or m.head_dim)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
+    scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sinks is not None:  # a key of every query of a head, with this score and no value
         sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))

@@ -99,6 +99,19 @@ def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Ta
     return tables if factor == 1 else (tables[0] * factor, tables[1] * factor)
 
 
+def query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
+    """Compute the factor of every token's queries, float32 [B, T, 1, 1]; None if it is 1.
+
+    Args:     positions: int32 [B, T].
+    Source:   Nakanishi 2025 (2501.19399), as published with Llama 4 and Ministral 3.
+    """
+    s = model.rope_scaling
+    if s is None or s.query_beta == 0:
+        return None
+    turns = (positions // s.original_max_position).astype(jnp.float32)
+    return (1 + s.query_beta * jnp.log1p(turns))[..., None, None]
+
+
 @jax.named_scope("rope")
 def rope(x_BTHK: jax.Array, tables: Tables, layout: str = "halves") -> jax.Array:
     """Rotate pairs of the first R dims of every head by the token's angles.

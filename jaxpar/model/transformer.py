@@ -10,7 +10,6 @@ Weights are in the fused layout of `fused_weights.fuse`.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
@@ -34,7 +33,7 @@ from jaxpar.model.fused_weights import (
     only,
 )
 from jaxpar.model.layer import layer
-from jaxpar.model.loss import cross_entropy, num_chunks
+from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
 from jaxpar.model.parameters import Tree
 from jaxpar.model.row_groups import in_groups, layer_of_row_groups
@@ -64,9 +63,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
-    if cfg.model.embed_scale:
-        rows = rows * math.sqrt(cfg.model.d_model)
-    return sum_over_stages(scatter_sequence(varying(rows)))
+    return sum_over_stages(scatter_sequence(varying(embedding.scaled(rows, cfg.model))))
 
 
 def stage(
@@ -144,7 +141,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
     Communication: broadcast over PIPELINE; gather over TENSOR; that of `cross_entropy`.
     """
-    x = broadcast_from_last_stage(norm.norm(x, top["final_norm"], cfg.model))
+    x = broadcast_from_last_stage(before_logits(top, x, cfg.model))
     return token_loss(top, x, batch.labels, cfg)
 
 
@@ -163,7 +160,7 @@ def head_with_modules(
     Communication: that of `head`, and for each module of `embed`, a layer and `token_loss`.
     """
     cfg, m = ex.cfg, ex.cfg.model
-    x = broadcast_from_last_stage(norm.norm(x, top["final_norm"], m))
+    x = broadcast_from_last_stage(before_logits(top, x, m))
     total, loss = token_loss(top, x, batch.labels, cfg)
     losses, context, layer = [loss], context_of(batch), _layer_of_modules(ex)
     for k in range(m.mtp_depth):
@@ -211,7 +208,13 @@ def token_loss(
         h, w = lax.optimization_barrier((h, w))
     logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
-    return cross_entropy(*flat, cfg.train.z_loss, logits, chunks)
+    return cross_entropy(*flat, cfg.train.z_loss, logits, chunks, cfg.model.logits_softcap)
+
+
+def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
+    """Compute the input of the head from the last residual stream: its norm, scaled."""
+    h = norm.norm(x, top["final_norm"], m)
+    return h if m.logits_scaling == 1 else h * (1 / m.logits_scaling)
 
 
 def logits_at(
@@ -225,10 +228,10 @@ def logits_at(
     top, cfg = weights["top"], ex.cfg
     (chunk,) = weights["layers"]
     x, _ = stage(chunk, embed(top, batch, cfg), context, {}, ex, rematerialized(ex))
-    h = gather_sequence(norm.norm(x, top["final_norm"], cfg.model))
+    h = gather_sequence(before_logits(top, x, cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
     w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
-    return jnp.dot(row, w, preferred_element_type=jnp.float32)
+    return softcapped(jnp.dot(row, w, preferred_element_type=jnp.float32), cfg.model.logits_softcap)
 
 
 def _layer(

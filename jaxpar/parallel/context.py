@@ -66,20 +66,25 @@ def context_attention(
     backend: str,
     deterministic: bool = False,
     sinks: jax.Array | None = None,
+    softcap: float | None = None,
     function: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Compute attention over the complete sequence, given each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k: [B, T/sequence, G/tensor, K], v: the same, or
               with a smaller head dim I.
-              mask: returned by `mask_across`. kind: parallel.context. backend, deterministic: as in
-              `attention`. sinks: [H/tensor], as in `attention`. function: (q, k, v, mask) -> out,
-              used instead of the kernels of softmax attention; not with `ring`, which merges
-              softmaxes, nor with sinks.
+              mask: returned by `mask_across`. kind: parallel.context. backend, deterministic,
+              softcap: as in `attention`. sinks: [H/tensor], as in `attention`. function:
+              (q, k, v, mask) -> out, used instead of the kernels of softmax attention; not with
+              `ring`, which merges softmaxes, nor with sinks.
     Returns:  [B, T/sequence, H/tensor, I].
     Communication: over SEQUENCE, depending on kind; see the module. None if its size is 1.
     """
-    kernels: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
+    kernels: dict[str, Any] = {
+        "backend": backend,
+        "deterministic": deterministic,
+        "softcap": softcap,
+    }
     if kind == "ring" and lax.axis_size(SEQUENCE) > 1:
         assert function is None, "a rule of the config"
         return _ring(q, k, v, sinks, mask, kernels)

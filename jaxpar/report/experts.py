@@ -12,6 +12,9 @@ from jaxpar.report.runs import RunRead
 #: Most layers of which a description tells.
 MAX_TOLD = 12
 
+#: Most layers of a model. A config that was damaged may say more, which no axis could show.
+MOST_LAYERS = 10_000
+
 type Draw = Callable[[RunRead, Loads], Element]
 
 
@@ -88,6 +91,6 @@ def _with_experts(runs: Sequence[RunRead]) -> list[tuple[RunRead, Loads]]:
 
 
 def _first_layer(run: RunRead) -> int:
-    """Return the number of the first layer with experts."""
+    """Return the number of the first layer with experts; 0 if the run's config gives none."""
     dense = run.config.get("model", {}).get("dense_layers", 0)
-    return dense if isinstance(dense, int) else 0
+    return dense if isinstance(dense, int) and 0 <= dense < MOST_LAYERS else 0

@@ -41,9 +41,10 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
     masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
     requests = [kernel_request(cfg, mask) for mask in masks]
-    name, exact = m.attention_backend, m.attention_deterministic
+    name = m.attention_backend
+    options = {"deterministic": m.attention_deterministic, "softcap": m.attention_softcap}
     try:
-        return tuple(choose(name, *request, deterministic=exact) for request in requests)
+        return tuple(choose(name, *request, **options) for request in requests)  # type: ignore[arg-type]
     except ValueError as error:
         fix = "use --model.attention-backend auto"
         raise ConfigError("model.attention_backend", name, str(error), fix) from error

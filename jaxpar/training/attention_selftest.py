@@ -5,6 +5,7 @@ less. The test therefore runs a small slice with the run's own masks through the
 through `reference` in float32.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -71,7 +72,8 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     got = _run(choice, q, k, v, mask, d_out)
     upcast = [x.astype(jnp.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):  # float32, not TF32
-        wanted = _run(_REFERENCE, *upcast, mask, d_out.astype(jnp.float32))
+        exact = dataclasses.replace(_REFERENCE, softcap=choice.softcap)
+        wanted = _run(exact, *upcast, mask, d_out.astype(jnp.float32))
     errors = {
         name: (_largest if name == "lse" else _relative)(got[name], wanted[name]) for name in NAMES
     }

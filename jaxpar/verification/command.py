@@ -12,6 +12,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES, Range
 from jaxpar.model.parameters import param_specs
 from jaxpar.planning.fit import check_host
@@ -80,8 +81,15 @@ EXPERT_MESHES = (
 
 
 def default_meshes(model: ModelConfig) -> tuple[str, ...]:
-    """Return the meshes to verify if none is named."""
-    return EXPERT_MESHES if model.num_experts else DEFAULT_MESHES
+    """Return the meshes to verify if none is named.
+
+    Unequal stages of a model whose layers differ would have whole periods: many layers.
+    """
+    if model.num_experts:
+        return EXPERT_MESHES
+    if layer_period(model) > 1:
+        return tuple(mesh for mesh in DEFAULT_MESHES if "layers_per_stage" not in mesh)
+    return DEFAULT_MESHES
 
 
 EPILOG = """\

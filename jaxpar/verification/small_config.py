@@ -48,6 +48,10 @@ def steady(cfg: Config) -> Config:
 MIN_SLIDING_WINDOW = 4
 
 
+#: Relative difference of a width's ratio to the original's for which a model need not be larger.
+CLOSE = 0.05
+
+
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
@@ -59,11 +63,14 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
     m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
-    kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
-    heads, head_dim = kv_heads * groups, 8
-    width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
-    sharded = every(lambda p: p.data * p.expert * p.sequence)
-    d_model = max(round(width / sharded), 1) * sharded
+    fewest = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
+    head_dim, sharded = 8, every(lambda p: p.data * p.expert * p.sequence)
+    for kv_heads in (fewest, 2 * fewest, 4 * fewest):  # more, if widths would be far off
+        heads = kv_heads * groups
+        width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
+        d_model = max(round(width / sharded), 1) * sharded
+        if abs(d_model - width) <= CLOSE * width:
+            break
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
@@ -101,6 +108,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
+    if m.attention_multiplier is not None:  # scores keep their size
+        values["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
@@ -123,9 +132,10 @@ def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:
     """Return the fields of RoPE scaling that depend on the sequence and on the rotated dims."""
     s, section = m.rope_scaling, "model.rope_scaling"
     assert s is not None
-    found: dict[str, Any] = {
-        f"{section}.original_max_position": max(round(s.original_max_position * shorter), 2)
-    }
+    found: dict[str, Any] = {}
+    if s.kind != "linear":
+        least = max(round(s.original_max_position * shorter), 2)
+        found[f"{section}.original_max_position"] = least
     if s.kind == "longrope":
         for name in ("short_factors", "long_factors"):
             factors = numbers_in(getattr(s, name))

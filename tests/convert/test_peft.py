@@ -20,6 +20,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.convert import __main__, selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf import folder as hf_folder
+from jaxpar.convert.hf.dense_families import PHI3
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
 from jaxpar.convert.peft import exporting as peft_folder
@@ -187,6 +188,14 @@ def test_what_cannot_be_written(run, base, tmp_path):
     (tmp_path / "used" / "file").touch()
     with pytest.raises(ConfigError, match="already exists"):
         __main__.main(["to-peft", *options(run, tmp_path / "used")])
+
+
+def test_adapters_of_parts_of_a_tensor_are_refused():
+    cfg = dataclasses.replace(Config(), lora=LoraConfig(rank=4, targets="o_proj,gate_proj"))
+    with pytest.raises(ConfigError, match=r"lora\.targets = 'gate_proj': .*gate_up_proj in phi3"):
+        peft_folder.adapter_entries(PHI3, cfg)
+    fitting = replace(cfg, **{"lora.targets": "o_proj,down_proj"})
+    assert len(peft_folder.adapter_entries(PHI3, fitting)) == 4
 
 
 def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, capsys):

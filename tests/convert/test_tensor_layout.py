@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.config import ModelConfig
 from jaxpar.convert.hf import tensor_layout
+from jaxpar.convert.hf.entries import PHI3_LAYERS
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_file import PLAIN
@@ -37,11 +38,23 @@ def test_every_entry_of_every_family_is_whole(family):
     names = {(entry.name, entry.part) for entry in family.entries}
     assert len(names) == len({(entry.path, entry.name) for entry in family.entries})
     for entry in family.entries:
-        letters = [letter for letter in entry.theirs if letter not in " 2"]
+        dims = tensor_layout.dims_of(entry.theirs)
+        letters = [d[1 + entry.part] if d[0] == "[" else d for d in dims if not d.isdigit()]
         assert sorted(entry.inner) == sorted(letters)
-        assert entry.part == 0 or "2" in entry.theirs
+        assert entry.part == 0 or any(d.isdigit() or d[0] == "[" for d in dims)
         assert entry.ours == entry.stacked + entry.inner
         assert all(f"{{{letter}}}" in entry.name for letter in entry.stacked)
+
+
+def test_parts_of_different_sizes_follow_one_another():
+    tensor = np.zeros(tensor_layout.tensor_shape(PHI3_LAYERS[4], SIZES))
+    H, G, K = (SIZES[letter] for letter in "HGK")
+    assert tensor.shape == ((H + 2 * G) * K, SIZES["D"])
+    for entry in PHI3_LAYERS[4:7]:
+        tensor_layout.as_ours(tensor, entry, SIZES)[...] += 1 + entry.part
+        assert tensor_layout.chunk_shape(entry, SIZES, 2 * SIZES["D"])[1] == SIZES["D"]
+    wanted = np.repeat([1.0, 2.0, 3.0], [H * K, G * K, G * K])
+    np.testing.assert_array_equal(tensor, np.broadcast_to(wanted[:, None], tensor.shape))
 
 
 def test_parts_that_alternate_in_a_dimension():

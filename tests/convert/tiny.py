@@ -30,6 +30,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     for i in range(values["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         projections = {"q_proj": (H * K, D), "k_proj": (G * K, D), "v_proj": (G * K, D)}
+        if kind == "phi3":
+            projections = {"qkv_proj": ((H + 2 * G) * K, D)}
         projections["o_proj"] = (D, H * K)
         if "kv_lora_rank" in values:
             projections, norms = _latents(values, D, H)
@@ -51,6 +53,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             wide = {"q": (H * K,), "k": (G * K,)}
             found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind == "gemma2":
+            found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         if kind in ("olmo2", "olmo3"):
             found[layer + "post_feedforward_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
@@ -116,6 +120,8 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         bias = {layer + "mlp.gate.e_score_correction_bias": (E,)}
         return found | bias if sigmoid else found
     of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    if values["model_type"] == "phi3":
+        of = {"gate_up_proj": (2 * F, D), "down_proj": (D, F)}
     if values["model_type"] == "olmoe":
         return _experts(layer + "mlp.", values["num_experts"], D, of)
     found = {f"{layer}mlp.{name}.weight": shape for name, shape in of.items()}
@@ -141,7 +147,7 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def tensors(values: dict) -> dict[str, np.ndarray]:
     """Every tensor of a model; Gemma's norms hold what is added to 1."""
-    offset = np.float32(values["model_type"] == "gemma3_text")
+    offset = np.float32(values["model_type"] in ("gemma2", "gemma3_text"))
     found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
     return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
 

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.report import experts
@@ -71,3 +72,14 @@ def test_figures_of_runs_with_experts(tmp_path):
         assert cells[0] == "3"  # the first layer with experts
     rows = [[cell.text for cell in row] for row in experts.loads(runs).iter("tr")]
     assert rows[1] == [str(sparse), "3", "1", "1.5", "0", "0.5", "0"]
+
+
+@pytest.mark.parametrize("dense", [2**62, -(2**62), -1, "3", None])
+def test_a_damaged_count_of_dense_layers_is_no_axis(tmp_path, dense):
+    run = write_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["dense_layers"] = dense
+    (run / "config.json").write_text(json.dumps(config))
+    write_loads(run, range(20, 201, 20))
+    for draw in (experts.loads, experts.over_time):
+        assert next(draw([read_run(str(run))]).iter("td")).text == "0"

@@ -65,13 +65,14 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
     asked, told = set(), set()
 
     def spy(seen):
-        def choose(backend, q, k, mask, *, deterministic):
-            seen.add((backend, deterministic, *shapes(q, k, mask)))
+        def choose(backend, q, k, mask, *, deterministic, softcap):
+            seen.add((backend, deterministic, softcap, *shapes(q, k, mask)))
             return Choice("reference", "reference")
 
         return choose
 
     args = [config_file, *mesh.split(), "--model.attention-deterministic", "True"]
+    args += ["--model.attention-softcap", "9"]
     with only_devices(2):
         monkeypatch.setattr(attention_kernels, "choose", spy(told))
         made = run.Run(read_config(args, "test", None))

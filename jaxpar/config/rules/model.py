@@ -40,6 +40,8 @@ def attention_function(cfg: Config) -> None:
     path = "model.attention_sinks"
     rule = f"needs softmax attention, but model.attention is {m.attention}"
     require(not m.attention_sinks, cfg, path, rule, flag(path, False), softmax)
+    path = "model.attention_softcap"
+    require(m.attention_softcap is None, cfg, path, rule, flag(path, None), softmax)
     path, rule = (
         "parallel.context",
         f"needs softmax attention, but model.attention is {m.attention}",
@@ -61,6 +63,18 @@ def activation(cfg: Config) -> None:
         default, rule = default_of(constant), f"needs {path} {clamped}, not {given}"
         ok = given == clamped or value_of(cfg, constant) == default
         require(ok, cfg, constant, rule, flag(path, clamped), flag(constant, default))
+
+
+def factors(cfg: Config) -> None:
+    """Check the factors of scores and the caps of scores and logits."""
+    m = cfg.model
+    for name in ("attention_multiplier", "attention_softcap", "logits_softcap"):
+        path, value = f"model.{name}", getattr(m, name)
+        require(value is None or value > 0, cfg, path, "must be above 0", flag(path, None))
+    path, other = "model.attention_multiplier", "model.query_scale_dim"
+    ok = m.attention_multiplier is None or m.query_scale_dim is None
+    rule = f"replaces the factor of scores that {other} = {m.query_scale_dim} gives"
+    require(ok, cfg, path, rule, flag(path, None), flag(other, None))
 
 
 def model(cfg: Config) -> None:
@@ -108,6 +122,9 @@ def attention(cfg: Config) -> None:
     auto, name = flag(path, "auto"), m.attention_backend
     if name not in _HEAD_DIMS:
         return
+    rule = f"is not supported by attention_backend = {name}, which cannot cap scores"
+    ok = m.attention_softcap is None or name == "triton"
+    require(ok, cfg, "model.attention_softcap", rule, flag("model.attention_softcap", None), auto)
     sizes, words = _HEAD_DIMS[name]
     rule = f"must be {words} for attention_backend = {name}"
     fits = flag("model.head_dim", next((size for size in sizes if size >= m.head_dim), 256))

@@ -26,6 +26,8 @@ def multi_token_prediction(cfg: Config) -> None:
     for path in ("model.global_every", "model.nope_every"):
         rule = f"{said}: a module has the layer of a model whose layers are alike"
         require(value_of(cfg, path) == 0, cfg, path, rule, flag(path, 0), none)
+    path, rule = "model.logits_scaling", f"{said}: modules read what the head reads, unscaled"
+    require(m.logits_scaling == 1, cfg, path, rule, flag(path, 1.0), none)
     if m.num_experts and p.pipeline > 1:
         rule = f"{said}, with experts: all stages compute the modules, and the losses and loads of "
         rule += "their routers would count once for each"

@@ -30,8 +30,8 @@ cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std
-model.swiglu_limit model.swiglu_alpha optimizer.learning_rate optimizer.eps
-guard.spike_deviations""".split()
+model.swiglu_limit model.swiglu_alpha model.embedding_multiplier model.residual_multiplier
+model.logits_scaling optimizer.learning_rate optimizer.eps guard.spike_deviations""".split()
 
 
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.warmup_fraction")

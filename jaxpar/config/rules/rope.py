@@ -14,6 +14,7 @@ READ_BY = {
     "high_freq_factor": ("llama3",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
+    "query_beta": ("yarn",),
     "truncate": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
     "mscale_all_dim": ("yarn",),
@@ -71,6 +72,8 @@ def _scaling(cfg: Config) -> None:
     path, least = f"{SECTION}.original_max_position", 2 if s.kind == "longrope" else 1
     good = s.original_max_position >= least
     require(good, cfg, path, f"must be at least {least}", flag(path, 8192))
+    path = f"{SECTION}.query_beta"
+    require(s.query_beta >= 0, cfg, path, "must not be negative", flag(path, 0.0))
     path, factor = f"{SECTION}.attention_factor", s.attention_factor
     require(factor is None or factor > 0, cfg, path, "must be above 0", flag(path, None))
     {"llama3": _llama3, "linear": lambda _: None, "yarn": _yarn, "longrope": _longrope}[s.kind](cfg)

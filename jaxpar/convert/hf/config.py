@@ -36,6 +36,9 @@ FREE_MODEL_FIELDS = {
     "normalize_experts",
 }
 
+#: Fields of the model that are a number or None.
+OPTIONAL_FLOATS = {"attention_multiplier", "attention_softcap", "logits_softcap"}
+
 #: How weights are quantized. Exported ones are not.
 QUANTIZATION = "quantization_config"
 
@@ -159,6 +162,10 @@ def _field(ours: str, key: str, values: Values) -> Any:
         return False
     default = getattr(ModelConfig(), ours)
     kind = int if default is None else type(default)
+    if ours in OPTIONAL_FLOATS:
+        if value is None:
+            return None
+        kind = float
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not good:
         raise refuse(key, value, f"must be {kind.__name__}", "download the file again")
@@ -195,6 +202,11 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     for name, least in family.at_least.items():
         if getattr(m, name) < least:
             return f"model.{name} = {getattr(m, name)}, but its models have at least {least}"
+    for name in family.given:
+        if getattr(m, name) is None:
+            return f"model.{name} = None, but its models have a number"
+    if reason := layer_keys.why_not_rope(family, m.rope_scaling):
+        return reason
     wide = m.num_heads * m.head_dim
     if family.heads_fill_model and wide != m.d_model:
         return (

@@ -45,6 +45,15 @@ MLP_BIAS = (
     Entry("layers/b_down", LAYER + "mlp.down_proj.bias", "LD", "D"),
 )
 MLP_NORM = MLP[:1]
+#: Heads of queries, keys and values in one tensor, and gate and up in one (Phi-3, Phi-4).
+PHI3_LAYERS = (
+    *(ATTENTION[0], ATTENTION[-1], MLP[0], MLP[-1]),
+    Entry("layers/wq", IN_ATTENTION + "qkv_proj.weight", "LDHK", "[HGG]K D", part=0),
+    Entry("layers/wk", IN_ATTENTION + "qkv_proj.weight", "LDGK", "[HGG]K D", part=1),
+    Entry("layers/wv", IN_ATTENTION + "qkv_proj.weight", "LDGK", "[HGG]K D", part=2),
+    Entry("layers/w_gate", LAYER + "mlp.gate_up_proj.weight", "LDF", "2F D", part=0),
+    Entry("layers/w_up", LAYER + "mlp.gate_up_proj.weight", "LDF", "2F D", part=1),
+)
 MIXTRAL_EXPERTS = (
     Entry("layers/router", LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
     Entry("layers/w_gate", LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),

@@ -1,8 +1,8 @@
 """The published families: one table for each, used for both import and export.
 
 A `Family` maps the fields of jaxpar to keys of config.json (used by `config.py`), and parameters to
-tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To support a new
-feature, first add its field and its parameter to the model.
+tensors (`tensor_layout.py` explains an Entry). To add a family, add a table, here or in
+`dense_families.py`. To support a new feature, first add its field and its parameter to the model.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jaxpar.convert.hf.deepseek_families import (
     KIMI_K2,
     OF_SIGMOID_ROUTERS,
 )
+from jaxpar.convert.hf.dense_families import GEMMA2, GRANITE, MINISTRAL3, PHI3
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
@@ -369,5 +370,5 @@ GPT_OSS = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2),
-    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
 )

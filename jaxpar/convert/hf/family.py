@@ -50,6 +50,12 @@ class Family:
     two_ropes: str | None = None
     """Older key of the RoPE base in layers with a window, if these kinds of layers each have their
     own RoPE."""
+    given: tuple[str, ...] = ()
+    """Fields that must not be None."""
+    ropes: tuple[str, ...] = ()
+    """Kinds of RoPE, if the family has only some; `default` is plain RoPE."""
+    query_beta: bool = False
+    """Whether scaled RoPE may have `query_beta`."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False

@@ -6,11 +6,18 @@ there are two kinds. In the older form, there are `rope_theta` and `rope_scaling
 readers ignore the form they do not know. `rope_keys.py` has the keys of one RoPE.
 """
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.rope_keys import PARTIAL, Rope, read_rope, write_rope, write_scaling
+from jaxpar.convert.hf.rope_keys import (
+    ORIGINAL,
+    PARTIAL,
+    Rope,
+    read_rope,
+    write_rope,
+    write_scaling,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -44,6 +51,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     if family.rope_fraction is not None:
         values = {PARTIAL: family.rope_fraction} | values
     one = read_rope(rope, values)
+    if reason := why_not_rope(family, one.scaling):
+        raise refuse("rope_parameters", rope, f"has {reason}", "use a model of another family")
     found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
     if family.latent:
         found |= latent_keys.read(values)
@@ -57,6 +66,16 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
     return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
+
+
+def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
+    """Return why a family cannot express the scaling of RoPE; None if it can."""
+    kind = "default" if scaling is None else scaling.kind
+    if family.ropes and kind not in family.ropes:
+        return f"model.rope_scaling of kind {kind}, but its models have {' or '.join(family.ropes)}"
+    if scaling is not None and scaling.query_beta and not family.query_beta:
+        return f"model.rope_scaling.query_beta = {scaling.query_beta}, but its models have 0"
+    return None
 
 
 def _read_nope(values: Values, num_layers: int) -> int:
@@ -193,11 +212,12 @@ def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
 
 def _write_one_rope(m: ModelConfig) -> Values:
     """Return the RoPE keys for a model in which all layers have the same."""
-    older = None if m.rope_scaling is None else write_scaling(m.rope_scaling)
-    return {
-        "rope_parameters": write_rope(Rope(m.rope_theta, m.rope_scaling, m.rope_fraction)),
+    s = m.rope_scaling
+    beside = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
+    return beside | {
+        "rope_parameters": write_rope(Rope(m.rope_theta, s, m.rope_fraction)),
         "rope_theta": m.rope_theta,
-        "rope_scaling": older,
+        "rope_scaling": None if s is None else write_scaling(s),
     }
 
 

@@ -24,6 +24,7 @@ KNOWN = {
     "yarn": (
         *("factor", ORIGINAL, "beta_fast", "beta_slow", "truncate"),
         *("attention_factor", "mscale", "mscale_all_dim"),
+        *("llama_4_scaling_beta", "max_position_embeddings"),
     ),
     "longrope": ("factor", ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }
@@ -149,6 +150,7 @@ def _yarn(r: _Reader) -> RopeScaling:
         beta_fast=r.number("beta_fast", 32.0),
         beta_slow=r.number("beta_slow", 1.0),
         truncate=truncate is not False,
+        query_beta=r.number("llama_4_scaling_beta", 0.0),
         attention_factor=None if given is None else _factor(given),
     )
 
@@ -183,6 +185,7 @@ def write_scaling(s: RopeScaling | None) -> Values:
         found |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
     if s.kind == "yarn":
         found |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow, "truncate": s.truncate}
+        found |= {"llama_4_scaling_beta": s.query_beta} if s.query_beta else {}
         found |= score_keys(s)
     if s.kind == "longrope":
         found["short_factor"] = numbers_in(s.short_factors)

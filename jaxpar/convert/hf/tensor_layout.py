@@ -14,10 +14,13 @@ determines the names, the shapes, and the position of each value in both directi
 permuted for RoPE.
 
 A digit is a dimension of that size along which a tensor has several parameters. In "E D F2", gate
-and up alternate in the last dimension, and `part` says which of the two the parameter is.
+and up alternate in the last dimension, and `part` says which of the two the parameter is. In
+brackets, parameters of different sizes come one after the other: "[HGG]K D" is all heads of
+queries, then those of keys and of values.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,7 +50,7 @@ class Entry:
     first: int = 0
     """The model's index of the first layer L, or of the first module P."""
     part: int = 0
-    """Index of the parameter in the dimension that is a digit in `theirs`."""
+    """Index of the parameter in the dimension of `theirs` that is a digit or in brackets."""
 
     @property
     def stacked(self) -> str:
@@ -85,9 +88,31 @@ def sizes_of(m: ModelConfig) -> Sizes:
     }
 
 
+def dims_of(letters: str) -> list[str]:
+    """Split a string into dimensions: letters, digits, and letters in brackets."""
+    return re.findall(r"\[\w+\]|\w", letters)
+
+
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    """Return the shape for a string of letters."""
-    return tuple(int(d) if d.isdigit() else sizes[d] for d in letters)
+    """Return the shape for a string of dimensions."""
+    size = lambda d: int(d) if d.isdigit() else sum(sizes[part] for part in d.strip("[]"))  # noqa: E731
+    return tuple(map(size, dims_of(letters)))
+
+
+def _index(dim: str, part: int, sizes: Sizes) -> int | slice:
+    """Return where a parameter is in a dimension of a tensor."""
+    if dim.isdigit():
+        return part
+    parts = dim.strip("[]")
+    if parts == dim:
+        return slice(None)
+    first = sum(sizes[other] for other in parts[:part])
+    return slice(first, first + sizes[parts[part]])
+
+
+def _letter(dim: str, part: int) -> str:
+    """Return a parameter's letter in a dimension of a tensor that is no digit."""
+    return dim[1 + part] if dim.startswith("[") else dim
 
 
 def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
@@ -110,10 +135,10 @@ def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
 
 def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
-    letters = entry.theirs.replace(" ", "")
-    whole = tensor.reshape(shape_of(letters, sizes))
-    ours = whole[tuple(entry.part if d.isdigit() else slice(None) for d in letters)]
-    kept = [letter for letter in letters if not letter.isdigit()]
+    dims = dims_of(entry.theirs)
+    whole = tensor.reshape(shape_of(entry.theirs, sizes))
+    ours = whole[tuple(_index(dim, entry.part, sizes) for dim in dims)]
+    kept = [_letter(dim, entry.part) for dim in dims if not dim.isdigit()]
     return ours.transpose([kept.index(letter) for letter in entry.inner])
 
 
@@ -167,11 +192,11 @@ def chunk_shape(entry: Entry, sizes: Sizes, most: int) -> tuple[int, ...]:
     A chunk consists of rows of the tensor with at most `most` values, or of one row if it has more.
     Its size is 1 in the stacked dimensions.
     """
-    letters, chunk = entry.theirs.replace(" ", ""), dict(sizes)
-    for at, letter in enumerate(letters):
-        if letter.isdigit():
+    dims, chunk = dims_of(entry.theirs), dict(sizes)
+    for at, dim in enumerate(dims):
+        if dim.isdigit():
             continue
-        rest = math.prod(shape_of(letters[at + 1 :], sizes))
+        letter, rest = _letter(dim, entry.part), math.prod(shape_of("".join(dims[at + 1 :]), sizes))
         chunk[letter] = min(sizes[letter], max(1, most // rest))
         if rest <= most:
             break

@@ -41,12 +41,20 @@ _PREFIX = "base_model.model."
 
 
 def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
-    """Return the entries of a run's adapters in PEFT's file."""
+    """Return the entries of a run's adapters in PEFT's file.
+
+    Raises:   ConfigError for a matrix that is a part of a published tensor.
+    """
     of_matrix = {entry.path: entry for entry in family.entries}
     found = []
     for target in cfg.lora.targets.split(","):
         path = f"layers/{TARGETS[target]}"
         entry = of_matrix[path]
+        if not entry.theirs.replace(" ", "").isalpha():
+            module = entry.name.split(".")[-2]
+            rule = f"is a part of {module} in {family.model_type}, whose adapters are not of parts"
+            fix = "export the merged model with `to-hf`"
+            raise ConfigError("lora.targets", target, rule, fix)
         cut = 3 if path.endswith("wo") else 2
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")

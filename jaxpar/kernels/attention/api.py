@@ -38,6 +38,7 @@ def attention(
     mask: AttentionMask,
     *,
     sinks: jax.Array | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
     deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,8 +47,9 @@ def attention(
     Args:     q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, I], H a multiple of G, I at most K,
               all of one dtype. Local shards or global arrays. mask: the keys that each query
               attends to. sinks: [H], scores without keys, which join the softmax (`sinks.py`).
-              backend: "auto", or a name in BACKENDS. deterministic: make the backward reproducible
-              bit for bit.
+              softcap: c, to replace scores s by c * tanh(s / c); not those of sinks. backend:
+              "auto", or a name in BACKENDS. deterministic: make the backward reproducible bit for
+              bit.
     Returns:  out [B, T, H, I] in q's dtype, and the natural log-sum-exp, float32 [B, H, T], which
               includes the sinks.
               `out` is saved under the remat name "attn_out" and `lse` under "attn_lse".
@@ -55,7 +57,7 @@ def attention(
               of `lse` if the chosen backward does not compute it.
     """
     check_arguments(q, k, v, mask, sinks)
-    choice = choose(backend, q, k, mask, deterministic=deterministic)
+    choice = choose(backend, q, k, mask, deterministic=deterministic, softcap=softcap)
     out, lse = _attention(q, k, v, sinks, mask, choice)
     if not CAPABILITIES[choice.backward].lse_gradient:
         lse = _refuse_gradient(lse, choice.backward)
@@ -64,7 +66,7 @@ def attention(
 
 def forward(q, k, v, mask: AttentionMask, choice: Choice) -> tuple[jax.Array, jax.Array]:
     """`attention` without a derivative, for callers that call `backward` themselves."""
-    options = {} if choice.forward_blocks is None else {"blocks": choice.forward_blocks}
+    options = _options(choice, choice.forward_blocks)
     (wide,) = widen(choice.forward, q, v)
     out, lse = BACKENDS[choice.forward].forward(q, k, wide, mask, **options)
     return out[..., : v.shape[-1]], lse
@@ -72,15 +74,18 @@ def forward(q, k, v, mask: AttentionMask, choice: Choice) -> tuple[jax.Array, ja
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choice):
     """Compute dq, dk and dv of `forward`, given the output and log-sum-exp over all keys."""
-    options: dict[str, Any] = {}
-    if choice.backward_blocks is not None:
-        options["blocks"] = choice.backward_blocks
+    options = _options(choice, choice.backward_blocks)
     if CAPABILITIES[choice.backward].deterministic == "on request":
         options["deterministic"] = choice.deterministic
     module = BACKENDS[choice.backward]
     wide, out, d_out = widen(choice.backward, q, v, out, d_out)
     dq, dk, dv = module.backward(q, k, wide, mask, out, lse, d_out, d_lse, **options)
     return dq, dk, dv[..., : v.shape[-1]]
+
+
+def _options(choice: Choice, blocks: Any) -> dict[str, Any]:
+    given = {"blocks": blocks, "softcap": choice.softcap}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

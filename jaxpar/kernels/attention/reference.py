@@ -12,15 +12,17 @@ from jaxpar.kernels.attention.mask import AttentionMask, dense_mask
 EMPTY_LSE = -1e30
 
 
-def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
+def forward(
+    q, k, v, mask: AttentionMask, *, softcap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Compute softmax attention and the log-sum-exp of its scores.
 
     Args:     q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, I], H a multiple of G, I at most K.
-              Any float dtype.
+              Any float dtype. softcap: c, to replace scores s by c * tanh(s / c).
     Returns:  out [B, T, H, I] in q's dtype (0 in a row without visible keys);
               lse float32 [B, H, T], natural logarithm (EMPTY_LSE in such a row).
     """
-    scores, seen = _scores(q, k, mask)
+    scores, seen, _ = _scores(q, k, mask, softcap)
     top = jnp.max(scores, axis=-1)
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
     total = jnp.sum(weights, axis=-1)
@@ -31,7 +33,7 @@ def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
     return out.reshape(B, T, H, -1).astype(q.dtype), lse.reshape(B, H, T)
 
 
-def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
+def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, *, softcap: float | None = None):
     """Compute the gradients of attention from the saved output and log-sum-exp.
 
     If `out` and `lse` are those of *all* keys, the result is the contribution of the keys in `k`,
@@ -41,7 +43,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
     Returns:  dq, dk, dv in the shapes and dtypes of q, k, v.
     Source:   Dao et al. 2022 (2205.14135), appendix B.
     """
-    scores, seen = _scores(q, k, mask)
+    scores, seen, slope = _scores(q, k, mask, softcap)
     f32 = jnp.float32
     B, T, H, K = q.shape
     G = k.shape[2]
@@ -50,17 +52,26 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
     weights = jnp.where(seen, jnp.exp(scores - per_row(lse)), 0)
     delta = jnp.einsum("bthk,bthk->bht", out, d_out, preferred_element_type=f32) - d_lse
     d_weights = jnp.einsum("btgrk,bsgk->bgrts", grouped(d_out), v, preferred_element_type=f32)
-    d_scores = (weights * (d_weights - per_row(delta)) * K**-0.5).astype(q.dtype)
+    d_scores = weights * (d_weights - per_row(delta))
+    d_scores = d_scores if slope is None else d_scores * slope
+    d_scores = (d_scores * K**-0.5).astype(q.dtype)
     dq = jnp.einsum("bgrts,bsgk->btgrk", d_scores, k).reshape(q.shape)
     dk = jnp.einsum("bgrts,btgrk->bsgk", d_scores, grouped(q))
     dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(q.dtype), grouped(d_out))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _scores(q, k, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """Return masked scores, float32 [B, G, H/G, T, S], and the mask, bool [B, 1, 1, T, S]."""
+def _scores(
+    q, k, mask: AttentionMask, softcap: float | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return masked scores, float32 [B, G, H/G, T, S], the mask, bool [B, 1, 1, T, S], and the
+    derivative of the cap; None without one."""
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k.shape[2], -1, K)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, preferred_element_type=jnp.float32)
     seen = dense_mask(mask)[:, None, None]
-    return jnp.where(seen, scores * K**-0.5, EMPTY_LSE), seen
+    scores, slope = scores * K**-0.5, None
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+        slope = 1 - jnp.square(scores / softcap)
+    return jnp.where(seen, scores, EMPTY_LSE), seen, slope

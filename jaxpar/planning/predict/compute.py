@@ -247,6 +247,7 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     rate = matmul_rate(cfg, gpu, float8=False) * share
     logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
     reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
+    reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
     once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))

@@ -53,6 +53,7 @@ def _chosen(
             *kernel_request(cfg, mask),
             platform=platform_of(gpu),
             deterministic=exact,
+            softcap=model.attention_softcap,
         )
         for mask in masks
     ]

@@ -35,6 +35,7 @@ class Capability:
     needs_order          Only tokens in text order (`AttentionMask.in_order`).
     needs_max_segments   Packed documents need `AttentionMask.max_segments`.
     lse_gradient         The backward accepts a cotangent of the log-sum-exp.
+    softcap              It can cap the scores.
     narrow_values_since  The first compute capability for which the head dim of v may be smaller
                          than that of q and k; 0: any platform. Elsewhere v is padded (`values.py`).
     last_resort          "auto" takes it only if no other kernel serves the request, or if it was
@@ -52,6 +53,7 @@ class Capability:
     needs_order: bool
     needs_max_segments: bool
     lse_gradient: bool
+    softcap: bool
     narrow_values_since: float | None
     last_resort: bool
     deterministic: Literal["always", "on request", "by XLA flag"]
@@ -69,6 +71,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_order=True,
         needs_max_segments=True,
         lse_gradient=False,
+        softcap=False,
         narrow_values_since=9.0,
         last_resort=False,
         deterministic="by XLA flag",
@@ -83,6 +86,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
+        softcap=False,
         narrow_values_since=None,
         last_resort=False,
         deterministic="on request",
@@ -97,6 +101,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
+        softcap=True,
         narrow_values_since=None,
         last_resort=True,
         deterministic="always",
@@ -111,6 +116,7 @@ CAPABILITIES: dict[str, Capability] = {
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
+        softcap=True,
         narrow_values_since=0,
         last_resort=True,
         deterministic="always",
@@ -126,6 +132,7 @@ class Request:
                     (one document, sliding window) or causal.
     deterministic   The backward must be reproducible bit for bit.
     lse_gradient    The backward must accept a cotangent of the log-sum-exp.
+    softcap         Cap of the scores, or None.
     """
 
     direction: Direction
@@ -143,6 +150,7 @@ class Request:
     max_segments: int | None
     deterministic: bool = False
     lse_gradient: bool = False
+    softcap: float | None = None
 
 
 def make_request(
@@ -154,6 +162,7 @@ def make_request(
     *,
     deterministic: bool = False,
     lse_gradient: bool = False,
+    softcap: float | None = None,
 ) -> Request:
     """Return the request for one direction of a call. q and k are arrays or their shapes."""
     B, T, H, D = q.shape
@@ -173,6 +182,7 @@ def make_request(
         max_segments=mask.max_segments,
         deterministic=deterministic,
         lse_gradient=lse_gradient,
+        softcap=softcap,
     )
 
 
@@ -243,6 +253,8 @@ def _wrong_arrays(able: Capability, request: Request) -> str | None:
         return "it supports only tokens in text order, and these are permuted or gathered"
     if able.needs_max_segments and request.packed and request.max_segments is None:
         return "packed documents need mask.max_segments, which is not set"
+    if request.softcap is not None and not able.softcap:
+        return "it cannot cap scores (softcap)"
     return None
 
 

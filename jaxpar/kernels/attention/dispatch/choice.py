@@ -6,6 +6,7 @@ natural logarithm, so the forward of one works with the backward of another.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.kernels.attention.dispatch.capability import (
     CAPABILITIES,
@@ -34,6 +35,7 @@ class Choice:
     forward, backward    Names of backends.
     *_blocks             Block sizes of a backend that is tunable, or None.
     deterministic        The backward is reproducible bit for bit.
+    softcap              Cap of the scores, or None.
     reason               Reasons for the choice, for the log.
     """
 
@@ -42,6 +44,7 @@ class Choice:
     forward_blocks: Blocks | None = None
     backward_blocks: Blocks | None = None
     deterministic: bool = False
+    softcap: float | None = None
     reason: str = ""
 
     def __str__(self) -> str:
@@ -70,6 +73,7 @@ def choose(
     platform: Platform | None = None,
     deterministic: bool = False,
     need_lse_gradient: bool = False,
+    softcap: float | None = None,
 ) -> Choice:
     """Choose the kernels for a call: those of the named backend, or with "auto" the fastest.
 
@@ -82,7 +86,7 @@ def choose(
     Args:     backend: "auto" or a name. q: [B, T, H, K], k: [B, S, G, K], local arrays or their
               shapes. platform: defaults to that of the first device. deterministic: require a
               backward that is reproducible bit for bit. need_lse_gradient: require a backward that
-              accepts a cotangent of `lse`.
+              accepts a cotangent of `lse`. softcap: cap of the scores.
     Raises:   ValueError for an unknown backend, or for a named one that does not support the call,
               naming those that do.
     """
@@ -90,7 +94,11 @@ def choose(
         allowed = ", ".join(["auto", *CAPABILITIES])
         raise ValueError(f"attention backend {backend!r}: must be one of {allowed}")
     platform = platform or Platform.here()
-    ask = dict(deterministic=deterministic, lse_gradient=need_lse_gradient)
+    ask: dict[str, Any] = {
+        "deterministic": deterministic,
+        "lse_gradient": need_lse_gradient,
+        "softcap": softcap,
+    }
     forward, backward = (
         _pick(backend, make_request(direction, q, k, mask, platform, **ask))
         for direction in ("forward", "backward")
@@ -100,7 +108,7 @@ def choose(
     if backward.why != why:
         why = f"forward: {forward.why}; backward: {backward.why}"
     same = deterministic or backward.deterministic
-    return Choice(forward.backend, backward.backend, *blocks, same, why)
+    return Choice(forward.backend, backward.backend, *blocks, same, softcap, why)
 
 
 def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:

@@ -25,11 +25,18 @@ from jaxpar.kernels.platform import Platform
 
 
 def forward(
-    q, k, v, mask: AttentionMask, *, blocks: TritonForward | None = None, interpret: bool = False
+    q,
+    k,
+    v,
+    mask: AttentionMask,
+    *,
+    blocks: TritonForward | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
 ):
     """`reference.forward` for bfloat16 or float16, and head dims that are multiples of 16."""
     blocks = blocks or default_forward(q.shape[3], Platform.here().compute_capability)
-    return _forward(q, k, v, mask, blocks, interpret)
+    return _forward(q, k, v, mask, blocks, softcap, interpret)
 
 
 def backward(
@@ -43,6 +50,7 @@ def backward(
     d_lse,
     *,
     blocks: TritonBackward | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ):
     """`reference.backward` for the inputs that `forward` supports, reproducible bit for bit.
@@ -51,24 +59,37 @@ def backward(
               attention.
     """
     blocks = blocks or default_backward(q.shape[3], Platform.here().compute_capability)
-    return _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks, interpret)
+    return _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks, softcap, interpret)
 
 
 # Inside a jit for the reason in `kernels/float8/quantize_transpose.py`: JAX would keep a bare
 # pallas_call.
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _forward(q, k, v, mask, blocks: TritonForward, interpret: bool):
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _forward(q, k, v, mask, blocks: TritonForward, softcap: float | None, interpret: bool):
     T, S = q.shape[1], k.shape[1]
     more_q, more_k = padding(T, blocks.q), padding(S, blocks.kv)
     bounds = bounds_of(mask, more_q, more_k)
     visits = query_visits(bounds, blocks.q, blocks.kv, S + more_k)
     q, k, v = _padded(q, more_q), _padded(k, more_k), _padded(v, more_k)
-    out, lse = forward_kernel.forward(q, k, v, bounds, visits, blocks, interpret)
+    how = softcap, interpret
+    out, lse = forward_kernel.forward(q, k, v, bounds, visits, blocks, *how)
     return out[:, :T], lse[:, :, :T]
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9))
-def _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks: TritonBackward, interpret: bool):
+@functools.partial(jax.jit, static_argnums=(8, 9, 10))
+def _backward(
+    q,
+    k,
+    v,
+    mask,
+    out,
+    lse,
+    d_out,
+    d_lse,
+    blocks: TritonBackward,
+    softcap: float | None,
+    interpret: bool,
+):
     T, S = q.shape[1], k.shape[1]
     more_q = padding(T, max(blocks.q, blocks.dq_q))
     more_k = padding(S, max(blocks.kv, blocks.dq_kv))
@@ -78,8 +99,9 @@ def _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks: TritonBackward, int
     per_row = (_padded(x, more_q, axis=2) for x in (lse * LOG2E, delta(out, d_out, d_lse)))
     arrays = (q, more_q), (k, more_k), (v, more_k), (d_out, more_q)
     operands = [*(_padded(x, more) for x, more in arrays), *per_row]
-    dk, dv = backward_kernels.key_gradients(operands, bounds, by_key, blocks, interpret)
-    dq = backward_kernels.query_gradient(operands, bounds, by_query, blocks, interpret)
+    how = blocks, softcap, interpret
+    dk, dv = backward_kernels.key_gradients(operands, bounds, by_key, *how)
+    dq = backward_kernels.query_gradient(operands, bounds, by_query, *how)
     return dq[:, :T], dk[:, :S], dv[:, :S]
 
 

@@ -36,23 +36,28 @@ from jaxpar.kernels.attention.triton.shape import (
     place,
     product,
     shape_of,
+    softcap_slope,
+    softcapped,
     store,
+    through_softcap,
     zeros,
 )
 
 OPERANDS = ["q", "k", "v", "d_out", "lse2", "delta"]
 
 
-def key_gradients(operands, bounds: Bounds, visits: Visits, blocks: TritonBackward, interpret):
+def key_gradients(
+    operands, bounds: Bounds, visits: Visits, blocks: TritonBackward, softcap, interpret
+):
     """Compute dk and dv: a program computes one tile of keys, over all heads of the group.
 
     Args:     operands: q, d_out [B, T, H, K]; k, v [B, S, G, K]; lse2 and delta float32 [B, H, T],
               in the order of OPERANDS, all padded to full tiles. lse2: the log-sum-exp in base 2.
-              visits: by tile of keys.
+              visits: by tile of keys. softcap: of the scores; None for none.
     Returns:  dk, dv [B, S, G, K].
     """
     q, k, v = operands[:3]
-    s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
+    s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, softcap, interpret)
     return launch(
         functools.partial(_key_kernel, s, blocks.last_first, blocks.heads),
         [*operands, *mask_operands(bounds, visits)],
@@ -65,13 +70,15 @@ def key_gradients(operands, bounds: Bounds, visits: Visits, blocks: TritonBackwa
     )
 
 
-def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackward, interpret):
+def query_gradient(
+    operands, bounds: Bounds, visits: Visits, blocks: TritonBackward, softcap, interpret
+):
     """Compute dq [B, T, H, K]: a program computes one tile of queries of one head.
 
     Args:     as `key_gradients`. visits: by tile of queries.
     """
     q, k = operands[:2]
-    s = shape_of(q, k, bounds, visits, blocks.dq_q, blocks.dq_kv, interpret)
+    s = shape_of(q, k, bounds, visits, blocks.dq_q, blocks.dq_kv, softcap, interpret)
     (dq,) = launch(
         functools.partial(_query_kernel, s, blocks.dq_heads),
         [*operands, *mask_operands(bounds, visits)],
@@ -101,7 +108,8 @@ def _key_kernel(s: TritonShape, last_first: bool, heads: int, *refs):
         h, i = g * s.group + mod(i, s.group), div(i, s.group)
         at = (r.order[b, tile, i] if s.listed else i) * s.q
         q = load(s, r.q, b, at, s.q, h)
-        scores = product(k, q)
+        scores = softcapped(s, product(k, q))
+        slope = softcap_slope(s, scores)
         if masked:
             of_queries = bounds_of_rows(s, r, b, at)
             visible = seen(s, of_queries, of_keys, at, first, queries=1)
@@ -112,7 +120,7 @@ def _key_kernel(s: TritonShape, last_first: bool, heads: int, *refs):
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_out = load(s, r.d_out, b, at, s.q, h)
         # Triton waits for this product and all before it, so that of dv comes after it.
-        d_scores = weights * (product(v, d_out) - delta)
+        d_scores = through_softcap(weights * (product(v, d_out) - delta), slope)
         dv = added(dv, weights.astype(s.dtype), d_out)
         return added(dk, d_scores.astype(s.dtype), q), dv
 
@@ -135,13 +143,15 @@ def _query_kernel(s: TritonShape, heads: int, *refs):
     def visit(masked: bool, i, dq):
         at = (r.order[b, tile, i] if s.listed else i) * s.kv
         k = load(s, r.k, b, at, s.kv, g)
-        scores = product(q, k)
+        scores = softcapped(s, product(q, k))
+        slope = softcap_slope(s, scores)
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
-        d_scores = weights * (product(d_out, load(s, r.v, b, at, s.kv, g)) - delta)
+        d_weights = product(d_out, load(s, r.v, b, at, s.kv, g))
+        d_scores = through_softcap(weights * (d_weights - delta), slope)
         return added(dq, d_scores.astype(s.dtype), k)
 
     dq = visit_all(s, key_tiles_of(s, r, b, tile), visit, zeros(s, s.q))

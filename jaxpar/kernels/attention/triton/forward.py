@@ -40,6 +40,7 @@ from jaxpar.kernels.attention.triton.shape import (
     place,
     product,
     shape_of,
+    softcapped,
     store,
     zeros,
 )
@@ -48,14 +49,23 @@ from jaxpar.kernels.attention.triton.shape import (
 LOWEST = -1e30
 
 
-def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, interpret: bool):
+def forward(
+    q,
+    k,
+    v,
+    bounds: Bounds,
+    visits: Visits,
+    blocks: TritonForward,
+    softcap: float | None,
+    interpret: bool,
+):
     """Call the kernel.
 
     Args:     q: [B, T, H, K]. k, v: [B, S, G, K], all padded to full tiles. visits: by tile of
               queries.
     Returns:  out [B, T, H, K]; lse float32 [B, H, T].
     """
-    s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
+    s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, softcap, interpret)
     return launch(
         functools.partial(_kernel, s, blocks.overlap, blocks.heads),
         [q, k, v, *mask_operands(bounds, visits)],
@@ -87,7 +97,7 @@ def _kernel(s: TritonShape, overlap: bool, heads: int, *refs):
     def visit(masked: bool, i, carry):
         acc, top, total, waiting = carry
         at = first_key(i)
-        scores = product(q, load(s, r.k, b, at, s.kv, g))
+        scores = softcapped(s, product(q, load(s, r.k, b, at, s.kv, g)))
         if overlap:
             kept, weights = waiting
             before = kept, in_registers(weights, s.interpret)

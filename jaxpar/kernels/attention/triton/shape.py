@@ -41,6 +41,7 @@ class TritonShape:
     has_segments: bool
     ranged: bool
     listed: bool
+    softcap: float | None
     interpret: bool
 
     @property
@@ -54,6 +55,12 @@ class TritonShape:
         return LOG2E * self.K**-0.5
 
     @property
+    def product_cap(self) -> float:
+        """The softcap of a product of query and key, which is not yet scaled."""
+        assert self.softcap is not None
+        return self.softcap * self.K**0.5
+
+    @property
     def parts(self) -> list[tuple[int, int]]:
         """First column and width of each part of the head dim, widest first."""
         found, first = [], 0
@@ -64,7 +71,16 @@ class TritonShape:
         return found
 
 
-def shape_of(q, k, bounds: Bounds, visits: Visits, q_rows: int, kv_rows: int, interpret: bool):
+def shape_of(
+    q,
+    k,
+    bounds: Bounds,
+    visits: Visits,
+    q_rows: int,
+    kv_rows: int,
+    softcap: float | None,
+    interpret: bool,
+):
     """Return the static parameters of a call."""
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
@@ -73,7 +89,9 @@ def shape_of(q, k, bounds: Bounds, visits: Visits, q_rows: int, kv_rows: int, in
         *(B, T, S, H, G, K, q.dtype, q_rows, kv_rows),
         *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
         *(bounds.has_low, bounds.has_segments),
-        *(visits.ranges is not None, visits.order is not None, interpret),
+        *(visits.ranges is not None, visits.order is not None),
+        softcap=softcap,
+        interpret=interpret,
     )
 
 
@@ -120,6 +138,26 @@ def product(a, b):
     """Multiply a [m, K] with the transpose of b [n, K], both in parts: float32 [m, n]."""
     first, *others = (dot(x, y.T) for x, y in zip(a, b, strict=True))
     return sum(others, start=first)
+
+
+def softcapped(s: TritonShape, products):
+    """Cap products of queries and keys: C * tanh(product / C), if there is a softcap."""
+    if s.softcap is None:
+        return products
+    return s.product_cap * jnp.tanh(products * (1 / s.product_cap))
+
+
+def softcap_slope(s: TritonShape, capped):
+    """Return the derivative of `softcapped`, from its finite result; None without a softcap."""
+    if s.softcap is None:
+        return None
+    share = capped * (1 / s.product_cap)
+    return 1 - share * share
+
+
+def through_softcap(d_scores, slope):
+    """Multiply the gradient of capped scores by the slope, if there is one."""
+    return d_scores if slope is None else d_scores * slope
 
 
 def added(accumulators, a, b) -> list[Any]:
