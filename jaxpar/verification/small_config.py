@@ -92,15 +92,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         "optimizer.warmup_steps": 0,
         "optimizer.warmup_fraction": 0.0,
     }
-    if cfg.lora.rank:
-        rank = min(cfg.lora.rank, head_dim, d_model, d_ff)
-        values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
-    if m.num_experts:
-        groups = m.router_groups
-        in_group = min(m.num_experts // groups, 8 if groups == 1 else 2)
-        values["model.num_experts"] = in_group * groups
-        to_choose = in_group * m.router_groups_per_token
-        values["model.experts_per_token"] = min(m.experts_per_token, 4, to_choose)
+    values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
+    values |= _experts(m) if m.num_experts else {}
     if m.kv_lora_rank:
         values |= _latents(m, head_dim, d_model, sharded)
     if m.sliding_window is not None:
@@ -114,6 +107,22 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _adapters(cfg: Config, most: int) -> dict[str, Any]:
+    """Return the fields of adapters, of a rank of at most `most`, with the factor of the config."""
+    rank = min(cfg.lora.rank, most)
+    return {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
+
+
+def _experts(m: ModelConfig) -> dict[str, Any]:
+    """Return the numbers of experts: a few in each of the router's groups."""
+    in_group = min(m.num_experts // m.router_groups, 8 if m.router_groups == 1 else 2)
+    to_choose = in_group * m.router_groups_per_token
+    return {
+        "model.num_experts": in_group * m.router_groups,
+        "model.experts_per_token": min(m.experts_per_token, 4, to_choose),
+    }
 
 
 def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.convert.tiny_models import MODELS, ROPES  # noqa: F401
+from tests.convert.tiny_models import MODELS
+from tests.convert.tiny_ropes import ROPES  # noqa: F401
 
 #: Tokens that logits are compared on.
 NUM_TOKENS = 304

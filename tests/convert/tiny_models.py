@@ -1,4 +1,6 @@
-"""config.json of a tiny model of each family, and the parameters of published RoPEs."""
+"""config.json of a tiny model of each family."""
+
+from tests.convert.tiny_ropes import LLAMA3, YARN
 
 _SHAPE = {
     "vocab_size": 64,
@@ -15,35 +17,6 @@ _SHAPE = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-
-#: Turns of the slow frequencies within NUM_TOKENS pass the threshold many times over.
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-#: Dims that turn often in 32 tokens, that hardly turn, and some between.
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "short_factor": [1.0 + 0.03 * pair for pair in range(24)],
-    "long_factor": [1.0 + 0.1 * pair**2 for pair in range(24)],
-}
-
 
 #: Multi-head latent attention, in three layers.
 _LATENTS = {
@@ -66,11 +39,11 @@ def _model(model_type: str, architecture: str, **values) -> dict:
 MODELS = {
     "llama2": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, num_key_value_heads=4),
     "llama3": _model("llama", "LlamaForCausalLM", rope_theta=500000.0, rope_scaling=None),
-    "llama3_1": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, rope_scaling=_LLAMA3_ROPE),
+    "llama3_1": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, rope_scaling=LLAMA3),
     "llama3_2": _model(
         "llama",
         "LlamaForCausalLM",
-        rope_parameters=_LLAMA3_ROPE | {"rope_theta": 10000.0},
+        rope_parameters=LLAMA3 | {"rope_theta": 10000.0},
         tie_word_embeddings=True,
         head_dim=16,
     ),
@@ -86,14 +59,14 @@ MODELS = {
         "qwen3",
         "Qwen3ForCausalLM",
         rope_theta=10000.0,
-        rope_scaling=_YARN,
+        rope_scaling=YARN,
         attention_bias=False,
         head_dim=16,
     ),
     "yarn_mscale": _model(
         "llama",
         "LlamaForCausalLM",
-        rope_parameters=_YARN
+        rope_parameters=YARN
         | {"rope_theta": 10000.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
         | {"beta_fast": 4, "beta_slow": 0.25},
         head_dim=16,
@@ -217,7 +190,7 @@ MODELS = {
         "DeepseekV2ForCausalLM",
         **_LATENTS | {"q_lora_rank": None, "num_key_value_heads": None},
         rope_theta=10000.0,
-        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+        rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
         moe_intermediate_size=24,
         n_routed_experts=8,
         n_shared_experts=2,
@@ -234,7 +207,7 @@ MODELS = {
         "DeepseekV3ForCausalLM",
         **_LATENTS,
         rope_theta=10000.0,
-        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         moe_intermediate_size=24,
         n_routed_experts=8,
         n_shared_experts=1,
@@ -282,7 +255,7 @@ MODELS = {
         "GptOssForCausalLM",
         num_hidden_layers=3,
         rope_theta=10000.0,
-        rope_scaling=_YARN | {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.25},
+        rope_scaling=YARN | {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.25},
         attention_bias=True,
         head_dim=16,
         intermediate_size=64,
@@ -304,7 +277,7 @@ MODELS = {
         "Olmo3ForCausalLM",
         num_hidden_layers=4,
         rope_parameters={
-            "full_attention": _YARN | {"rope_theta": 10000.0},
+            "full_attention": YARN | {"rope_theta": 10000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         attention_bias=False,
@@ -362,7 +335,7 @@ MODELS = {
     "ministral3": _model(
         "ministral3",
         "Ministral3ForCausalLM",
-        rope_parameters=_YARN
+        rope_parameters=YARN
         | {"rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
         | {"beta_fast": 4.0, "beta_slow": 0.25, "llama_4_scaling_beta": 0.5},
         sliding_window=None,
@@ -382,44 +355,4 @@ MODELS = {
         head_dim=16,
         tie_word_embeddings=True,
     ),
-}
-
-
-#: RoPEs by name: (head_dim, parameters, whether the sequence is longer than the original).
-ROPES = {
-    "plain": (128, {"rope_type": "default", "rope_theta": 500000.0}, False),
-    "llama3_1": (128, _LLAMA3_ROPE | {"rope_theta": 500000.0}, False),
-    "linear": (256, {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}, False),
-    "gpt_oss": (
-        64,
-        {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        False,
-    ),
-    "qwen3_long": (
-        128,
-        _YARN | {"rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768},
-        False,
-    ),
-    "deepseek_v2_lite": (
-        64,
-        _YARN
-        | {"rope_theta": 10000.0, "factor": 40, "original_max_position_embeddings": 4096}
-        | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.5},
-        False,
-    ),
-    "given_factor": (
-        32,
-        _YARN | {"rope_theta": 100.0, "attention_factor": 1.25, "partial_rotary_factor": 0.5},
-        False,
-    ),
-    "short": (64, _LONGROPE, False),
-    "long": (64, _LONGROPE, True),
 }
