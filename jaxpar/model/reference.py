@@ -197,27 +197,22 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
 
 
 def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
-    """Compute multi-head latent attention, one head at a time, as in its paper."""
+    """Compute multi-head latent attention with the keys and values of every head."""
     eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
     c_q, name = h, "wq"
     if m.q_lora_rank is not None:
         c_q, name = _norm(_times(h, w, "wq_a"), w["q_a_norm"], eps), "wq_b"
     q, latent = _times(c_q, w, name), _times(h, w, "wkv_a")
-    latent, shared = latent[..., :-last], latent[..., -last:]
-    kv = _times(_norm(latent, w["kv_a_norm"], eps), w, "wkv_b")
+    kv = _times(_norm(latent[..., :-last], w["kv_a_norm"], eps), w, "wkv_b")
     of_rope = dataclasses.replace(m, head_dim=last, rope_fraction=1.0 if m.rope_fraction else 0.0)
     rotate = lambda a: _rotate(a, positions, of_rope)  # noqa: E731
-    key, outs = rotate(shared[:, :, None])[:, :, 0], []
-    s, nope = m.rope_scaling, m.head_dim - last
+    key, nope = rotate(latent[:, :, None, -last:]), m.head_dim - last
+    q = jnp.concatenate((q[..., :nope], rotate(q[..., nope:])), axis=-1)
+    k = jnp.concatenate((kv[..., :nope], jnp.repeat(key, m.num_heads, axis=2)), axis=-1)
+    s = m.rope_scaling
     grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
-    for i in range(m.num_heads):
-        own = jnp.concatenate((q[:, :, i, :nope], rotate(q[:, :, i : i + 1, nope:])[:, :, 0]), -1)
-        keys = jnp.concatenate((kv[:, :, i, :nope], key), axis=-1)
-        of_head = dataclasses.replace(m, num_heads=1, num_kv_heads=1)
-        values = kv[:, :, i : i + 1, nope:]
-        one = own[:, :, None] * grown**2, keys[:, :, None], values
-        outs.append(_attend(*one, None, positions, segments, of_head))
-    return _times(jnp.concatenate(outs, axis=2), w, "wo")
+    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m)
+    return _times(o, w, "wo")
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):

@@ -49,7 +49,7 @@ def reduce_tallies(
     modules = None
     if depth := cfg.model.mtp_depth:
         total, of_modules = total[:-depth], total[-depth:]
-        modules = of_modules[:, : cfg.model.num_experts]
+        modules = psum(of_modules[:, : cfg.model.num_experts], PIPELINE)  # of one stage
     if not is_equal(cfg):  # the router of an empty slot chooses, too
         empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
         total = jnp.where(empty[:, None], 0, total)
