@@ -79,8 +79,10 @@ def tree_of(specs: Any, seed: int) -> Any:
 
 def _values(spec: ParamSpec, key: jax.Array) -> np.ndarray:
     """The initial values of one array, on the host."""
-    if spec.init != "normal":
+    if spec.init in ("ones", "zeros"):
         return np.full(spec.shape, spec.init == "ones", np.float32)
+    if spec.init != "normal":
+        return np.asarray(initial_values(spec, key))
     size = math.prod(spec.shape)
     row = max(SHORTEST, 1 << (size - 1).bit_length())
     return np.asarray(_generator(row, spec.std)(key))[:size].reshape(spec.shape)

@@ -46,6 +46,9 @@ class ModelConfig:
 
     num_layers: int = 4
     """Number of transformer layers."""
+    layer_pattern: str = ""
+    """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
+    (Qwen3-Next: GGG*). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -82,6 +85,9 @@ class ModelConfig:
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     GLU of width num_shared_experts * d_ff."""
+    shared_expert_gate: bool = False
+    """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
+    each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
@@ -142,6 +148,20 @@ class ModelConfig:
     local_rope_scaling: bool = True
     """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
     of global_every (Gemma 3, OLMo 3)."""
+    linear_num_key_heads: int = 4
+    """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads."""
+    linear_num_value_heads: int = 8
+    """Gated DeltaNet: heads of values, each with a state [linear_key_head_dim,
+    linear_value_head_dim]."""
+    linear_key_head_dim: int = 32
+    """Gated DeltaNet: width of a query or key."""
+    linear_value_head_dim: int = 32
+    """Gated DeltaNet: width of a value."""
+    conv_kernel_size: int = 4
+    """Tokens of the convolution before a recurrence, the latest included; at least 2."""
+    recurrent_chunk: int = 64
+    """Tokens that a recurrence processes at a time, in matmuls. It does not change what is
+    computed."""
     activation: Literal["silu", "gelu", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
     clamped_swiglu: gate * sigmoid(swiglu_alpha * gate) * (up + 1), both clamped (gpt-oss)."""
@@ -192,6 +212,9 @@ class ModelConfig:
     """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
+    attention_gate: bool = False
+    """Multiply the heads' outputs by the sigmoid of a projection of the layer's input
+    (Qwen3-Next)."""
     attention_sinks: bool = False
     """A learned score per query head that joins the softmax's denominator and has no value, so
     that a head can attend to nothing (gpt-oss)."""

@@ -18,6 +18,7 @@ from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
 from jaxpar.config.rules.latent_attention import latent_attention
+from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
@@ -84,6 +85,7 @@ def _each_rule(cfg: Config) -> None:
         factors,
         float8_matmuls,
         attention,
+        layer_pattern,
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import LoraConfig, ModelConfig
+from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
 from jaxpar.convert.run_arrays import RunArrays
@@ -107,9 +108,7 @@ def logits(
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
     def layer(i: int) -> dict[str, np.ndarray]:
-        stack, at = ("layers/", i - m.dense_layers)
-        if at < 0:
-            stack, at = "dense_layers/", i
+        stack, at = _place(m, i)
         paths = {p.removeprefix(stack): p for p in shapes if p.startswith(stack)}
         rest = {p: tuple(slice(0, n) for n in shapes[p][1:]) for p in paths.values()}
         return {name: read(p, (slice(at, at + 1), *rest[p]))[0] for name, p in paths.items()}
@@ -128,6 +127,14 @@ def logits(
         top = {"final_norm": whole("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
         return np.asarray(jax.jit(lambda x, top: reference.output(x, top, m))(x, top))
+
+
+def _place(m: ModelConfig, i: int) -> tuple[str, int]:
+    """Return the stack that has the model's layer i, and its index there."""
+    if i < m.dense_layers:
+        return "dense_layers/", i
+    of_all = kinds(m)
+    return STACKS[of_all[i]] + "/", of_all[m.dense_layers : i].count(of_all[i])
 
 
 @functools.cache

@@ -173,7 +173,7 @@ def make_programs(
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = _seeing_as_in_training(cfg)
-    cache = PartitionSpec(None, None, TENSOR)
+    cache = decode.cache_specs(cfg.model)
     rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
@@ -186,9 +186,8 @@ def make_programs(
 
     def start(weights, tokens, lengths):
         weights = own(weights)
-        h, cache = decode.prompt(
-            weights, tokens, decode.empty_cache(cfg.model, len(tokens), slots), cfg
-        )
+        cache = decode.empty_cache(cfg.model, len(tokens), slots)
+        h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return Rows(cache, next_token(weights, last, lengths), lengths)
 

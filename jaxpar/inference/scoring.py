@@ -31,7 +31,8 @@ def make_scores(cfg: Config, mesh: Mesh) -> Scores:
         read, wanted = tokens[:, :-1], tokens[:, 1:]
         # Nothing reads the cache afterwards, so XLA does not compute it.
         cache = decode.empty_cache(cfg.model, *read.shape)
-        h, _ = decode.prompt(weights, read, cache, cfg)
+        lengths = jnp.full(len(read), read.shape[1], jnp.int32)
+        h, _ = decode.prompt(weights, read, lengths, cache, cfg)
         return _in_pieces(weights, h, wanted, cfg.model)
 
     specs = PartitionSpec(TENSOR), PartitionSpec()

@@ -22,7 +22,7 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
-WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "wo")
+WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "w_attn_gate", "wo")
 
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -42,8 +42,27 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         softcap=m.attention_softcap,
         function=registry.function("model.attention", m.attention),
     )
-    side_by_side = out.reshape(*out.shape[:2], -1)
+    side_by_side = gated(out.reshape(*out.shape[:2], -1), h, w)
     return h.split(side_by_side).map(row_parallel, w, "wo", "attn_out")
+
+
+@jax.named_scope("output_gate")
+def gated(out: jax.Array, h: Shards, w: Weights) -> jax.Array:
+    """Multiply the heads' output [B, T, H K] by the sigmoid of a projection of the layer's input.
+
+    Without `model.attention_gate`, return it.
+
+    Source:   Qiu et al. 2025 (2505.06708), gated attention, equation 5.
+    """
+    if "w_attn_gate" not in w:
+        return out
+    gate = h.map(_gate, w).in_order().astype(jnp.float32)
+    return (out * jax.nn.sigmoid(gate)).astype(out.dtype)
+
+
+def _gate(h: NormOutput, w: Weights) -> jax.Array:
+    (y,) = products(h.operand, [w["w_attn_gate"]], "attn_norm")
+    return h.scaled(y)
 
 
 @jax.named_scope("qkv")

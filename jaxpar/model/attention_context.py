@@ -6,6 +6,7 @@ import flax.struct
 import jax
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.rope import Tables, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
@@ -26,6 +27,8 @@ class AttentionContext:
     loss_weight: jax.Array | None = None
     """float32 [B]: factor of the losses of the router (`router.with_losses`). None outside training
     and without experts."""
+    positions: jax.Array | None = None
+    """int32 [B, T/sequence]: of the tokens in their document. None without recurrent layers."""
     rows: jax.Array | None = None
     """int32 [B]: `Batch.rows`, if routing is recorded or repeated."""
 
@@ -85,5 +88,7 @@ def _describe(
         in_order=in_order,
     )
     rope = rope_tables(batch.positions, m, length)
-    later = query_scale(batch.positions, m)
-    return AttentionContext(mask=mask, rope=rope, query_scale=later, rows=batch.rows)
+    later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
+    return AttentionContext(
+        mask=mask, rope=rope, query_scale=later, positions=positions, rows=batch.rows
+    )

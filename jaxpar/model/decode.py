@@ -13,18 +13,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ModelConfig, registry
+from jaxpar.config.layout.layer_kinds import RECURRENT, kinds, num_attention_layers
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
-from jaxpar.model.attention import positioned, qkv
+from jaxpar.model.attention import gated, positioned, qkv
 from jaxpar.model.attention_context import AttentionContext, attention_context
 from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
 from jaxpar.model.loss import softcapped
+from jaxpar.model.recurrent import decode as recurrent
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 from jaxpar.sharding.batch import Batch
@@ -34,23 +37,42 @@ type Tree = dict[str, Any]
 
 @flax.struct.dataclass
 class Cache:
-    """The keys and values of each layer, [B, S, G/tensor, K] in the compute dtype.
+    """What each layer holds of the text so far.
 
     In latent attention, `keys` are the latents, [B, S, 1, Rkv], and `values` the rotary keys,
     [B, S, 1, R], complete on each tensor rank (`latent_attention/decode.py`).
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    """[B, S, G/tensor, K] in the compute dtype; None for layers without attention."""
+    states: tuple[Any, ...]
+    """`recurrent.decode.State`; None for layers that are not recurrent."""
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return next(a.shape[1] for a in self.keys if a is not None)
+
+
+def cache_specs(m: ModelConfig) -> Cache:
+    """Return how the arrays of a cache are split over a mesh."""
+    has_state = [kind in RECURRENT for kind in kinds(m)]
+    of_heads = tuple(None if state else PartitionSpec(None, None, TENSOR) for state in has_state)
+    states = tuple(recurrent.SPEC if state else None for state in has_state)
+    return Cache(of_heads, of_heads, states)
 
 
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
-    """Return the bytes of the cache on one device: keys and values, 2 L B S G K / tensor values.
+    """Return the bytes of the cache on one device.
 
-    In latent attention, L B S (Rkv + R) values.
+    Keys and values are 2 L B S G K / tensor numbers, for L layers with attention. In latent
+    attention, L B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
     of_token = sum(heads * dim for heads, dim in _slot(m, tensor))
-    return m.num_layers * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
+    held = num_attention_layers(m) * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
+    layers = m.num_layers - num_attention_layers(m)
+    return held + (layers * recurrent.state_bytes(m, rows, tensor) if layers else 0)
 
 
 def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -63,24 +85,26 @@ def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    layers = range(m.num_layers)
-    return Cache(
-        *(
-            tuple(jnp.zeros((rows, slots, *shape), m.dtype) for _ in layers)
-            for shape in _slot(m, lax.axis_size(TENSOR))
-        )
+    has_state = [kind in RECURRENT for kind in kinds(m)]
+    keys, values = (
+        tuple(None if state else jnp.zeros((rows, slots, *shape), m.dtype) for state in has_state)
+        for shape in _slot(m, lax.axis_size(TENSOR))
     )
+    states = tuple(recurrent.empty_state(m, rows) if state else None for state in has_state)
+    return Cache(keys, values, states)
 
 
-def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple[jax.Array, Cache]:
-    """Run the decoder on prompts and write their keys and values into an empty cache.
+def prompt(
+    weights: Tree, tokens: jax.Array, lengths: jax.Array, cache: Cache, cfg: Config
+) -> tuple[jax.Array, Cache]:
+    """Run the decoder on prompts and write what its layers hold of them into an empty cache.
 
     Args:     weights: fused, in the compute dtype, one tree per layer. tokens: int32 [B, T],
-              padded at the end. cache: with at least T slots.
+              padded at the end. lengths: int32 [B], of the prompts. cache: with at least T slots.
     Returns:  (the last layer's output after the final norm, [B, T, D]; the cache).
     Communication: two all-reduces over TENSOR per layer, and one for the embedding.
     """
-    return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, alone=True)
+    return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, lengths)
 
 
 def step(
@@ -92,7 +116,7 @@ def step(
               `prompt`.
     Returns, Communication: as `prompt`, with T = 1.
     """
-    return _through(weights, tokens, position, cache, cfg, alone=False)
+    return _through(weights, tokens, position, cache, cfg, None)
 
 
 def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
@@ -104,25 +128,29 @@ def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
     return softcapped(lax.all_gather(local, TENSOR, axis=1, tiled=True), m.logits_softcap)
 
 
-def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
-    """Run all layers. `alone`: new tokens see only each other, so the cache is not read."""
+def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None):
+    """Run all layers. With `lengths`, tokens see only each other, so the cache is not read."""
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = attention_context(batch, cfg, max_segments=1, length=cache.keys[0].shape[1])
+    described = attention_context(batch, cfg, max_segments=1, length=cache.slots)
     x = _embed(weights["top"], tokens, cfg.model)
     (chunk,) = weights["layers"]
-    kinds = [
+    contexts = [
         of_these
         for alike, of_these in transformer.runs_of_layers(chunk, described, cfg)
         for _ in alike
     ]
-    keys, values = list(cache.keys), list(cache.values)
-    for i, (w, kind) in enumerate(zip(chunk, kinds, strict=True)):
-        held = keys[i], values[i]
-        x, (keys[i], values[i]) = _layer(x, w, kind, held, first, cfg, alone)
+    keys, values, states = list(cache.keys), list(cache.values), list(cache.states)
+    for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
+        if states[i] is None:
+            held, alone = (keys[i], values[i]), lengths is not None
+            x, (keys[i], values[i]) = _attention(x, w, kind, held, first, cfg.model, alone)
+        else:
+            x, states[i] = _recurrence(x, w, positions, states[i], cfg.model, lengths)
+        x = _feed_forward(x, w, kind, cfg)
     h = transformer.before_logits(weights["top"], x, cfg.model)
-    return h, Cache(tuple(keys), tuple(values))
+    return h, Cache(tuple(keys), tuple(values), tuple(states))
 
 
 def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
@@ -130,17 +158,35 @@ def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
     return embedding.scaled(lax.psum(rows, TENSOR), m)
 
 
-def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
-    m = cfg.model
-    first_branch, second = branches(w)
-    h = _normalized(x, w, first_branch.norm, m)
+def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
+    """Add the layer's attention to x. `alone`: new tokens see only each other."""
+    branch, _ = branches(w)
+    h = _normalized(x, w, branch.norm, m)
     attend = _latent if m.kv_lora_rank else _grouped
     out, held = attend(h, w, context, held, first, m, alone)
-    partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
-    x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
-    whole = Shards((_normalized(x, w, second.norm, m),))
-    (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
-    return second.add(x, lax.psum(partial, TENSOR), w, m), held
+    side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
+    partial = row_parallel(side_by_side, w, "wo", "attn_out")
+    return branch.add(x, lax.psum(partial, TENSOR), w, m), held
+
+
+def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
+    """Add the layer's recurrence to x. With `lengths`, of complete prompts."""
+    branch, _ = branches(w)
+    h = _normalized(x, w, branch.norm, m)
+    if lengths is None:
+        out, held = recurrent.token(h, w, positions, held, m)
+    else:
+        out, held = recurrent.prompt(h, w, positions, lengths, m)
+    partial = row_parallel(out, w, "delta_out", "attn_out")
+    return branch.add(x, lax.psum(partial, TENSOR), w, m), held
+
+
+def _feed_forward(x, w: Tree, context: AttentionContext, cfg: Config):
+    """Add the layer's feed-forward branch to x."""
+    _, branch = branches(w)
+    whole = Shards((_normalized(x, w, branch.norm, cfg.model),))
+    (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
+    return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
 
 def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):

@@ -6,7 +6,8 @@ recomputation.
     causal   6 N + 6 L H K T per token: the FLOPs of a causal model (Megatron).
     full     6 N + 12 L H K T: as if every token attended to every other (torchtitan's MFU column).
 
-In latent attention, values have another width than keys, and K is the mean of both.
+In latent attention, values have another width than keys, and K is the mean of both. L counts the
+layers with attention. Recurrent layers have a term that does not depend on T.
 
 N counts the parameters used in matmuls: all except the embedding table, which is looked up, and the
 experts to which a token is not routed. Modules of multi-token prediction count as layers, and the
@@ -15,6 +16,7 @@ figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -48,12 +50,22 @@ def train_flops_per_token(
     With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
     mean_dim = (model.head_dim + model.value_dim) / 2
-    layers = model.num_layers + model.mtp_depth
+    layers = num_attention_layers(model) + model.mtp_depth
     attention = layers * model.num_heads * mean_dim * seq_len
     matmuls = 6 * num_matmul_params(model)
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
-    return matmuls + (6 if causal else 12) * attention
+    return matmuls + (6 if causal else 12) * attention + recurrence_flops_per_token(model)
+
+
+def recurrence_flops_per_token(model: ModelConfig) -> float:
+    """Return the FLOPs of forward and backward of recurrences, token by token.
+
+    Gated DeltaNet reads its state [K, V] twice and writes it once: 6 K V per head, and as much
+    again twice in the backward. Chunks compute more than that.
+    """
+    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+    return 18 * kinds(model).count(DELTA_NET) * state
 
 
 def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
@@ -66,4 +78,4 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     if model.sliding_window is not None:
         return None
     of_heads = model.num_heads * (8 * model.head_dim + 6 * model.value_dim)
-    return (model.num_layers + model.mtp_depth) * of_heads * seq_len / 2
+    return (num_attention_layers(model) + model.mtp_depth) * of_heads * seq_len / 2

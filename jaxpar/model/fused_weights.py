@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
 from jaxpar.model.moe.recorded import RECORD, REPEAT
 from jaxpar.model.moe.router import TALLY, tally_size
 from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.recurrent import parameters as recurrent
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import EXPERT_FSDP_AXES
@@ -44,6 +46,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "q_norm": None,
     "k_norm": None,
     "sinks": None,
+    "w_attn_gate": -2,
     "wo": -1,
     "bo": None,
     "mlp_norm": None,
@@ -57,6 +60,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "w_shared_gate": -2,
     "w_shared_up": -2,
     "w_shared_down": -1,
+    "w_shared_router": None,
     "w_gate_up": -2,
     "w_gate": -2,
     "b_gate": None,
@@ -64,6 +68,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_up": None,
     "w_down": -1,
     "b_down": None,
+    **recurrent.FUSED_DIMS,
 }
 
 #: The matrices of a layer that `model.matmul_dtype` applies to, with their entries of LAYER_DIMS.
@@ -127,22 +132,53 @@ def fuse(params: Tree, ex: Execution) -> Tree:
 
     Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
-    top = {n: w for n, w in params.items() if n not in ("layers", "dense_layers", "mtp")}
+    stacks = {"dense_layers", "mtp", *STACKS.values()}
+    top = {name: w for name, w in params.items() if name not in stacks}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
     cfg = ex.cfg
     if modules := params.get("mtp"):
         for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
             top |= mtp.flat_names(k, _fuse_module(w, ex))
-    stacked, v = params["layers"], cfg.parallel.virtual_stages
+    v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
-    chunks: tuple = (
-        _split_layers(stacked, v) if cfg.parallel.layer_loop == "scan" else _unstack(stacked, v)
-    )
+    split = _split_layers if scan else _unstack
+    chunks: tuple = split(params["layers"], v)
+    if pattern := cfg.model.layer_pattern:
+        others = {kind: split(params[STACKS[kind]], v) for kind in set(pattern) - {ATTENTION}}
+        chunks = _in_order({ATTENTION: chunks} | others, pattern, v, scan=scan)
     if dense := cfg.model.dense_layers:  # unrolled layers, in a single chunk
         first = params.get("dense_layers")
         chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
     return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
+
+
+def _in_order(
+    chunks: dict[str, tuple], pattern: str, v: int, *, scan: bool
+) -> tuple[tuple[Tree, ...] | list[Tree], ...]:
+    """Put layers of several kinds in the model's order.
+
+    Args:     chunks: of each kind, v chunks as of a model with only these layers.
+    Returns:  v chunks. For `scan`, a list of one period's layers, each stacked over periods.
+    """
+    if scan:
+        chunks = {
+            kind: tuple(_of_period(w, pattern.count(kind)) for w in of_kind)
+            for kind, of_kind in chunks.items()
+        }
+    ordered = []
+    for i in range(v):
+        left = {kind: iter(of_kind[i]) for kind, of_kind in chunks.items()}
+        count = sum(len(of_kind[i]) for of_kind in chunks.values())
+        layers = (next(left[kind]) for kind in itertools.islice(itertools.cycle(pattern), count))
+        ordered.append(list(layers) if scan else tuple(layers))
+    return tuple(ordered)
+
+
+def _of_period(stacked: Tree, n: int) -> tuple[Tree, ...]:
+    """Split stacked layers into those at each of n places of a period, stacked over periods."""
+    by_period = {name: a.reshape(-1, n, *a.shape[1:]) for name, a in stacked.items()}
+    return tuple({name: a[:, i] for name, a in by_period.items()} for i in range(n))
 
 
 def _fuse_layer(w: Tree, ex: Execution) -> Tree:
@@ -154,7 +190,8 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
-    return adapters | alone | (_fuse_projections(w, lead, ex) if "wo" in w else {})
+    has_base = not w.keys().isdisjoint(("wo", "delta_out"))
+    return adapters | alone | (_fuse_projections(w, lead, ex) if has_base else {})
 
 
 def _fuse_module(w: Tree, ex: Execution) -> Tree:
@@ -170,12 +207,16 @@ def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
     """Return the fused arrays except adapters. Leading (layer) dims are unchanged."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
+    if "delta_out" in w:
+        return out | recurrent.fuse(w, lead)
     if "wkv_a" in w:
         for n in {"wq", "wq_b", "wkv_b"} & set(w):
             out[n] = flat(n, w[n].shape[-3], -1)
     else:
         D = out.pop("wq").shape[-3]
         out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
+    if "w_attn_gate" in w:
+        out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
     out["wo"] = flat("wo", -1, w["wo"].shape[-1])
     if ex.fused_gate_up:
         out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
@@ -218,8 +259,8 @@ def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
     """Apply `fn` to each tree in fused layers and the corresponding trees in `rest`."""
 
     def in_chunk(chunk: Any, *others: Any) -> Any:
-        unstacked = isinstance(chunk, tuple)
-        return tuple(map(fn, chunk, *others)) if unstacked else fn(chunk, *others)
+        several = isinstance(chunk, (tuple, list))
+        return type(chunk)(map(fn, chunk, *others)) if several else fn(chunk, *others)
 
     return tuple(map(in_chunk, layers, *rest))
 
@@ -312,8 +353,9 @@ def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
     Only layers with experts have a tally. Those of modules for multi-token prediction come last.
     """
     drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
-    layers = jax.tree.leaves(grads["layers"], is_leaf=lambda tree: isinstance(tree, dict))
-    tallies = [jnp.atleast_2d(w[TALLY]) for w in layers if TALLY in w]
+    one = lambda tree: isinstance(tree, dict) or _is_period(tree)  # noqa: E731
+    layers = jax.tree.leaves(grads["layers"], is_leaf=one)
+    tallies = [_tally(w) for w in layers if TALLY in (w[0] if _is_period(w) else w)]
     if not tallies:
         return grads, None
     of_modules = {n: g for n, g in grads["top"].items() if n.endswith("." + TALLY)}
@@ -321,3 +363,16 @@ def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
     top = {n: g for n, g in grads["top"].items() if n not in of_modules}
     rest = {"top": top, "layers": map_layers(drop, grads["layers"])}
     return rest, jnp.concatenate(tallies)
+
+
+def _tally(w: Tree | list[Tree]) -> jax.Array:
+    """Return the tallies of a layer, of stacked layers, or of stacked periods, in model order."""
+    if isinstance(w, list):
+        stacked = jnp.stack([of_place[TALLY] for of_place in w], axis=1)
+        return stacked.reshape(-1, stacked.shape[-1])
+    return jnp.atleast_2d(w[TALLY])
+
+
+def _is_period(tree: Any) -> bool:
+    """Return whether a tree is the list of a period's layers, as `fuse` makes for `scan`."""
+    return isinstance(tree, list)

@@ -1,6 +1,7 @@
 """One layer of the decoder: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Each term is a `Branch` with the steps normalize, receive, compute and send. This code is the same
+Each term is a `Branch` with the steps normalize, receive, compute and send; experts also dispatch
+tokens before they compute, and collect them afterwards. This code is the same
 for every `Execution`. Differences are in the types of the values: `Shards` of the sequence, whose
 parts are `NormOutput`s, and weights that implement their own matmul. Shape letters are those of
 `sharding/axes.py`; B counts a device's rows.
@@ -23,6 +24,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
+from jaxpar.model.recurrent import delta_net
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -39,7 +41,7 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
         with jax.named_scope(branch.name):
             x, h = branch.normalize(x, vectors, ex)
             h = branch.receive(h, matrices, branch.norm, ex)
-            out = branch.compute(h, matrices, context, ex)
+            out = branch.function(h, matrices, context, ex)
             x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
     return x
 
@@ -55,18 +57,28 @@ def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
     return shards.each(lambda part: dataclasses.replace(h, operand=named(part, name)))
 
 
+def _as_received(h: Any, *_: Any) -> Any:
+    """Return what `receive` returned: the `dispatch` of branches without experts."""
+    return h
+
+
+def _as_computed(out: Any) -> Any:
+    """Return what `compute` returned: the `collect` of branches without experts."""
+    return out
+
+
 @dataclass(frozen=True)
 class Branch:
     """One term of the residual stream, as a function of the stream's norm.
 
     The steps are separate functions so that they can be scheduled differently: with row groups, the
-    `receive` and `send` of one group overlap the `compute` of another (`row_groups.py`).
+    steps of one group that communicate overlap the `compute` of another (`row_groups.py`).
     """
 
     name: str
     norm: str
     compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
-    """Result of `receive` -> input of `send`. No communication over TENSOR."""
+    """Result of `dispatch` -> input of `collect`. No communication over TENSOR."""
     bias: str | None
     post_norm: str
     saved_as: str | None = None
@@ -76,7 +88,16 @@ class Branch:
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
     """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
-    """Result of `compute` -> the sum for this device's tokens."""
+    """Result of `collect` -> the sum for this device's tokens."""
+
+    dispatch: Callable[[Any, Weights, AttentionContext, Execution], Any] = _as_received
+    """Result of `receive` -> input of `compute`: communication over EXPERT."""
+    collect: Callable[[Any], Any] = _as_computed
+    """Result of `compute` -> input of `send`: communication over EXPERT."""
+
+    def function(self, h: Any, w: Weights, context: AttentionContext, ex: Execution) -> Any:
+        """Return the input of `send` from the result of `receive`."""
+        return self.collect(self.compute(self.dispatch(h, w, context, ex), w, context, ex))
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:
         """Select this branch's weights: (norms and bias, matrices with their adapters)."""
@@ -124,6 +145,9 @@ ATTENTION = Branch(
     post_norm="attn_post_norm",
     saved_as="attn_residual",
 )
+DELTA_NET = dataclasses.replace(
+    ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
+)
 LATENT_ATTENTION = dataclasses.replace(
     ATTENTION,
     compute=latent_attention.heads,
@@ -144,14 +168,17 @@ EXPERTS = dataclasses.replace(
     compute=experts.mixture,
     weights=experts.WEIGHTS,
     receive=experts.received,
+    dispatch=experts.dispatched,
+    collect=experts.collected,
     bias=None,  # that of each row's expert is part of `compute`
 )
 
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    attention = LATENT_ATTENTION if "wkv_a" in w else ATTENTION
-    return attention, EXPERTS if "router" in w else FEED_FORWARD
+    by_weight = {"wkv_a": LATENT_ATTENTION, "delta_in": DELTA_NET}
+    mixer = next((branch for name, branch in by_weight.items() if name in w), ATTENTION)
+    return mixer, EXPERTS if "router" in w else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, kinds
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.recurrent.parameters import delta_net_specs
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -22,11 +24,15 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     not grow with depth (GPT-2, section 2.3).
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
-    a stack of their own, "dense_layers". The modules of multi-token prediction are "mtp".
+    a stack of their own, "dense_layers"; so are the layers of each kind of `model.layer_pattern`.
+    The modules of multi-token prediction are "mtp".
 
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
-    specs = blocks_with_top(m, _layers(m, m.num_layers - m.dense_layers))
+    of_kinds = kinds(m)
+    specs = blocks_with_top(m, _layers(m, of_kinds.count(ATTENTION) - m.dense_layers))
+    for kind in sorted(set(of_kinds) - {ATTENTION}):
+        specs[STACKS[kind]] = _layers(m, of_kinds.count(kind), kind)
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = _layers(dense, m.dense_layers)
@@ -35,9 +41,9 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
-def _layers(m: ModelConfig, count: int) -> Tree:
+def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     """Return the specs of `count` stacked layers of one kind."""
-    D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
+    D, F = m.d_model, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
 
     def matrix(shape, axes, std=m.init_std):
@@ -50,10 +56,12 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
-    if m.kv_lora_rank:
+    if kind == DELTA_NET:
+        blocks = delta_net_specs(m, matrix, vector, deep)
+    elif m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
     else:
-        blocks = _attention(m, matrix, deep)
+        blocks = _attention(m, matrix, vector, deep)
     if m.pre_norms:
         blocks |= {name: gain((D,), ("norm",)) for name in ("attn_norm", "mlp_norm")}
     if m.num_experts:
@@ -61,36 +69,45 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.qk_norm and m.qk_norm_over == "head":
-        blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
-    elif m.qk_norm:
-        blocks["q_norm"] = gain((H, K), ("heads", "head_dim"))
-        blocks["k_norm"] = gain((G, K), ("kv_heads", "head_dim"))
-    if m.attention_sinks:
-        sinks = vector((H,), ("heads",), "normal")
-        blocks["sinks"] = dataclasses.replace(sinks, std=m.init_std)
     if m.post_norms:
         blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
-    if m.qkv_bias:
-        blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
-        blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
-    if m.out_bias:
-        blocks["bo"] = vector((D,), ("norm",), "zeros")
     if m.mlp_bias:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
     return blocks
 
 
-def _attention(m: ModelConfig, matrix: Callable[..., ParamSpec], deep: float) -> Tree:
-    """Return the specs of stacked layers' attention. The arguments are those of `_experts`."""
+def _attention(
+    m: ModelConfig,
+    matrix: Callable[..., ParamSpec],
+    vector: Callable[..., ParamSpec],
+    deep: float,
+) -> Tree:
+    """Return the specs of stacked layers' attention. Arguments as in `_experts`."""
     D, H, G, K = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim
-    return {
+    blocks: Tree = {
         "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
         "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
     }
+    if m.qk_norm and m.qk_norm_over == "head":
+        gain = vector((K,), ("head_dim",), init_of_gains(m))
+        blocks |= dict.fromkeys(("q_norm", "k_norm"), gain)
+    elif m.qk_norm:
+        blocks["q_norm"] = vector((H, K), ("heads", "head_dim"), init_of_gains(m))
+        blocks["k_norm"] = vector((G, K), ("kv_heads", "head_dim"), init_of_gains(m))
+    if m.attention_sinks:
+        sinks = vector((H,), ("heads",), "normal")
+        blocks["sinks"] = dataclasses.replace(sinks, std=m.init_std)
+    if m.attention_gate:
+        blocks["w_attn_gate"] = matrix((D, H, K), ("embed", "heads", "head_dim"))
+    if m.qkv_bias:
+        blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
+        blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
+    if m.out_bias:
+        blocks["bo"] = vector((D,), ("norm",), "zeros")
+    return blocks
 
 
 def _experts(
@@ -123,6 +140,9 @@ def _experts(
         for name in ("w_shared_gate", "w_shared_up"):
             blocks[name] = matrix((D, shared), ("embed", "mlp"))
         blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
+    if m.shared_expert_gate:
+        gate = vector((D,), ("norm",), "normal")
+        blocks["w_shared_router"] = dataclasses.replace(gate, std=m.init_std, decay=True)
     return blocks
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.moe.reference import router, router_loss
+from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
 
 type Tree = dict[str, Any]
@@ -103,11 +104,15 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
     x = embed(params["embed"][tokens], m)
     for i in range(m.num_layers):
-        x = block(x, _weights_of(params, i), positions, segments, of_layer(m, i))
+        x = block(x, _weights_of(params, i, m), positions, segments, of_layer(m, i))
     return output(x, params, m)
 
 
-def _weights_of(params: Tree, i: int) -> Tree:
+def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
+    if m.layer_pattern:
+        letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
+        stack = {"*": "layers", "G": "delta_layers"}[letters[i]]
+        return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
     dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
@@ -118,7 +123,7 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routers = embed(params["embed"][batch.tokens], m), []
     for i in range(m.num_layers):
-        w, of_i = _weights_of(params, i), of_layer(m, i)
+        w, of_i = _weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             routers.append(_router_of(x, w, positions, segments, of_i))
         x = block(x, w, positions, segments, of_i)
@@ -179,7 +184,10 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
     of_kind = _latent_attention if m.kv_lora_rank else _attention
-    o = of_kind(h, w, positions, segments, m)
+    if "delta_a" in w:
+        o = jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+    else:
+        o = of_kind(h, w, positions, segments, m)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
     return x + m.residual_multiplier * o
 
@@ -193,6 +201,8 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
     o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
+    if m.attention_gate:
+        o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
     return _times(o, w, "wo") + w.get("bo", 0.0)
 
 
@@ -260,7 +270,10 @@ def _experts(h, w: Tree, m: ModelConfig):
     out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
         gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
-        out = out + _times(_gated(gate, up, m), w, "w_shared_down")
+        shared = _times(_gated(gate, up, m), w, "w_shared_down")
+        if m.shared_expert_gate:
+            shared = shared * jax.nn.sigmoid(h @ w["w_shared_router"])[..., None]
+        out = out + shared
     return out
 
 

@@ -19,7 +19,8 @@ from jaxpar.parallel.gradient_buffers import buffers_of_use
 def layer_of_row_groups(
     xs: tuple[jax.Array, ...], w: Weights, contexts: tuple[AttentionContext, ...], ex: Execution
 ) -> tuple[jax.Array, ...]:
-    """Apply `layer` to row groups. One's communication over TENSOR overlaps another's matmuls.
+    """Apply `layer` to row groups. One's communication over TENSOR and EXPERT overlaps
+    another's matmuls.
 
     All groups pass through one branch, then all through the next. A turn is one group in one
     branch. A barrier makes each turn receive its input by the end of the previous turn, so that
@@ -34,7 +35,8 @@ def layer_of_row_groups(
     def finish(k: int) -> None:
         (branch, vectors, _), i = turns[k]
         with jax.named_scope(branch.name):
-            rows[i] = branch.add(rows[i], branch.send(outs.pop(0)), vectors, ex.cfg.model)
+            out = branch.send(branch.collect(outs.pop(0)))
+            rows[i] = branch.add(rows[i], out, vectors, ex.cfg.model)
 
     def start(k: int) -> Any:
         (branch, vectors, matrices), i = turns[k]
@@ -42,18 +44,30 @@ def layer_of_row_groups(
             finish(k - len(groups))
         with jax.named_scope(branch.name):
             rows[i], h = branch.normalize(rows[i], vectors, ex)
-            return branch.receive(h, buffers_of_use(matrices, i), branch.norm, ex)
+            w = buffers_of_use(matrices, i)
+            h = branch.receive(h, w, branch.norm, ex)
+            return branch.dispatch(h, w, contexts[i], ex)
 
-    h = start(0)
+    sent = start(0)
     for k, ((branch, _, matrices), i) in enumerate(turns):
         with jax.named_scope(branch.name):
-            out = branch.compute(h, buffers_of_use(matrices, i), contexts[i], ex)
+            out = branch.compute(sent, buffers_of_use(matrices, i), contexts[i], ex)
         if k + 1 < len(turns):
-            h, out = lax.optimization_barrier((start(k + 1), out))
+            sent, out = _together(start(k + 1), out)
         outs.append(out)
     for k in range(len(turns) - len(groups), len(turns)):
         finish(k)
     return tuple(rows)
+
+
+def _together(*trees: Any) -> Any:
+    """Return the trees. Whatever reads an array waits for all of them; integers have no gradient,
+    and wait for nothing."""
+    leaves, structure = jax.tree.flatten(trees)
+    at = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    for i, a in zip(at, lax.optimization_barrier([leaves[i] for i in at]), strict=True):
+        leaves[i] = a
+    return jax.tree.unflatten(structure, leaves)
 
 
 def in_groups(tree: Any, groups: int) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from jaxpar.model.fused_weights import (
     module_of,
     only,
 )
-from jaxpar.model.layer import layer
+from jaxpar.model.layer import Branch, branches, layer
 from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
 from jaxpar.model.parameters import Tree
@@ -107,7 +107,7 @@ def _weights(w: Tree) -> Tree:
 def runs_of_layers(
     chunk: tuple, context: AttentionContext, cfg: Config
 ) -> list[tuple[tuple, AttentionContext]]:
-    """Split a chunk into runs of layers of one kind: windows, rotary embedding, experts or not.
+    """Split a chunk into runs of layers of one kind: their parameters, window, rotary embedding.
 
     Every chunk begins with the same kind of layer (`config/validate.py` checks this), so the index
     of a layer within its chunk determines whether it has a window and a rotary embedding.
@@ -115,14 +115,14 @@ def runs_of_layers(
     Returns:  runs of consecutive layers of one kind, each with its attention context.
     """
     m = cfg.model
-    if not (m.global_every or m.nope_every or m.dense_layers):
+    if not (m.global_every or m.nope_every or m.dense_layers or m.layer_pattern):
         return [(chunk, context)]
     local = dataclasses.replace(context, in_global=None)
     last_of = lambda every, i: every > 0 and (i + 1) % every == 0  # noqa: E731
 
-    def kind(at: tuple[int, dict]) -> tuple[bool, bool, bool]:
+    def kind(at: tuple[int, dict]) -> tuple[bool, bool, tuple[Branch, ...]]:
         i, w = at
-        return last_of(m.global_every, i), last_of(m.nope_every, i), "router" in w
+        return last_of(m.global_every, i), last_of(m.nope_every, i), branches(w)
 
     runs: list[tuple[tuple, AttentionContext]] = []
     for (is_global, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
@@ -274,7 +274,9 @@ def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext)
     p = ex.cfg.parallel
     block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
 
-    def one(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
+    def one(x: jax.Array, w: Tree | list[Tree], context: AttentionContext) -> jax.Array:
+        if isinstance(w, list):  # the layers of a period
+            return functools.reduce(lambda x, w: one(x, w, context), w, x)
         y, used = block(x, _weights(w), context), w.get(IN_USE)
         return y if used is None else optional.select(used, y, x)
 

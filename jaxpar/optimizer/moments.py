@@ -17,6 +17,7 @@ import optax
 from jax import lax
 
 from jaxpar.config import Config, ConfigError, OptimizerConfig
+from jaxpar.config.layout.layer_kinds import STACKS
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space
@@ -27,7 +28,7 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
-ROOT = frozenset({"embed", "layers", "dense_layers", "final_norm", "head", "mtp"})
+ROOT = frozenset({"embed", "dense_layers", "final_norm", "head", "mtp", *STACKS.values()})
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
@@ -103,10 +104,11 @@ def update(
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, specs, step, ok, *trees)
-    top = [name for name in params if name != "layers"]
+    stacks = [[name] for name in STACKS.values() if name in params]
+    top = [name for name in params if name not in STACKS.values()]
     parts = [
         _in_slices(cfg, specs, step, ok, [_entries(tree, names) for tree in trees])
-        for names in (top, ["layers"])
+        for names in (top, *stacks)
         if names
     ]
     new, kept = zip(*parts, strict=True)
@@ -117,8 +119,8 @@ def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
     """Return the index, in the logical array, of each row of each shard along its first dim."""
 
     def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        if spec.axes[0] == "layer":  # a model without a pipeline may have two stacks of layers
-            return layers if len(param) == len(layers) else layers[: len(param)]
+        if spec.axes[0] == "layer" and len(param) == len(layers):  # else one of several stacks
+            return layers
         return places(len(param), spec.partition_spec[0])
 
     return map_specs(of, specs, params)
@@ -173,7 +175,7 @@ def _in_slices(
     """
     grads, opt_state, params, rows = trees
     lengths = math.gcd(*map(len, jax.tree.leaves(params)))
-    most = lengths if "layers" in params else TOP_SLICES
+    most = lengths if params.keys() <= set(STACKS.values()) else TOP_SLICES
     slices = max(n for n in range(1, most + 1) if lengths % n == 0)
 
     def part(a: jax.Array, i: jax.Array) -> jax.Array:

@@ -8,7 +8,8 @@ packed documents.
     ulysses     All-to-alls reshard from the sequence to heads. Tokens are in text order.
 
 allgather and ring are correct for any order of tokens. The loader uses zigzag order for them, which
-gives each device an early and a late part of the sequence and thus the same amount of causal work.
+gives each device an early and a late part of the sequence and thus the same amount of causal work,
+except in models with recurrent layers, which need text order.
 `positions` hold the order.
 """
 
@@ -25,6 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.config import Config, ParallelConfig
+from jaxpar.config.layout.layer_kinds import in_zigzag_order
 from jaxpar.kernels.attention import (
     AttentionMask,
     Choice,
@@ -53,6 +55,11 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
         return None
     pieces = np.arange(seq_len).reshape(2 * n, -1)
     return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
+
+
+def order_of(cfg: Config) -> np.ndarray | None:
+    """Return `token_order` for a config. Models with recurrent layers have text order."""
+    return token_order(cfg.parallel, cfg.data.seq_len) if in_zigzag_order(cfg) else None
 
 
 @jax.named_scope("core_attention")

@@ -64,8 +64,8 @@ def add_gradients(total: Any, part: Any, add: Callable = add_gradient) -> Any:
 
     Args:     add: (sum, gradient) -> sum.
     """
-    if isinstance(total, tuple):
-        return tuple(add_gradients(a, b, add) for a, b in zip(total, part, strict=True))
+    if isinstance(total, (tuple, list)):
+        return type(total)(add_gradients(a, b, add) for a, b in zip(total, part, strict=True))
     if isinstance(total, dict):
         return {name: add_gradients(total[name], part[name], add) for name in total}
     return add(total, part)

@@ -25,7 +25,7 @@ from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.hlo.attribution import attribute
 from jaxpar.profiling.launching import launching
 from jaxpar.profiling.trace import cpu_trace
-from jaxpar.profiling.trace.intervals import Interval, length, subtract, union
+from jaxpar.profiling.trace.intervals import Cover, Interval, length, subtract, union
 from jaxpar.profiling.trace.kernels import (
     CLASSES,
     COMMUNICATION,
@@ -91,13 +91,14 @@ def exposed_by_kind(kernels: Sequence[Sorted]) -> dict[str, int]:
     If two collectives overlap, the time counts for the one that began first, so that the sum is
     `exposed`.
     """
-    taken, _ = busy_times(kernels)
+    compute = Cover(union(k.kernel.interval for k in kernels if k.what != COMMUNICATION))
     found: dict[str, int] = defaultdict(int)
+    reached = 0  # by an earlier collective: those begin no later, so they take all time up to here
     for item in sorted(kernels, key=lambda k: k.kernel.start):
         if item.what == COMMUNICATION:
-            alone = subtract([item.kernel.interval], taken)
-            found[item.kind] += length(alone)
-            taken = union([*taken, *alone]) if alone else taken
+            start, end = max(item.kernel.start, reached), item.kernel.end
+            found[item.kind] += compute.outside(start, end) if start < end else 0
+            reached = max(reached, end)
     return dict(found)
 
 

@@ -1,5 +1,6 @@
 """Initial values of a tree of parameters, shard by shard."""
 
+import math
 import zlib
 from typing import Any
 
@@ -40,7 +41,14 @@ def initial_values(spec: ParamSpec, key: jax.Array) -> jax.Array:
         return jnp.ones(spec.shape, jnp.float32)
     if spec.init == "zeros":
         return jnp.zeros(spec.shape, jnp.float32)
-    return spec.std * jax.random.normal(jax.random.wrap_key_data(key), spec.shape, jnp.float32)
+    random = jax.random.wrap_key_data(key)
+    if spec.init == "decay_rate":
+        return jnp.log(jax.random.uniform(random, spec.shape, jnp.float32, 1, 16))
+    if spec.init == "time_step":
+        ends = math.log(0.001), math.log(0.1)
+        step = jnp.exp(jax.random.uniform(random, spec.shape, jnp.float32, *ends))
+        return step + jnp.log(-jnp.expm1(-step))
+    return spec.std * jax.random.normal(random, spec.shape, jnp.float32)
 
 
 def init_options(platform: str) -> tuple[tuple[str, int], ...]:

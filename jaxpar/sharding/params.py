@@ -24,7 +24,9 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     """Logical axis of each dimension, a name from `axes.RULES`."""
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "decay_rate", "time_step"] = "normal"
+    """decay_rate: the logarithm of a number between 1 and 16. time_step: the number whose softplus
+    is between 0.001 and 0.1, evenly by its logarithm."""
     std: float = 0.02
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
@@ -90,7 +92,7 @@ def split(tree: Any, specs: Any) -> tuple[Any, Any]:
 
 
 def join(a: Any, b: Any) -> Any:
-    """Merge two trees of dicts and tuples into one with the names of both."""
-    if isinstance(a, tuple):
-        return tuple(map(join, a, b)) if b else a
+    """Merge two trees of dicts, tuples and lists into one with the names of both."""
+    if isinstance(a, (tuple, list)):
+        return type(a)(map(join, a, b)) if b else a
     return a | b | {name: join(a[name], b[name]) for name in a.keys() & b.keys()}

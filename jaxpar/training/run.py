@@ -22,7 +22,7 @@ from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate, on_host
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import order_of
 from jaxpar.planning.fit import check_fits
 from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
@@ -85,7 +85,7 @@ class Run:
 
     def _loaders(self) -> tuple[Loader, Loader | None]:
         """Open the training data, and the held-out data if the run evaluates."""
-        order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
+        order = order_of(self.cfg)
         loader = Loader(self.cfg, self.mesh, "train", order)
         if not self.cfg.evaluation.every:
             return loader, None
@@ -167,7 +167,7 @@ class Run:
         look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
-        epochs, order = self.loader.epochs, token_order(cfg.parallel, cfg.data.seq_len)
+        epochs, order = self.loader.epochs, order_of(cfg)
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
 
     def prepare_metrics(self) -> None:

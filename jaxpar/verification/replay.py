@@ -19,7 +19,7 @@ from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import order_of
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
@@ -160,7 +160,7 @@ class Replay:
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
-        order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
+        order = order_of(self.cfg)
         return Loader(self.cfg, mesh, "train", order)
 
     def _step_on(self, mesh: Mesh) -> Callable:

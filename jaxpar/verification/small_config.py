@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config.layout.layer_kinds import DELTA_NET
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
@@ -99,6 +100,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values |= _latents(m, head_dim, d_model, sharded)
     if m.dense_layers:
         values |= _dense(m, d_model, meshes)
+    if DELTA_NET in m.layer_pattern:
+        values |= _delta_net(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
@@ -110,6 +113,18 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
+    """Return the sizes of Gated DeltaNet, with as many value heads per key head."""
+    heads = math.lcm(2, tensor)
+    return {
+        "model.linear_num_key_heads": heads,
+        "model.linear_num_value_heads": heads * m.linear_num_value_heads // m.linear_num_key_heads,
+        "model.linear_key_head_dim": max(round(m.linear_key_head_dim * narrower), 4),
+        "model.linear_value_head_dim": max(round(m.linear_value_head_dim * narrower), 4),
+        "model.recurrent_chunk": min(m.recurrent_chunk, 5),
+    }
 
 
 def _adapters(cfg: Config, most: int) -> dict[str, Any]:

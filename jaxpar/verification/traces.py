@@ -21,7 +21,7 @@ from jaxpar.config import Config, replace
 from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.rules import make_optimizer
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
@@ -64,7 +64,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
 
 def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
     """Put a host batch on the mesh, with its tokens in the loader's order."""
-    order = token_order(cfg.parallel, cfg.data.seq_len)
+    order = order_of(cfg)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     put = lambda a: jax.device_put(a if order is None else a[:, order], sharding)  # noqa: E731
     return jax.tree.map(put, batch)

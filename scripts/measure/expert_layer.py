@@ -22,6 +22,7 @@ from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
+from jaxpar.model.layer import EXPERTS
 from jaxpar.model.moe import experts, router
 from jaxpar.model.parameters import param_specs
 from jaxpar.parallel.tensor.shards import Shards
@@ -83,7 +84,7 @@ def programs_of(cfg: Config):
         return {n: a if n in experts.OF_ROUTER else a.astype(m.dtype) for n, a in w.items()}
 
     def apply(w, x):
-        return experts.mixture(Shards((NormOutput(x),)), w, context, ex).parts[0]
+        return EXPERTS.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
 
     def gradients(w, x, d_out):  # those of experts stay in the compute dtype, as in a step
         out, pullback = jax.vjp(apply, converted(w), x)

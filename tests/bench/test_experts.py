@@ -40,6 +40,12 @@ def test_an_entry_has_the_spread_of_each_metric():
     )
 
 
+@pytest.mark.parametrize(("before", "said"), [(3, "fresh router"), (200, "router after 200 steps")])
+def test_an_entry_says_how_long_the_router_learned(before, said):
+    card = experts.of_steps(steps({"fullest_expert": 2}), None, before)
+    assert card["experts"]["routing"] == said
+
+
 @pytest.mark.parametrize("name", ["fullest_rank", "further_rounds"])
 def test_without_an_expert_axis_there_are_no_ranks(name):
     card = experts.of_steps(steps({"fullest_expert": 2}))

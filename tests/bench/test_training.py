@@ -95,16 +95,16 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
     cfg = training.read_command([config_file])[1]
     seen = []
     with only_devices(1):
-        figures, running = training.measure(run.Run(cfg), 2)
+        figures, running = training.measure(run.Run(cfg), 2, warm_up=5)
         step = running.step
         running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
         assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not requested")
         assert seen == [] and next(running.batches, None) is None
         running.batches = run.Run(cfg).loader.prefetched(0)
         assert profiled.profile_steps(running, 2)["profile"] is None
-    first = bench.WARM_UP + 2 + 1
+    first = 5 + 2 + 1
     assert seen == list(range(first, first + profiled.SETTLE + 2))
-    assert figures["steps"] == 2
+    assert (figures["steps"], figures["warm_up_steps"]) == (2, 5)
 
 
 def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ def test_what_may_be():
             {"rope_scaling.kind": "yarn", "rope_scaling.query_beta": 0.1},
             r"query_beta = 0.1: does not apply",
         ),
+        ({"attention_gate": True}, r"attention_gate = True: does not apply"),
         ({"attention_sinks": True}, r"attention_sinks = True: does not apply"),
         ({"matmul_dtype": "float8", "kv_lora_rank": 72}, r"kv_lora_rank = 72.*divisible by 16"),
     ],

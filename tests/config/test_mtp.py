@@ -27,6 +27,10 @@ def test_what_may_be():
             r"nope_every = 2: does not support model.mtp_depth.*layers are alike",
         ),
         (
+            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
+            r"layer_pattern = 'G\*': does not support model.mtp_depth.*layers are alike",
+        ),
+        (
             {"model.num_experts": 4, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
             r"pipeline = 2: does not support model.mtp_depth.*with experts",
         ),

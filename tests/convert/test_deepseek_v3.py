@@ -11,7 +11,8 @@ from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, 
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import reference
-from jaxpar.model.moe import experts, router
+from jaxpar.model.layer import EXPERTS
+from jaxpar.model.moe import router
 from jaxpar.parallel.tensor.shards import Shards
 from tests.convert import tiny
 
@@ -83,7 +84,7 @@ def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL))
     context = SimpleNamespace(loss_weight=None, rows=None)
-    (found,) = experts.mixture(Shards((NormOutput(x),)), w, context, ex).parts
+    (found,) = EXPERTS.function(Shards((NormOutput(x),)), w, context, ex).parts
     plain = reference._experts(x, w, MODEL)
     largest = np.abs(GOLDEN["out"]).max()
     for out in (found, plain):

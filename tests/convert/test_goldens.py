@@ -45,6 +45,7 @@ MODELS = list(tiny.MODELS)
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gpt_oss", "olmo3"]
 QUICK += ["deepseek_v3_whole"]
+QUICK += ["qwen3_next"]
 QUICK += ["phi4_mini", "granite", "gemma2", "ministral3"]
 
 

@@ -38,10 +38,11 @@ def test_every_entry_of_every_family_is_whole(family):
     names = {(entry.name, entry.part) for entry in family.entries}
     assert len(names) == len({(entry.path, entry.name) for entry in family.entries})
     for entry in family.entries:
-        dims = tensor_layout.dims_of(entry.theirs)
+        dims = tensor_layout.dims_of(entry.letters)
         letters = [d[1 + entry.part] if d[0] == "[" else d for d in dims if not d.isdigit()]
         assert sorted(entry.inner) == sorted(letters)
-        assert entry.part == 0 or any(d.isdigit() or d[0] == "[" for d in dims)
+        several = lambda d: d.isdigit() or d[0] in "[+"  # noqa: E731
+        assert entry.part == 0 or any(map(several, tensor_layout.dims_of(entry.theirs)))
         assert entry.ours == entry.stacked + entry.inner
         assert all(f"{{{letter}}}" in entry.name for letter in entry.stacked)
 

@@ -21,6 +21,14 @@ NUM_TOKENS = 304
 PROMPTS, NUM_GREEDY = ((0, 80), (80, 89), (90, 91), (100, 148), (150, 170), (200, 263)), 20
 
 
+#: Families with a norm of each head's queries and keys.
+WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3_text", "qwen3_next")
+WITH_QK_NORM += ("qwen3_5_text",)
+
+#: Families whose norms hold what is added to 1.
+OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
+
+
 def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
     kind, D = values["model_type"], values["hidden_size"]
@@ -40,13 +48,18 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
             biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
+        if values.get("layer_types", [""] * (i + 1))[i] == "linear_attention":
+            found |= _linear_attention(layer, values)
+            projections = {}
+        elif kind in ("qwen3_next", "qwen3_5_text"):
+            projections["q_proj"] = (2 * H * K, D)
         if not kind.startswith("olmo") or kind == "olmoe":
             found[layer + "input_layernorm.weight"] = (D,)
         for name, shape in projections.items():
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
-        if kind in ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3_text"):
+        if projections and kind in WITH_QK_NORM:
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         if kind == "gpt_oss":
             found[layer + "self_attn.sinks"] = (H,)
@@ -78,6 +91,26 @@ def _module(values: dict, layer: str, D: int) -> dict[str, tuple[int, ...]]:
     return found | {layer + "eh_proj.weight": (D, 2 * D)}
 
 
+def _linear_attention(layer: str, values: dict) -> dict[str, tuple[int, ...]]:
+    D, linear = values["hidden_size"], layer + "linear_attn."
+    g, h = values["linear_num_key_heads"], values["linear_num_value_heads"]
+    k, v = values["linear_key_head_dim"], values["linear_value_head_dim"]
+    mixed = 2 * g * k + h * v
+    found = {
+        "conv1d.weight": (mixed, 1, values["linear_conv_kernel_dim"]),
+        "A_log": (h,),
+        "dt_bias": (h,),
+        "norm.weight": (v,),
+        "out_proj.weight": (D, h * v),
+    }
+    if values["model_type"] == "qwen3_next":
+        found |= {"in_proj_qkvz.weight": (mixed + h * v, D), "in_proj_ba.weight": (2 * h, D)}
+    else:
+        found |= {"in_proj_qkv.weight": (mixed, D), "in_proj_z.weight": (h * v, D)}
+        found |= {f"in_proj_{n}.weight": (h, D) for n in "ba"}
+    return {linear + name: shape for name, shape in found.items()}
+
+
 def _latents(values: dict, D: int, H: int) -> tuple[dict, dict]:
     """Shapes of multi-head latent attention's matrices, and of its norms."""
     C, R, N, I = (  # noqa: E741
@@ -106,10 +139,14 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
     if values["model_type"] == "mixtral":
         moe, of = layer + "block_sparse_moe.", {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
         return _experts(moe, values["num_local_experts"], D, of)
-    if values["model_type"] == "qwen3_moe":
+    if values["model_type"] in ("qwen3_moe", "qwen3_next"):
         F = values["moe_intermediate_size"]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
-        return _experts(layer + "mlp.", values["num_experts"], D, of)
+        found = _experts(layer + "mlp.", values["num_experts"], D, of)
+        if values["model_type"] == "qwen3_moe":
+            return found
+        found |= {f"{layer}mlp.shared_expert.{name}.weight": shape for name, shape in of.items()}
+        return found | {layer + "mlp.shared_expert_gate.weight": (1, D)}
     sigmoid = values["model_type"] in ("dots1", "glm4_moe", "deepseek_v3")
     if (sigmoid or values["model_type"] == "deepseek_v2") and int(layer.split(".")[2]) > 0:
         F, E = values["moe_intermediate_size"], values["n_routed_experts"]
@@ -142,15 +179,17 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     near_one = name.endswith("norm.weight")
-    scale = 1.0 if name.endswith("sinks") else 0.15
+    # A recurrence's norm divides by the length of its output, which small values make 0.
+    scale = 1.0 if name.endswith(("sinks", "conv1d.weight")) else 0.15
     return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)
 
 
 def tensors(values: dict) -> dict[str, np.ndarray]:
-    """Every tensor of a model; Gemma's norms hold what is added to 1."""
-    offset = np.float32(values["model_type"] in ("gemma2", "gemma3_text"))
+    """Every tensor of a model; the norms of some families hold what is added to 1."""
+    offset = np.float32(values["model_type"] in OFFSET)
     found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
-    return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
+    added = lambda n: n.endswith("norm.weight") and ".linear_attn." not in n  # noqa: E731
+    return {n: a - offset if added(n) else a for n, a in found.items()}
 
 
 #: config.json's keys for a layer of experts as DeepSeek-V3 has them, and its tokens.

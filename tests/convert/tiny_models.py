@@ -1,5 +1,6 @@
 """config.json of a tiny model of each family."""
 
+from tests.convert.tiny_hybrids import HYBRIDS
 from tests.convert.tiny_ropes import LLAMA3, YARN
 
 _SHAPE = {
@@ -356,3 +357,5 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
+
+MODELS |= {name: _SHAPE | values for name, values in HYBRIDS.items()}

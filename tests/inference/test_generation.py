@@ -73,10 +73,25 @@ MODELS = {
         "model.activation": "clamped_swiglu",
         "model.swiglu_limit": 1.0,
     },
+    "recurrent": {
+        "model.layer_pattern": "G*",
+        "model.linear_num_key_heads": 2,
+        "model.linear_num_value_heads": 4,
+        "model.linear_key_head_dim": 4,
+        "model.linear_value_head_dim": 6,
+        "model.recurrent_chunk": 5,
+        "model.attention_gate": True,
+    },
 }
 
 #: The others are in these, or change less.
-QUICK = [("gemma", 2), ("experts", 1), ("sinks", 2), ("no rope in some layers", 1)]
+QUICK = [
+    ("recurrent", 2),
+    ("gemma", 2),
+    ("experts", 1),
+    ("sinks", 2),
+    ("no rope in some layers", 1),
+]
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])
 GREEDY = Sampling(temperature=0.0)
@@ -189,9 +204,9 @@ def test_next_to_no_temperature_is_none(temperature):
     np.testing.assert_array_equal(found, [0, 0, 1, 0, 0])
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
-    cfg, mesh, _, weights = model("llama", tensor)
+@pytest.mark.parametrize(("name", "tensor"), [("llama", 1), ("llama", 2), ("recurrent", 2)])
+def test_the_cache_is_as_large_as_it_is_said_to_be(name, tensor):
+    cfg, mesh, _, weights = model(name, tensor)
     programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60)
     rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))

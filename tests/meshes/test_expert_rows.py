@@ -26,6 +26,7 @@ expert=2,data=2,zero=2
 expert=2,tensor=2,layer_loop=unroll
 expert=4,tensor=2,zero=1
 expert=4,sequence=2
+expert=2,layer_loop=unroll,row_groups=2
 expert=4,replica=2
 expert=4,pipeline=2,num_microbatches=2
 expert=2,replica=2,num_microbatches=2

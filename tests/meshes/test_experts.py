@@ -258,6 +258,7 @@ ON_EXPERT_AXIS = replace(
 
 EXPERT_MESHES = """
 expert=2,sequence=2,layer_loop=unroll
+expert=2,layer_loop=unroll,row_groups=2
 """.split()
 
 MORE_EXPERT_MESHES = """
@@ -272,6 +273,7 @@ expert=2,tensor=2,layer_loop=unroll
 expert=4,tensor=2,zero=1
 expert=2,replica=2,num_microbatches=2
 expert=2,data=2,tensor=2,layer_loop=unroll,row_groups=2
+expert=2,pipeline=2,num_microbatches=2,layer_loop=unroll,row_groups=2,zero=1
 expert=2,pipeline=2,num_microbatches=2
 expert=2,pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 expert=2,pipeline=2,sequence=2,num_microbatches=2,pipeline_save=inputs

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.profiling.trace.intervals import length, subtract, union
+from jaxpar.profiling.trace.intervals import Cover, length, subtract, union
 
 PIECES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], sum(p))))
 
@@ -27,6 +27,12 @@ def test_against_sets(a, b):
     assert moments(a_union) == moments(a)
     assert moments(left) == moments(a) - moments(b)
     assert length(left) == len(moments(left))
+
+
+@given(PIECES, st.integers(0, 60), st.integers(0, 20))
+def test_the_time_outside_a_cover(pieces, start, long):
+    outside = Cover(union(pieces)).outside(start, start + long)
+    assert outside == len(set(range(start, start + long)) - moments(pieces))
 
 
 def test_by_hand():

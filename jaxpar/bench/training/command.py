@@ -40,20 +40,20 @@ from jaxpar.training import elastic
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 
-#: Steps run before timing starts: the first steps load kernels, and clocks settle.
+#: Fewest steps before timing starts: the first ones load kernels, and clocks settle.
 WARM_UP = 3
 #: Seconds between progress lines.
 EVERY = 5.0
 
 
 def measure(
-    run: Run, steps: int, routing: RecordedRouting | None = None
+    run: Run, steps: int, routing: RecordedRouting | None = None, warm_up: int = WARM_UP
 ) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
     As in training, each step is waited for after the next one is dispatched.
 
-    Args:     routing: repeated in every step. None: routers choose.
+    Args:     routing: repeated in every step. None: routers choose. warm_up: steps before timing.
     Returns:  the figures (step times, waits for data, compile time, first and last loss, peak
         memory, bytes sent), and the run, for further steps.
     """
@@ -68,7 +68,7 @@ def measure(
     times: list[float] = []
     losses, done, waits, pending, told = [], [], [], None, time.perf_counter()
     with power.watch_power(jax.default_backend() == "gpu") as gpus:
-        for _ in range(WARM_UP + steps + 1):
+        for _ in range(warm_up + steps + 1):
             began = time.perf_counter()
             _, batch = next(batches)
             waits.append(time.perf_counter() - began)
@@ -79,25 +79,26 @@ def measure(
                 losses.append(float(pending.loss))
                 done.append(pending)
                 times.append(time.perf_counter())
-                told = _progress(times, told, WARM_UP + steps)
-            if len(times) == WARM_UP:
+                told = _progress(times, told, warm_up + steps)
+            if len(times) == warm_up:
                 gpus.begin()
             pending = measured
-    seconds = [b - a for a, b in itertools.pairwise(times)][WARM_UP - 1 :]
+    seconds = [b - a for a, b in itertools.pairwise(times)][warm_up - 1 :]
     hlo_text = train_step.program.as_text()
     figures = {
         "step_seconds": spread(seconds),
-        "data_wait_seconds": spread(waits[WARM_UP:-1]),
+        "data_wait_seconds": spread(waits[warm_up:-1]),
+        "warm_up_steps": warm_up,
         "steps": len(seconds),
         "compile_seconds": compile_seconds,
         "start_up_seconds": run.startup.seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
-        **experts.of_steps(done[WARM_UP:], routing),
+        **experts.of_steps(done[warm_up:], routing, warm_up),
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    first = WARM_UP + steps + 2  # a step before the warm-up, and the timed ones
+    first = warm_up + steps + 2  # a step before the warm-up, and the timed ones
     facts = functools.partial(facts_of, run.cfg, train_step.program, describe(run.mesh), first)
     return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
 
@@ -191,6 +192,12 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     add = parser.add_argument
     parser.whole("--steps", 20, Range(1, 1_000_000, 20), help="number of timed steps (20)")
     parser.whole(
+        "--warm-up",
+        WARM_UP,
+        Range(WARM_UP, 1_000_000, WARM_UP),
+        help="number of steps before them, in which routers learn to balance their experts (3)",
+    )
+    parser.whole(
         "--profile-steps",
         2,
         Range(0, MAX_PROFILED_STEPS, 2),
@@ -253,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     )
     profiled.check_profiler(options.profiler, options.trace)
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
-    figures, running = measure(run, options.steps, routing)
+    figures, running = measure(run, options.steps, routing, options.warm_up)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     peers.log(summary(result))
     to_card = options.card and peers.rank() == 0

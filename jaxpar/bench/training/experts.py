@@ -11,21 +11,28 @@ from jaxpar.monitoring.routing import RecordedRouting
 #: What chose each token's experts, if no recorded routing did: loads are never forced to be even.
 FRESH = "fresh router"
 
+#: With fewer steps before the timed ones, a router counts as fresh.
+LEARNED = 20
+
 #: Metrics of a step that a card has, if the step has them.
 METRICS = ("expert_entropy", "fullest_expert", "fullest_rank", "further_rounds", "dropped_rows")
 
 
-def of_steps(measured: Sequence[Any], routing: RecordedRouting | None = None) -> dict[str, Any]:
+def of_steps(
+    measured: Sequence[Any], routing: RecordedRouting | None = None, steps_before: int = 0
+) -> dict[str, Any]:
     """Return the card's entry for the experts; empty without experts.
 
     Args:     measured: `StepMetrics` of each timed step. routing: what they repeated.
+              steps_before: number of steps in which the router learned.
     """
     there = [name for name in METRICS if getattr(measured[0], name) is not None]
     if not there:
         return {}
     steps = jax.device_get([{name: getattr(m, name) for name in there} for m in measured])
     spread = {name: _spread([float(step[name]) for step in steps]) for name in there}
-    return {"experts": {"routing": str(routing or FRESH)} | spread}
+    chosen = FRESH if steps_before < LEARNED else f"router after {steps_before} steps"
+    return {"experts": {"routing": str(routing or chosen)} | spread}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

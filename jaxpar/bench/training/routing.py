@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config
 from jaxpar.monitoring.routing import RecordedRouting
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 
@@ -21,7 +21,7 @@ class RoutingReplay:
         """
         Args:     cfg: resolved for the mesh; the routing fits it.
         """
-        order, experts = token_order(cfg.parallel, cfg.data.seq_len), routing.experts
+        order, experts = order_of(cfg), routing.experts
         placed = experts if order is None else experts[:, order]
         sharding = NamedSharding(mesh, BATCH_SPEC)
         self._experts = jax.make_array_from_callback(placed.shape, sharding, placed.__getitem__)

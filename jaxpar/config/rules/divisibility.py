@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.layout.layer_kinds import DELTA_NET, in_zigzag_order
 
 
 class _Division(NamedTuple):
@@ -24,7 +25,7 @@ def _divisions(cfg: Config) -> list[_Division]:
     kv_heads, tensor, pipeline = "model.num_kv_heads", "parallel.tensor", "parallel.pipeline"
     sequence, data, expert = "parallel.sequence", "parallel.data", "parallel.expert"
     rows = ("parallel.replica", data, expert, "parallel.num_microbatches", "parallel.row_groups")
-    cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
+    cut, zigzag = p.sequence > 1, p.sequence > 1 and in_zigzag_order(cfg)
     halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
     table = [
         _Division(kv_heads, (tensor,), "tensor ranks get equal numbers of KV heads"),
@@ -35,6 +36,9 @@ def _divisions(cfg: Config) -> list[_Division]:
         _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),
         _Division("train.global_batch_size", rows, "microbatches have equal numbers of rows"),
     ]
+    if DELTA_NET in cfg.model.layer_pattern:
+        why = "tensor ranks get equal numbers of heads"
+        table.append(_Division("model.linear_num_key_heads", (tensor,), why))
     latents = [n for n in ("kv_lora_rank", "q_lora_rank") if getattr(cfg.model, n)]
     why = "parameters are sharded over it"
     table += [_Division(f"model.{name}", (data, expert, sequence), why) for name in latents]

@@ -5,8 +5,8 @@ from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
-model.num_shared_experts model.dense_layers model.router_score model.router_linear_bias
-model.router_bias model.router_groups
+model.num_shared_experts model.shared_expert_gate model.dense_layers model.router_score
+model.router_linear_bias model.router_bias model.router_groups
 model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
 train.router_z_loss train.router_bias_rate parallel.expert_dispatch
 run.record_routing""".split()
@@ -37,6 +37,9 @@ def experts(cfg: Config) -> None:
     path, scale = "model.router_scale", m.router_scale
     require(scale > 0, cfg, path, "must be above 0", flag(path, 1.0))
     dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"
+    path, needed = "model.shared_expert_gate", "model.num_shared_experts"
+    ok = m.num_shared_experts > 0 or not m.shared_expert_gate
+    require(ok, cfg, path, f"needs {needed}, which is 0", flag(path, False), flag(needed, 1))
     path, none = "model.mlp_bias", flag(COUNT, 0)
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
 

@@ -20,6 +20,7 @@ OF_OTHERS = {
     "model.attention_multiplier": "scores are divided by the square root of head_dim",
     "model.attention_softcap": "no kernel of it has been tested with a cap",
     "model.rope_scaling.query_beta": "queries are multiplied by a number of mscale_all_dim",
+    "model.attention_gate": "its heads have no gate",
     "model.attention_sinks": "no kernel of it has been tested with them",
 }
 

@@ -23,9 +23,13 @@ def multi_token_prediction(cfg: Config) -> None:
     require(cfg.train.mtp_loss > 0, cfg, WEIGHT, f"must be above 0, or {DEPTH} 0", none)
     said = f"does not support {DEPTH}, which is {m.mtp_depth}"
     require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
-    for path in ("model.global_every", "model.nope_every"):
+    for path, alike in (
+        ("model.global_every", 0),
+        ("model.nope_every", 0),
+        ("model.layer_pattern", ""),
+    ):
         rule = f"{said}: a module has the layer of a model whose layers are alike"
-        require(value_of(cfg, path) == 0, cfg, path, rule, flag(path, 0), none)
+        require(value_of(cfg, path) == alike, cfg, path, rule, flag(path, alike), none)
     path, rule = "model.logits_scaling", f"{said}: modules read what the head reads, unscaled"
     require(m.logits_scaling == 1, cfg, path, rule, flag(path, 1.0), none)
     if m.num_experts and p.pipeline > 1:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
@@ -31,6 +32,7 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
+    "recurrent_chunk",
     # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",
     "normalize_experts",
@@ -108,6 +110,10 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     for ours, key in family.fields.items():
         fields[ours] = _field(ours, key, values)
     fields |= layer_keys.read(values, family, fields["num_layers"])
+    for key, other in family.equal_keys.items():
+        if values.get(key) != values.get(other):
+            rule = f"must be {other} = {values.get(other)}, which jaxpar has one field for"
+            raise refuse(key, values.get(key), rule, "use a model in which they are equal")
     if not fields.get("dense_layers"):
         fields.pop("dense_d_ff", None)
     dtype = dtype_of(values)
@@ -229,7 +235,8 @@ def choose_family(m: ModelConfig) -> Family:
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     # A registered attention function has no name in any format, and to-torch has one kind of layer,
     # with grouped-query attention.
-    of_torch = m.attention == "softmax" and not m.dense_layers and not m.kv_lora_rank
+    one_kind = not m.dense_layers and not m.layer_pattern
+    of_torch = m.attention == "softmax" and one_kind and not m.kv_lora_rank
     fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
@@ -250,6 +257,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
             own[family.fields[ours]] = getattr(m, other)
     own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
+    own |= {key: own[other] for key, other in family.equal_keys.items()}
     own |= {} if family.mtp_key is None else {family.mtp_key: 0}
     return {key: value for key, value in carried.items() if key != QUANTIZATION} | own
 
@@ -261,5 +269,13 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
     """
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
     held = (entry for entry in family.entries if rank.get(entry.path) == len(entry.ours))
-    first = lambda path: m.num_layers if path.startswith("mtp/") else m.dense_layers  # noqa: E731
-    return [dataclasses.replace(entry, first=first(entry.path)) for entry in held]
+    if not m.layer_pattern:
+        first = lambda path: m.num_layers if path.startswith("mtp/") else m.dense_layers  # noqa: E731
+        return [dataclasses.replace(entry, first=first(entry.path)) for entry in held]
+    stacks = {stack: kind for kind, stack in STACKS.items()}
+
+    def layers(path: str) -> tuple[int, ...]:
+        kind = stacks.get(path.partition("/")[0])
+        return tuple(i for i, letter in enumerate(kinds(m)) if letter == kind)
+
+    return [dataclasses.replace(entry, layers=layers(entry.path)) for entry in held]

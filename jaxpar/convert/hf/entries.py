@@ -128,6 +128,80 @@ def of_modules(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     )
 
 
+_IN_LINEAR = LAYER + "linear_attn."
+
+
+def _sections(
+    names: tuple[tuple[str, str], ...], tensor: str, theirs: str, sections: tuple[str, ...]
+) -> tuple[Entry, ...]:
+    """Return the entries of parameters that follow one another in a tensor."""
+    return tuple(
+        Entry(path, tensor, ours, theirs, part=part, sections=sections)
+        for part, (path, ours) in enumerate(names)
+    )
+
+
+#: A head's queries, then its output gate.
+GATED_ATTENTION = (
+    ATTENTION[0],
+    *_sections(
+        (("layers/wq", "LDHK"), ("layers/w_attn_gate", "LDHK")),
+        IN_ATTENTION + "q_proj.weight",
+        "H+ D",
+        ("K", "K"),
+    ),
+    *ATTENTION[2:],
+)
+QWEN3_NEXT_EXPERTS = (
+    *EXPERTS,
+    Entry("layers/w_shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "LSD", "D S"),
+    Entry("layers/w_shared_router", LAYER + "mlp.shared_expert_gate.weight", "LD", "1 D"),
+)
+#: What Gated DeltaNet has of its own. Each key head's rows are together in the first two.
+_DELTA_NET = (
+    *_sections(
+        tuple((f"layers/delta_conv_{n}", f"Lg{d}w") for n, d in zip("qkv", "kkm", strict=True)),
+        _IN_LINEAR + "conv1d.weight",
+        "+ 1 w",
+        ("gk", "gk", "gm"),
+    ),
+    Entry("layers/delta_a_log", _IN_LINEAR + "A_log", "Lh", "h"),
+    Entry("layers/delta_dt_bias", _IN_LINEAR + "dt_bias", "Lh", "h"),
+    Entry("layers/delta_norm", _IN_LINEAR + "norm.weight", "Lv", "v"),
+    Entry("layers/delta_out", _IN_LINEAR + "out_proj.weight", "LhvD", "D hv"),
+)
+_QKVZ = tuple((f"layers/delta_{n}", f"LDg{d}") for n, d in zip("qkvz", "kkmm", strict=True))
+_BA = (("layers/delta_b", "LDgr"), ("layers/delta_a", "LDgr"))
+#: Each key head's rows are together.
+QWEN3_NEXT_DELTA_NET = (
+    *_sections(_QKVZ, _IN_LINEAR + "in_proj_qkvz.weight", "g+ D", ("k", "k", "m", "m")),
+    *_sections(_BA, _IN_LINEAR + "in_proj_ba.weight", "g+ D", ("r", "r")),
+    *_DELTA_NET,
+)
+QWEN3_5_DELTA_NET = (
+    *_sections(_QKVZ[:3], _IN_LINEAR + "in_proj_qkv.weight", "+ D", ("gk", "gk", "gm")),
+    Entry("layers/delta_z", _IN_LINEAR + "in_proj_z.weight", "LDgm", "gm D"),
+    Entry("layers/delta_b", _IN_LINEAR + "in_proj_b.weight", "LDgr", "gr D"),
+    Entry("layers/delta_a", _IN_LINEAR + "in_proj_a.weight", "LDgr", "gr D"),
+    *_DELTA_NET,
+)
+
+
+def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of layers of Gated DeltaNet, from those of layers with its parameters."""
+    return tuple(
+        dataclasses.replace(
+            entry,
+            path=f"delta_{entry.path}",
+            name=entry.name.replace("{L}", "{J}"),
+            ours=entry.ours.replace("L", "J"),
+        )
+        for entry in entries
+    )
+
+
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
 

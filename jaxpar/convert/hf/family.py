@@ -43,6 +43,12 @@ class Family:
     """Keys with the only supported value; with another, the model would compute something else."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Alternative names of keys in some versions of `transformers`: {other: key}."""
+    equal_keys: dict[str, str] = field(default_factory=dict)
+    """Keys whose value must be that of another key: {key: other}."""
+    hybrid: bool = False
+    """Whether layers may have linear attention: Gated DeltaNet."""
+    mtp_prefix: str | None = None
+    """Start of the names of tensors for multi-token prediction, which are left out."""
     sliding: bool = False
     """Whether layers may have a sliding window."""
     two_kinds: bool = False

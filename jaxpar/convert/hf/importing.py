@@ -141,6 +141,8 @@ def _mtp_tensors(values: Values, family: Family, tensors: Tensors) -> tuple[str,
         rule = f"must be a number from 0 to {MAX_MTP_LAYERS}"
         raise refuse(str(family.mtp_key), count, rule, "download the file again")
     layers = values["num_hidden_layers"]
+    if family.mtp_prefix is not None:
+        return tuple(name for name in tensors.stored if name.startswith(family.mtp_prefix))
     prefixes = tuple(f"model.layers.{layers + i}." for i in range(count))
     return tuple(name for name in tensors.stored if prefixes and name.startswith(prefixes))
 

@@ -7,6 +7,8 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 """
 
 from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET
+from jaxpar.config.layout.layer_kinds import kinds as kinds_of
 from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
@@ -19,7 +21,7 @@ from jaxpar.convert.hf.rope_keys import (
     write_scaling,
 )
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def fields(family: Family) -> set[str]:
@@ -29,6 +31,8 @@ def fields(family: Family) -> set[str]:
         found |= {"rope_fraction"}
     if family.nope:
         found |= {"nope_every"}
+    if family.hybrid:
+        found |= {"layer_pattern"}
     if family.sliding:
         found |= {"sliding_window"}
     if family.two_kinds:
@@ -42,7 +46,11 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     Raises:   ConfigError that names the key that is not supported.
     """
     kinds = values.get("layer_types")
-    if kinds is not None and (family.sliding or family.nope) and len(kinds) != num_layers:
+    if (
+        kinds is not None
+        and (family.sliding or family.nope or family.hybrid)
+        and len(kinds) != num_layers
+    ):
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
         raise refuse("layer_types", kinds, rule, "download the file again")
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
@@ -63,9 +71,42 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
     if family.nope:
         found["nope_every"] = _read_nope(values, num_layers)
+    if family.hybrid:
+        found["layer_pattern"] = _read_pattern(values, num_layers)
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
     return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
+
+
+def _read_pattern(values: Values, num_layers: int) -> str:
+    """Return the shortest pattern of layers with full and linear attention."""
+    key, every = "full_attention_interval", values.get("full_attention_interval")
+    check_kind(key, every, int)
+    given = values.get("layer_types")
+    if given is None:
+        if every is None or every < 1:
+            raise refuse(key, every, "must be 1 or more", "download the file again")
+        given = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
+    letters = {FULL: ATTENTION, LINEAR: DELTA_NET}
+    if not set(given) <= set(letters):
+        fix = f"use a model with {FULL} and {LINEAR} only"
+        raise refuse("layer_types", given, "has a kind of layer that jaxpar does not support", fix)
+    whole = "".join(letters[kind] for kind in given)
+    if DELTA_NET not in whole or ATTENTION not in whole:
+        rule = f"must have layers with {FULL} and with {LINEAR}"
+        raise refuse("layer_types", given, rule, "use a model with both")
+    lengths = (n for n in range(1, num_layers + 1) if num_layers % n == 0)
+    return whole[: next(n for n in lengths if whole == whole[:n] * (num_layers // n))]
+
+
+def _write_pattern(m: ModelConfig) -> Values:
+    """Return the keys that `_read_pattern` reads."""
+    names = {ATTENTION: FULL, DELTA_NET: LINEAR}
+    period = m.layer_pattern.index(ATTENTION) + 1 if m.layer_pattern else 1
+    return {
+        "full_attention_interval": period,
+        "layer_types": [names[kind] for kind in kinds_of(m)],
+    }
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
@@ -173,6 +214,8 @@ def write(m: ModelConfig, family: Family) -> Values:
         found[PARTIAL] = m.rope_fraction
     if family.nope:
         found |= _write_nope(m)
+    if family.hybrid:
+        found |= _write_pattern(m)
     return found | _write_alike(m, family) if family.sliding and not family.two_kinds else found
 
 

@@ -16,7 +16,13 @@ permuted for RoPE.
 A digit is a dimension of that size along which a tensor has several parameters. In "E D F2", gate
 and up alternate in the last dimension, and `part` says which of the two the parameter is. In
 brackets, parameters of different sizes come one after the other: "[HGG]K D" is all heads of
-queries, then those of keys and of values.
+queries, then those of keys and of values. A plus is the same for parameters of other dimensions,
+which `sections` has: with K and K, "H+ D" has for each head K rows of one parameter, then K of
+another.
+
+Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
+own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
+and a kernel of width w.
 """
 
 import math
@@ -27,6 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.config import ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
 from jaxpar.sharding.grid import Box, grid
 
 #: Tile sizes of the dimensions contiguous in the source and the destination: 64 KB of float32.
@@ -50,12 +57,22 @@ class Entry:
     first: int = 0
     """The model's index of the first layer L, or of the first module P."""
     part: int = 0
-    """Index of the parameter in the dimension of `theirs` that is a digit or in brackets."""
+    """Index of the parameter in the dimension of `theirs` that is a digit, plus or in brackets."""
+    sections: tuple[str, ...] = ()
+    """The dimensions of each parameter in the dimension that is a plus in `theirs`."""
+    layers: tuple[int, ...] = ()
+    """The model's index of each layer of the stack, if they are not neighbors."""
+
+    @property
+    def letters(self) -> str:
+        """The dimensions of the tensor, with those of this parameter alone in place of a plus."""
+        own = self.sections[self.part] if self.sections else ""
+        return self.theirs.replace(" ", "").replace("+", own)
 
     @property
     def stacked(self) -> str:
         """The leading dimensions of the parameter, along which tensors are stacked."""
-        return "".join(letter for letter in self.ours if letter not in self.theirs)
+        return "".join(letter for letter in self.ours if letter not in self.letters)
 
     @property
     def inner(self) -> str:
@@ -65,8 +82,17 @@ class Entry:
 
 def sizes_of(m: ModelConfig) -> Sizes:
     """Return the size of each letter's dimension in a model."""
+    heads, key_heads = m.linear_num_value_heads, m.linear_num_key_heads
     return {
-        "L": m.num_layers - m.dense_layers,
+        "L": num_attention_layers(m) - m.dense_layers,
+        "J": kinds(m).count(DELTA_NET),
+        "g": key_heads,
+        "k": m.linear_key_head_dim,
+        "h": heads,
+        "r": heads // key_heads,
+        "v": m.linear_value_head_dim,
+        "m": heads // key_heads * m.linear_value_head_dim,
+        "w": m.conv_kernel_size,
         "N": m.dense_layers,
         "W": m.dense_d_ff or m.d_ff,
         "D": m.d_model,
@@ -90,7 +116,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
 
 def dims_of(letters: str) -> list[str]:
     """Split a string into dimensions: letters, digits, and letters in brackets."""
-    return re.findall(r"\[\w+\]|\w", letters)
+    return re.findall(r"\[\w+\]|\w|\+", letters)
 
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
@@ -99,10 +125,14 @@ def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
     return tuple(map(size, dims_of(letters)))
 
 
-def _index(dim: str, part: int, sizes: Sizes) -> int | slice:
+def _index(dim: str, entry: Entry, sizes: Sizes) -> int | slice:
     """Return where a parameter is in a dimension of a tensor."""
+    part = entry.part
     if dim.isdigit():
-        return part
+        return 0 if entry.sections else part
+    if dim == "+":
+        own = [math.prod(shape_of(section, sizes)) for section in entry.sections]
+        return slice(sum(own[:part]), sum(own[: part + 1]))
     parts = dim.strip("[]")
     if parts == dim:
         return slice(None)
@@ -117,13 +147,20 @@ def _letter(dim: str, part: int) -> str:
 
 def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
     """Return the shape of each of the entry's tensors on disk."""
-    return tuple(math.prod(shape_of(group, sizes)) for group in entry.theirs.split())
+    return tuple(math.prod(_whole(group, entry, sizes)) for group in entry.theirs.split())
+
+
+def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
+    """Return the shape for dimensions of a tensor, with the size of all sections for a plus."""
+    total = sum(math.prod(shape_of(section, sizes)) for section in entry.sections)
+    return tuple(total if d == "+" else shape_of(d, sizes)[0] for d in dims_of(letters))
 
 
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    index |= {letter: index[letter] + entry.first for letter in "LP" if letter in index}
+    for letter in set(index) & {"L", "J", "P"}:
+        index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     return entry.name.format(**index)
 
 
@@ -136,9 +173,12 @@ def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
 def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
     dims = dims_of(entry.theirs)
-    whole = tensor.reshape(shape_of(entry.theirs, sizes))
-    ours = whole[tuple(_index(dim, entry.part, sizes) for dim in dims)]
+    whole = tensor.reshape(_whole(entry.theirs, entry, sizes))
+    ours = whole[tuple(_index(dim, entry, sizes) for dim in dims)]
+    dims = dims_of(entry.letters)
     kept = [_letter(dim, entry.part) for dim in dims if not dim.isdigit()]
+    # Splits a section into its dimensions; the others keep theirs.
+    ours = ours.reshape(shape_of("".join(kept), sizes), copy=False)
     return ours.transpose([kept.index(letter) for letter in entry.inner])
 
 
@@ -192,7 +232,7 @@ def chunk_shape(entry: Entry, sizes: Sizes, most: int) -> tuple[int, ...]:
     A chunk consists of rows of the tensor with at most `most` values, or of one row if it has more.
     Its size is 1 in the stacked dimensions.
     """
-    dims, chunk = dims_of(entry.theirs), dict(sizes)
+    dims, chunk = dims_of(entry.letters), dict(sizes)
     for at, dim in enumerate(dims):
         if dim.isdigit():
             continue

@@ -20,6 +20,7 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 import functools
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -42,7 +43,7 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
-SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
+SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_shared_router")
 OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY, RECORD, REPEAT)
 WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
@@ -64,9 +65,36 @@ class ExpertWeights(NamedTuple):
         return self.gate_bias, self.up_bias
 
 
-def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
-    """Apply the experts to complete sequences. The result is a partial sum over TENSOR."""
-    return h.map(_of_shard, w, context, ex)
+@flax.struct.dataclass
+class Dispatched:
+    """Tokens on their way to the experts: what `dispatched` returns and `mixture` reads."""
+
+    tokens: jax.Array | None
+    """[B, T, D], of this device: what shared experts read; None if there are none."""
+    sent: Any
+    """`Dispatch.out` of the tokens."""
+    sent_weights: Any
+    """`Dispatch.pairs_out` of the router's weights."""
+    experts: jax.Array
+    """int32 [B, T, k]"""
+    weights: jax.Array
+    """float32 [B, T, k]"""
+    plan: Dispatch
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    """[B, T, D]."""
+
+
+@flax.struct.dataclass
+class Mixed:
+    """Sums over the experts of a device, on their way to the tokens' devices."""
+
+    partial: jax.Array
+    """For `Dispatch.home`."""
+    here: jax.Array | None
+    """[B, T, D]: what this device added for its own tokens."""
+    plan: Dispatch
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    """[B, T, D]."""
 
 
 def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
@@ -74,34 +102,81 @@ def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
     return Shards.gather(h.array(), in_shards=False).each(lambda x: NormOutput(named(x, name)))
 
 
-@jax.named_scope("experts")
-def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
-    """Compute the weighted sum of each token's experts: this rank's partial sum, [B, T, D].
+def dispatched(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
+    """Route complete sequences, and send the tokens to the devices of their experts.
 
-    Args:     w: router [D, E]; w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype,
-              on an expert axis of size n. With `model.expert_bias`, float32: b_gate and b_up
-              [E/n, F], b_down [E, D].
+    Returns:  a `Dispatched`.
+    Communication: over EXPERT, as `Dispatch.out`.
     """
-    m, x = ex.cfg.model, h.operand
+    return h.each(lambda part: _dispatched(part.operand, w, context, ex))
+
+
+@jax.named_scope("experts")
+def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> Dispatched:
+    """Dispatch [B, T, D].
+
+    Args:     w: router [D, E]; w_gate [E/n, D, F], on an expert axis of size n.
+    """
+    m, p = ex.cfg.model, ex.cfg.parallel
     routing = router.route(x, w, m, context.rows)
     _, D, F = w["w_gate"].shape
-    tile = kernels.tile_rows(D, F, x.dtype)
-    by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    p, ids = ex.cfg.parallel, by_token(routing.experts)
-    plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
-    plan, how = named_plan(plan), products_of(m, 1 if ex.gathers_experts else 0)
-    rounds, loss_weight = plan.further_rounds, context.loss_weight
-    weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
+    ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
+    plan = named_plan(plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch))
+    weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
+    sent, sent_weights = plan.out(_by_token(x)), plan.pairs_out(_by_token(weights))
+    sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
+    here = x if SHARED[0] in w else None
+    return Dispatched(here, sent, sent_weights, routing.experts, weights, plan, x.shape)
+
+
+def _by_token(a: jax.Array) -> jax.Array:
+    return a.reshape(-1, a.shape[-1])
+
+
+def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
+    """Apply the experts of this device to the tokens that `dispatched` sent.
+
+    Returns:  a `Mixed`. Its sums are partial ones over TENSOR.
+    """
+    return h.map(_of_shard, w, ex)
+
+
+@jax.named_scope("experts")
+def _of_shard(d: Dispatched, w: Weights, ex: Execution) -> Mixed:
+    """Compute the weighted sums of the experts here.
+
+    Args:     w: w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype, on an expert axis
+              of size n. With `model.expert_bias`, float32: b_gate and b_up [E/n, F], b_down [E, D].
+    """
+    m, how = ex.cfg.model, products_of(ex.cfg.model, 1 if ex.gathers_experts else 0)
     matrices = tuple(_named_matrix(w[name]) for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
     gate, up, down = matrices
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
-    out = of_rows(how, by_token(x), by_token(weights), of_experts, plan).reshape(x.shape)
+    partial, here = of_sent(how, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
-        out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
-    return out + _shared(x, w, m) if SHARED[0] in w else out
+        here = _down_biases(d.experts, d.weights, w["b_down"].astype(ex.cfg.model.dtype))
+    if d.tokens is not None:
+        shared = _shared(d.tokens, w, m)
+        here = shared if here is None else here + shared
+    return Mixed(partial, here, d.plan, d.shape)
+
+
+def collected(out: Shards) -> Shards:
+    """Return the sum for each token at its device, [B, T, D]: partial ones over TENSOR.
+
+    Args:     out: a `Mixed`.
+    Communication: over EXPERT, as `Dispatch.home`.
+    """
+    return out.each(_collected)
+
+
+@jax.named_scope("experts")
+def _collected(out: Mixed) -> jax.Array:
+    total = out.plan.home(out.partial).reshape(out.shape)
+    return total if out.here is None else total + out.here
 
 
 def _named_matrix(w: Any) -> Any:
@@ -136,10 +211,16 @@ def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array) -> jax
 def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
     gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
-    return row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
+    out = row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
+    return out * _gate_of_shared(x, w[SHARED[3]]) if SHARED[3] in w else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gate_of_shared(x: jax.Array, vector: jax.Array) -> jax.Array:
+    """Compute each token's factor of the shared experts' output, [B, T, 1] in x's dtype."""
+    number = jnp.sum(x.astype(jnp.float32) * vector, axis=-1, keepdims=True)
+    return jax.nn.sigmoid(number).astype(x.dtype)
+
+
 def of_rows(
     how: Products, x: jax.Array, weights: jax.Array, w: ExpertWeights, plan: Dispatch
 ) -> jax.Array:
@@ -148,11 +229,20 @@ def of_rows(
     Args:     x: [N, D]. weights: float32 [N, k].
     Returns:  [N, D].
     """
+    return plan.home(of_sent(how, plan.out(x), plan.pairs_out(weights), w, plan))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_sent(how: Products, x: Any, weights: Any, w: ExpertWeights, plan: Dispatch) -> jax.Array:
+    """Compute `of_rows` between `Dispatch.out` and `Dispatch.home`.
+
+    Args:     x: `Dispatch.out` of the tokens. weights: `Dispatch.pairs_out` of their weights.
+    Returns:  for `Dispatch.home`.
+    """
     return _forward(how, x, weights, w, plan)[0]
 
 
 def _forward(how, x, weights, w, plan):
-    x, weights = (named(a, "moe_tokens") for a in (plan.out(x), plan.pairs_out(weights)))
     g, u = _gate_and_up(how, x, w, plan)
 
     def of_round(plan: Dispatch) -> jax.Array:
@@ -160,7 +250,7 @@ def _forward(how, x, weights, w, plan):
         return _output(how, g, u, weights, w, plan)
 
     out = plan.in_rounds(of_round, _output(how, g, u, weights, w, plan))
-    return plan.home(out), (x, weights, g, u, w, plan)
+    return out, (x, weights, g, u, w, plan)
 
 
 def _gate_and_up(how: Products, x, w, plan: Dispatch):
@@ -184,7 +274,7 @@ def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
 
 def _backward(how, saved, d_out):
     x, weights, g, u, w, plan = saved
-    d_out = plan.out(d_out)
+    d_out = plan.gradient_out(d_out)
 
     def of_round(plan: Dispatch):
         g, u = _gate_and_up(how, x, w, plan)
@@ -193,7 +283,8 @@ def _backward(how, saved, d_out):
     first = _gradients(how, x, weights, g, u, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
     d_w = ExpertWeights(*how.gradients(w[:3], d_w[:3]), *d_w.biases)
-    return plan.home(d_x), plan.home(d_weights), d_w, None
+    to_senders = map(plan.gradient_of_sent, (d_x, d_weights), (x, weights))
+    return *to_senders, d_w, None
 
 
 def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
@@ -222,4 +313,4 @@ def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
     return d_x, d_weights, ExpertWeights(*d_w, d_down, *d_biases)
 
 
-of_rows.defvjp(_forward, _backward)
+of_sent.defvjp(_forward, _backward)

@@ -31,8 +31,8 @@ class Dispatch(Protocol):
         """How many rounds this device's layer needs after the first: int32."""
 
     def out(self, x: jax.Array) -> Any:
-        """Send values of tokens, [N, D], to the devices of their experts. Their transpose: `added`
-        and `home`."""
+        """Send values of tokens, [N, D], to the devices of their experts. The transpose: `added`
+        and then `home`."""
 
     def pairs_out(self, values: jax.Array) -> Any:
         """Send values of pairs of token and expert, [N, k]. Transpose: `by_pair` and `home`."""
@@ -54,6 +54,15 @@ class Dispatch(Protocol):
 
     def home(self, partial: jax.Array) -> jax.Array:
         """Return the sum for each token, [N, D], or each pair, [N, k], at the token's device."""
+
+    def gradient_out(self, d_partial: jax.Array) -> Any:
+        """Return the gradient of what `home` brought, as if `out` had sent it."""
+
+    def gradient_of_sent(self, summed: jax.Array, sent: Any) -> Any:
+        """Return the gradient of `sent`, which `out` or `pairs_out` returned.
+
+        Args:     summed: the gradient of each token or pair, from `added` or `by_pair`.
+        """
 
     def in_rounds(self, of_round: Callable[[Self], Any], first: Any) -> Any:
         """Return `first`, the sums of this round, plus those of every further round.

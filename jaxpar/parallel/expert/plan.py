@@ -80,6 +80,14 @@ class RowPlan:
         """`Dispatch.home`. Communication: `tokens.sent_home`."""
         return tokens.sent_home(partial)
 
+    def gradient_out(self, d_partial: jax.Array) -> jax.Array:
+        """`Dispatch.gradient_out`: the transpose of `home` has gathered it."""
+        return d_partial
+
+    def gradient_of_sent(self, summed: jax.Array, _: jax.Array) -> jax.Array:
+        """`Dispatch.gradient_of_sent`: the transpose of `out` sends it home."""
+        return summed
+
     def in_rounds(self, of_round: Callable[["RowPlan"], Any], first: Any) -> Any:
         """`Dispatch.in_rounds`: no further round communicates, and devices may differ."""
         places, R = self.places, len(self.token)

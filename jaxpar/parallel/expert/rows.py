@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.parallel.collectives import all_gather, all_to_all
+from jaxpar.parallel.collectives import all_gather, all_to_all, varying
 from jaxpar.parallel.expert.rounds import add_rounds
 from jaxpar.sharding.axes import EXPERT
 
@@ -53,7 +53,10 @@ class Queues:
 
 @flax.struct.dataclass
 class SentRows:
-    """Values that `Exchange.out` or `Exchange.pairs_out` sent in the first round."""
+    """Values that `Exchange.out` or `Exchange.pairs_out` sent in the first round.
+
+    The gradient is that of `home`: `Dispatch.added` and `Dispatch.by_pair` bring it there.
+    """
 
     home: jax.Array
     """[N, D] of tokens, or [N k] of pairs: what further rounds send."""
@@ -87,12 +90,12 @@ class Exchange:
     def out(self, x: jax.Array) -> SentRows:
         """`Dispatch.out`. Communication: an all-to-all of [n C, D] over EXPERT."""
         k = self.slots.shape[1]
-        return SentRows(x, self._exchanged(x, k), k)
+        return SentRows(x, self._exchanged(lax.stop_gradient(x), k), k)
 
     def pairs_out(self, values: jax.Array) -> SentRows:
         """`Dispatch.pairs_out`. Communication: an all-to-all of [n C] over EXPERT."""
         flat = values.reshape(-1)
-        return SentRows(flat, self._exchanged(flat, 1), 1)
+        return SentRows(flat, self._exchanged(lax.stop_gradient(flat), 1), 1)
 
     @jax.named_scope("permute")
     def permuted(self, sent: SentRows, take: Callable = kernels.rows_taken) -> Any:
@@ -114,6 +117,15 @@ class Exchange:
     def home(self, partial: jax.Array) -> jax.Array:
         """`Dispatch.home`: `added` and `by_pair` have brought the results home."""
         return partial
+
+    def gradient_out(self, d_partial: jax.Array) -> SentRows:
+        """`Dispatch.gradient_out`. Communication: as `out`."""
+        return self.out(d_partial)
+
+    def gradient_of_sent(self, summed: jax.Array, sent: SentRows) -> SentRows:
+        """`Dispatch.gradient_of_sent`: all of it is that of `SentRows.home`."""
+        rest = varying(jnp.zeros_like(sent.there))
+        return SentRows(summed.reshape(sent.home.shape), rest, sent.pairs)
 
     def in_rounds(self, of_round: Callable[["Exchange"], Any], first: Any) -> Any:
         """`Dispatch.in_rounds`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import num_attention_layers
 from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -178,7 +179,7 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     w = widths(m, p.tensor)
     kv = width * shard.rows * length * (w.key + w.value)
     q = width * shard.rows * length * (w.query + w.out) / 2
-    units = _layer_units(cfg, shard)
+    units = _layer_units(cfg, shard) * num_attention_layers(m) / m.num_layers
     if p.context == "allgather":
         sent = 3 * part * kv * units
     elif p.context == "ring":

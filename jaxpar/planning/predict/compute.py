@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, rates
@@ -16,6 +17,7 @@ from jaxpar.planning.predict.attention import (
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
+from jaxpar.planning.predict.recurrence import recurrence_bytes, recurrence_flops
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -142,11 +144,25 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
+    if is_recurrent(m):
+        return _recurrence(cfg, shard, gpu, repeated)
     pairs = attended_pairs(cfg) / p.sequence
     flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     return (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+
+
+def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    """Return the time of a recurrence: its products, in TF32, and its passes over memory.
+
+    The backward takes twice the forward, and needs all but the last product again. An estimate.
+    """
+    m, t = cfg.model, cfg.parallel.tensor
+    passes = 3 + ("attention" in repeated)
+    flops = passes * shard.tokens * recurrence_flops(m, t)
+    moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
+    return flops / (0.5 * gpu.matmul.value) + moved / elementwise_rate(gpu)
 
 
 def attended_pairs(cfg: Config) -> float:

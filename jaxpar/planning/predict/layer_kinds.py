@@ -1,10 +1,11 @@
-"""Lists the kinds of a model's layers: dense or with experts, and with which remat policy."""
+"""Lists the kinds of a model's layers: attention or not, experts or not, and the remat policy."""
 
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.layer_kinds import kinds
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
@@ -25,6 +26,8 @@ class LayerKind:
 
 def layer_kinds(cfg: Config) -> list[LayerKind]:
     """Return the kinds of layers. `model.dense_layers` are the first."""
+    if cfg.model.layer_pattern:
+        return _of_pattern(cfg)
     if not cfg.model.dense_layers:
         return [LayerKind(cfg, remat, share) for remat, share in shares_of_policies(cfg).items()]
     m, policies = cfg.model, of_layers(cfg.parallel, cfg.model.num_layers)
@@ -35,6 +38,20 @@ def layer_kinds(cfg: Config) -> list[LayerKind]:
         LayerKind(dataclasses.replace(cfg, model=models[is_dense]), remat, count / m.num_layers)
         for (is_dense, remat), count in counts.items()
     ]
+
+
+def _of_pattern(cfg: Config) -> list[LayerKind]:
+    m, policies = cfg.model, of_layers(cfg.parallel, slots_per_chunk(cfg))
+    counts = Counter(zip(kinds(m), policies, strict=False))  # chunks have the same kinds
+    return [
+        LayerKind(of_one_kind(cfg, kind), remat, count / len(policies))
+        for (kind, remat), count in counts.items()
+    ]
+
+
+def of_one_kind(cfg: Config, kind: str) -> Config:
+    """Return a config all of whose layers are of a kind."""
+    return replace(cfg, **{"model.layer_pattern": kind})
 
 
 def shares_of_policies(cfg: Config) -> dict[str, float]:

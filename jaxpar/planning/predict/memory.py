@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -26,6 +27,7 @@ from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts
 from jaxpar.planning.predict.attention import projections, widths
 from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -271,7 +273,7 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
         "qkv": width * (w.query + w.kept),
         "qk": width * (w.query + w.key),
         "attn_out": width * w.out,
-        "attn_lse": 4 * m.num_heads / tensor,
+        "attn_lse": 0 if is_recurrent(m) else 4 * m.num_heads / tensor,
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
         "gate_up": 2 * width * f,
@@ -296,6 +298,7 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
         _saved_by(kind, "none")[0]
         - _saved_by(kind)[0]
         + experts.backward_bytes(kind.cfg, shard.width)
+        + recurrence_bytes(kind.cfg.model, p.tensor)
         for kind in kinds
     )
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
@@ -359,14 +362,13 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
-    The gradient has the compute dtype, and replaces logits of the same dtype in place.
+    A module of multi-token prediction has another. It has the compute dtype, and replaces logits of the same dtype in place.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
-    heads = 1 + cfg.model.mtp_depth  # the gradient of each waits for the backward
-    return heads * of_head * shard.table * shard.trainable + chunk
+    return (1 + cfg.model.mtp_depth) * of_head * shard.table * shard.trainable + chunk
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:
@@ -393,7 +395,6 @@ def _buffers(cfg: Config, shard: Shard) -> float:
 
 def _scores(cfg: Config, shard: Shard) -> float:
     """The reference's float32 scores, their softmax, and both gradients."""
-    m, p = cfg.model, cfg.parallel
-    length = cfg.data.seq_len
+    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
     keys = length if p.context != "ring" else length // p.sequence
     return 16.0 * shard.rows * m.num_heads / p.tensor * (length / p.sequence) * keys

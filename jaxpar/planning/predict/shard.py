@@ -7,6 +7,8 @@ c sequence.
 import functools
 import itertools
 import math
+import operator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
+from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
@@ -130,8 +133,8 @@ class Shard:
                         stage has the modules of multi-token prediction, which count as layers.
     layers_in_turn      layers for which it has time in a round of the pipeline: those of the
                         slowest stage, chunk by chunk, since stages are in lock-step.
-    layer, stack        parameters of one layer, and of all layers of the device. If the first
-                        layers are dense, `layer` is one with experts.
+    layer, stack        parameters of one layer, and of all layers of the device. If layers
+                        differ, `layer` is one of the largest.
     table               parameters of the embedding table (the head has the same number), sharded
                         over tensor and pipeline.
     fsdp, expert_fsdp   number of FSDP shards, and of those of the experts' matrices.
@@ -186,8 +189,11 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
-    kinds = "layers", "dense_layers", "mtp"
-    layer, dense, module = (_of_a_layer(m, kind, p.tensor, p.expert) for kind in kinds)
+    dense, module = (_of_a_layer(m, n, p.tensor, p.expert) for n in ("dense_layers", "mtp"))
+    of_kinds = {kind: _of_a_layer(m, STACKS[kind], p.tensor, p.expert) for kind in set(kinds(m))}
+    layer = max(of_kinds.values(), key=lambda one: one.everything)
+    counts = Counter(kinds(replace(cfg, **{"model.num_layers": layers - m.dense_layers}).model))
+    stack = functools.reduce(operator.add, (of_kinds[kind].times(n) for kind, n in counts.items()))
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
     return Shard(
@@ -197,9 +203,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         layers_in_turn=_layers_in_turn(cfg, execution) + m.mtp_depth,
         chunks=p.virtual_stages,
         layer=layer,
-        stack=layer.times(layers - m.dense_layers)
-        + dense.times(m.dense_layers)
-        + module.times(m.mtp_depth),
+        stack=stack + dense.times(m.dense_layers) + module.times(m.mtp_depth),
         table=vocab * m.d_model,
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),

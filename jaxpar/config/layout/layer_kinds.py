@@ -1,0 +1,41 @@
+"""The kinds of a model's layers, which `model.layer_pattern` gives by letters.
+
+Layers of one kind have the same parameters, and are stacked. A mesh runs them in the model's order.
+"""
+
+from jaxpar.config.model_schema import ModelConfig
+from jaxpar.config.schema import Config
+
+#: The letters, after Nemotron-H's.
+ATTENTION, DELTA_NET = "*", "G"
+
+#: The name of each kind's stack of parameters.
+STACKS = {ATTENTION: "layers", DELTA_NET: "delta_layers"}
+
+#: Kinds whose layers carry a state from token to token.
+RECURRENT = (DELTA_NET,)
+
+
+def kinds(m: ModelConfig) -> str:
+    """Return the letter of each layer. Without a pattern, all have attention."""
+    pattern = m.layer_pattern or ATTENTION
+    return (pattern * -(-m.num_layers // len(pattern)))[: m.num_layers]
+
+
+def num_attention_layers(m: ModelConfig) -> int:
+    """Return the number of layers with attention."""
+    return kinds(m).count(ATTENTION)
+
+
+def is_recurrent(m: ModelConfig) -> bool:
+    """Return whether some layers carry a state from token to token."""
+    return any(kind in m.layer_pattern for kind in RECURRENT)
+
+
+def in_zigzag_order(cfg: Config) -> bool:
+    """Return whether a sequence axis stores tokens in zigzag order.
+
+    The order balances the work of causal attention. A recurrent layer needs text order, in which a
+    device's tokens follow those of the device before.
+    """
+    return cfg.parallel.context != "ulysses" and not is_recurrent(cfg.model)

@@ -1,0 +1,77 @@
+"""Rules about `model.layer_pattern`: layers of several kinds, some of them recurrent."""
+
+from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, is_recurrent
+
+PATH = "model.layer_pattern"
+
+#: Fields that only layers of a kind read.
+_OF_KIND = {
+    DELTA_NET: """model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
+    model.linear_value_head_dim model.conv_kernel_size model.recurrent_chunk""".split()
+}
+
+
+def layer_pattern(cfg: Config) -> None:
+    """Check the pattern, the sizes of its layers, and what it is combined with."""
+    m, none = cfg.model, flag(PATH, "")
+    for kind, paths in _OF_KIND.items():
+        for path in paths:
+            rule = f"needs a layer of kind {kind} in {PATH}, which is {m.layer_pattern!r}"
+            ok = kind in m.layer_pattern or value_of(cfg, path) == default_of(path)
+            require(ok, cfg, path, rule, flag(path, default_of(path)))
+    if not m.layer_pattern:
+        return
+    rule = f"must be of the letters {' '.join(STACKS)}"
+    require(set(m.layer_pattern) <= set(STACKS), cfg, PATH, rule, none, flag(PATH, "GGG*"))
+    rule = "must have a layer with attention (*)"
+    require(ATTENTION in m.layer_pattern, cfg, PATH, rule, flag(PATH, m.layer_pattern + "*"), none)
+    period, path = len(m.layer_pattern), "model.num_layers"
+    rule = f"must be a multiple of {period}, the length of {PATH}"
+    ok = m.num_layers % period == 0
+    require(ok, cfg, path, rule, flag(path, -(-m.num_layers // period) * period), none)
+    _sizes(cfg)
+    _combinations(cfg)
+
+
+def _sizes(cfg: Config) -> None:
+    m = cfg.model
+    if not is_recurrent(m):
+        return
+    path = "model.linear_num_value_heads"
+    rule = f"must be a multiple of model.linear_num_key_heads = {m.linear_num_key_heads}"
+    fits = -(-m.linear_num_value_heads // m.linear_num_key_heads) * m.linear_num_key_heads
+    require(
+        m.linear_num_value_heads % m.linear_num_key_heads == 0, cfg, path, rule, flag(path, fits)
+    )
+    path, shard = "model.conv_kernel_size", cfg.data.seq_len // cfg.parallel.sequence
+    require(m.conv_kernel_size >= 2, cfg, path, "must be at least 2", flag(path, 4))
+    rule = f"must be at most {shard + 1}: a shard of a sequence sends its last tokens to the next"
+    ok = m.conv_kernel_size - 1 <= shard
+    require(ok, cfg, path, rule, flag("data.seq_len", 64 * cfg.parallel.sequence))
+
+
+def _combinations(cfg: Config) -> None:
+    """Refuse what layers of several kinds do not support yet."""
+    p, none = cfg.parallel, flag(PATH, "")
+    said = f"does not support {PATH}, which is {cfg.model.layer_pattern}"
+    reasons = (
+        ("model.dense_layers", "both split the layers into stacks"),
+        ("model.router_bias", "its update knows a single stack of layers"),
+        ("model.matmul_dtype", "projections of recurrent layers are not rounded"),
+        ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
+        ("parallel.layers_per_stage", "stages have whole periods"),
+        ("parallel.remat_group", "a scan's step has a period of layers"),
+        ("run.record_routing", "it knows a single stack of layers"),
+        ("lora.rank", "adapters are for a single stack of layers"),
+    )
+    for path, why in reasons:
+        rule, default = f"{said}: {why}", default_of(path)
+        require(value_of(cfg, path) == default, cfg, path, rule, flag(path, default), none)
+    periods, path = cfg.model.num_layers // len(cfg.model.layer_pattern), "parallel.pipeline"
+    rule = f"must divide the {periods} repetitions of {PATH}, so that stages have the same layers"
+    fits = max(n for n in range(1, p.pipeline + 1) if periods % n == 0)
+    require(periods % p.pipeline == 0, cfg, path, rule, flag(path, fits))
+    path, rule = "parallel.schedule", f"{said}: it splits the backward of attention layers only"
+    ok = p.schedule != "zero_bubble" or p.pipeline == 1
+    require(ok, cfg, path, rule, flag(path, "1f1b"), none)

@@ -1,0 +1,1 @@
+"""Recurrent layers: Gated DeltaNet, and what it shares with other recurrences over tokens."""

@@ -1,0 +1,133 @@
+"""Gated DeltaNet, as a branch of a layer in place of attention.
+
+    project     queries, keys, values, an output gate, and two numbers per head: one matmul
+    convolve    queries, keys and values, each channel over the latest tokens, then SiLU
+    recur       the gated delta rule, with keys and queries of length 1     `delta_rule.py`
+    gate        RMSNorm of each head's output, times SiLU of the gate
+
+Heads are split over TENSOR, and nothing before the output projection communicates over it. As with
+grouped queries, H key heads serve equal numbers of value heads.
+
+Source:   Yang et al. 2024 (2412.06464), section 3.4.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import ModelConfig
+from jaxpar.execution.decisions import Execution
+from jaxpar.execution.remat import named
+from jaxpar.kernels.norm import NormOutput, rms_norm
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.linear import products, row_parallel
+from jaxpar.model.recurrent.convolution import causal_convolution
+from jaxpar.model.recurrent.delta_rule import delta_rule
+from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.sharding.axes import TENSOR
+
+type Weights = dict[str, Any]
+
+#: Names in the fused weight layout.
+WEIGHTS = ("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out")
+
+#: Added to the squared length of queries and keys.
+_EPS = 1e-6
+
+
+class Projections(NamedTuple):
+    """The products of the input with this tensor rank's columns of `delta_in`."""
+
+    mixed: jax.Array
+    """[B, T, C]: queries, keys and values before the convolution."""
+    gate: jax.Array
+    """[B, T, H, V]."""
+    rate: jax.Array
+    step: jax.Array
+    """[B, T, H]."""
+
+
+def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
+    """Compute this tensor rank's heads and their partial sum of the output projection.
+
+    Communication: over SEQUENCE, that of `causal_convolution` and `delta_rule`.
+    """
+    m, positions = ex.cfg.model, context.positions
+    assert positions is not None, "made with the context of a model that has such layers"
+    projected = split(named(h.map(project, w).in_order(), "qkv"), m)
+    q, k, v = heads(causal_convolution(projected.mixed, w["delta_conv"], positions), m)
+    rates = gates(projected, w)
+    out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk)
+    out = named(gated(out, projected.gate, w, m), "attn_out")
+    return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
+
+
+@jax.named_scope("in_projection")
+def project(h: NormOutput, w: Weights) -> jax.Array:
+    """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
+    (y,) = products(h.operand, [w["delta_in"]], "attn_norm")
+    return h.scaled(y)
+
+
+def split(y: jax.Array, m: ModelConfig) -> Projections:
+    """Split the result of `project`."""
+    sizes = column_sizes(m, lax.axis_size(TENSOR))
+    mixed = sum(sizes[:3])
+    ends = [mixed, mixed + sizes[3], mixed + sizes[3] + sizes[4]]
+    mixed_y, gate, rate, step = jnp.split(y, ends, axis=-1)
+    gate = gate.reshape(*gate.shape[:-1], -1, m.linear_value_head_dim)
+    return Projections(mixed_y, gate, rate, step)
+
+
+def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
+    """Return a rank's columns of `delta_in`: queries, keys, values, gate, rate and step."""
+    keys = m.linear_num_key_heads * m.linear_key_head_dim // tensor
+    heads = m.linear_num_value_heads // tensor
+    values = heads * m.linear_value_head_dim
+    return keys, keys, values, values, heads, heads
+
+
+def heads(mixed: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute queries, keys [B, T, H, K] and values [B, T, H, V] from the convolution's output.
+
+    Args:     mixed: float32 [B, T, C].
+    Returns:  in the compute dtype, with a query and a key for each value head.
+    """
+    sizes = column_sizes(m, lax.axis_size(TENSOR))
+    q, k, v = jnp.split(jax.nn.silu(mixed), [sizes[0], 2 * sizes[0]], axis=-1)
+    by_head = lambda a, dim: a.reshape(*a.shape[:2], -1, dim)  # noqa: E731
+    q, k = (_unit(by_head(a, m.linear_key_head_dim)) for a in (q, k))
+    v = by_head(v, m.linear_value_head_dim)
+    q = q / math.sqrt(m.linear_key_head_dim)
+    repeat = m.linear_num_value_heads // m.linear_num_key_heads
+    q, k = (jnp.repeat(a, repeat, axis=2) for a in (q, k))
+    return q.astype(m.dtype), k.astype(m.dtype), v.astype(m.dtype)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + _EPS)
+
+
+def gates(projected: Projections, w: Weights) -> tuple[jax.Array, jax.Array]:
+    """Compute the logarithm of the decay, and the rate, of each token and head: float32 [B, T, H].
+
+    Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay.
+    """
+    rate, step = (a.astype(jnp.float32) for a in (projected.rate, projected.step))
+    log_decay = -jnp.exp(w["delta_a_log"]) * jax.nn.softplus(step + w["delta_dt_bias"])
+    return log_decay, jax.nn.sigmoid(rate)
+
+
+@jax.named_scope("gated_norm")
+def gated(out: jax.Array, gate: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
+    """Normalize each head and multiply by the gate: the heads side by side, in the gate's dtype.
+
+    Args:     out: float32 [B, T, H, V]. gate: [B, T, H, V].
+    Returns:  [B, T, H V].
+    """
+    normalized = rms_norm(out, w["delta_norm"], m.norm_eps)
+    gated = normalized * jax.nn.silu(gate.astype(jnp.float32))
+    return gated.astype(gate.dtype).reshape(*gate.shape[:2], -1)

@@ -1,0 +1,76 @@
+"""The parameters of recurrent layers: their specs, and their fused layout.
+
+Key heads are split over TENSOR, and with each the value heads that it serves. The matrices are
+FSDP-sharded as those of attention. What is small is not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpar.config import ModelConfig
+from jaxpar.sharding.params import ParamSpec
+
+type Tree = dict[str, Any]
+
+#: Entries of `fused_weights.LAYER_DIMS`.
+FUSED_DIMS: dict[str, int | None] = {
+    "delta_in": -2,
+    "delta_conv": None,
+    "delta_a_log": None,
+    "delta_dt_bias": None,
+    "delta_norm": None,
+    "delta_out": -1,
+}
+
+#: The projections of the input, in the order of the fused matrix.
+_PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
+
+
+def delta_net_specs(
+    m: ModelConfig,
+    matrix: Callable[..., ParamSpec],
+    vector: Callable[..., ParamSpec],
+    deep: float,
+) -> Tree:
+    """Return the specs of Gated DeltaNet's parameters.
+
+    Decays start between those of a rate of 1 and of 16, and time steps between 0.001 and 0.1.
+
+    Args:     matrix, vector: shape and axes of a layer's array, and its distribution -> its spec.
+              deep: standard deviation of the matrices that write to the residual stream.
+    Source:   Dao & Gu 2024 (2405.21060), for the initial decays and time steps.
+    """
+    D, H, G = m.d_model, m.linear_num_value_heads, m.linear_num_key_heads
+    K, V, width = m.linear_key_head_dim, m.linear_value_head_dim, m.conv_kernel_size
+    blocks: Tree = {}
+    by_key_head = {"q": K, "k": K, "v": H // G * V, "z": H // G * V, "b": H // G, "a": H // G}
+    for name, size in by_key_head.items():
+        blocks[f"delta_{name}"] = matrix((D, G, size), ("embed", "heads", "head_dim"))
+    for name in "qkv":
+        shape = G, by_key_head[name], width
+        kernel = matrix(shape, ("heads", "head_dim", "head_dim"), width**-0.5)
+        blocks[f"delta_conv_{name}"] = kernel
+    blocks["delta_a_log"] = vector((H,), ("heads",), "decay_rate")
+    blocks["delta_dt_bias"] = vector((H,), ("heads",), "time_step")
+    blocks["delta_norm"] = vector((V,), ("head_dim",), "ones")
+    blocks["delta_out"] = matrix((H, V, D), ("heads", "head_dim", "embed"), deep)
+    return blocks
+
+
+def fuse(w: Tree, lead: tuple[int, ...]) -> Tree:
+    """Return the arrays that the fused layout has in place of others of the same layer.
+
+    Args:     w: one layer's arrays, or stacked ones. lead: their leading dims.
+    """
+    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
+    D = w["delta_a"].shape[-3]
+    kernels = [w[f"delta_conv_{n}"] for n in "qkv"]
+    return {
+        "delta_in": jnp.concatenate([flat(n, D, -1) for n in _PROJECTIONS], axis=-1),
+        "delta_conv": jnp.concatenate(
+            [a.reshape(*lead, -1, a.shape[-1]) for a in kernels], axis=-2
+        ),
+        "delta_out": flat("delta_out", -1, D),
+    }

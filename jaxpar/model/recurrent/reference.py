@@ -1,0 +1,83 @@
+"""Recurrent layers in plain jax.numpy, token by token: one device, no chunks, no communication.
+
+`jaxpar/model/reference.py` and the tests use it. It shares only parameter names with the layers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.config import ModelConfig
+
+type Tree = dict[str, Any]
+
+
+def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
+    """Compute Gated DeltaNet without its projection to the residual stream.
+
+    Args:     h: [B, T, D]. w: the parameters of one layer. segments: int32 [B, T].
+    Returns:  [B, T, H, V].
+    Source:   Yang et al. 2024 (2412.06464).
+    """
+    begins = begins_of(segments)
+    q, k, v = (
+        jax.nn.silu(convolve(jnp.tensordot(h, w[f"delta_{n}"], 1), w[f"delta_conv_{n}"], begins))
+        for n in "qkv"
+    )
+    v = v.reshape(*v.shape[:2], m.linear_num_value_heads, -1)
+    unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
+    repeat = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(unit(a), repeat, axis=2) for a in (q, k))
+    by_head = lambda n: jnp.tensordot(h, w[f"delta_{n}"], 1).reshape(*v.shape[:3], -1)  # noqa: E731
+    rate = jax.nn.sigmoid(by_head("b")[..., 0])
+    step = jax.nn.softplus(by_head("a")[..., 0] + w["delta_dt_bias"])
+    decay = jnp.exp(-jnp.exp(w["delta_a_log"]) * step)
+    out = delta_rule(q / q.shape[-1] ** 0.5, k, v, decay, rate, begins)
+    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + m.norm_eps)
+    return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
+
+
+def delta_rule(q, k, v, decay, rate, begins, state=None) -> jax.Array:
+    """Apply the gated delta rule to one token after the other.
+
+    Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H]. begins: bool [B, T].
+              state: [B, H, K, V] before the first token; None for zeros.
+    Returns:  [B, T, H, V].
+    """
+    B, _, H, K = q.shape
+    state = jnp.zeros((B, H, K, v.shape[-1]), v.dtype) if state is None else state
+
+    def one(state, token):
+        q, k, v, decay, rate, begins = token
+        state = jnp.where(begins[:, None, None, None], 0.0, state)
+        state = decay[:, :, None, None] * state
+        known = jnp.einsum("bhkv,bhk->bhv", state, k)
+        state = state + jnp.einsum("bhk,bhv->bhkv", k, rate[:, :, None] * (v - known))
+        return state, jnp.einsum("bhkv,bhk->bhv", state, q)
+
+    tokens = [jnp.moveaxis(a, 1, 0) for a in (q, k, v, decay, rate, begins)]
+    return jnp.moveaxis(jax.lax.scan(one, state, tokens)[1], 0, 1)
+
+
+def begins_of(segments: jax.Array) -> jax.Array:
+    """Return the first tokens of documents, bool [B, T]."""
+    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return segments != before
+
+
+def convolve(x: jax.Array, kernel: jax.Array, begins: jax.Array) -> jax.Array:
+    """Convolve each channel with its kernel, over the latest tokens of the document.
+
+    Args:     x: [B, T, ...]. kernel: [..., W]. begins: bool [B, T].
+    """
+
+    def one(latest, token):
+        x, begins = token
+        latest = jnp.where(begins.reshape(-1, *[1] * (latest.ndim - 1)), 0.0, latest)
+        latest = jnp.concatenate((latest[..., 1:], x[..., None]), axis=-1)
+        return latest, jnp.sum(latest * kernel, axis=-1)
+
+    nothing = jnp.zeros((x.shape[0], *kernel.shape), x.dtype)
+    tokens = jnp.moveaxis(x, 1, 0), begins.T
+    return jnp.moveaxis(jax.lax.scan(one, nothing, tokens)[1], 0, 1)

@@ -1,0 +1,58 @@
+"""Bad patterns of layers: each is one error that names field, value, rule and fix."""
+
+import pytest
+
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.validate import check
+from tests.meshes.test_recurrent_layers import DELTA_NET, QWEN3_NEXT
+
+PLAIN = {"model.layer_pattern": ""}
+REFUSED = {
+    "model.matmul_dtype": "float8",
+    "parallel.remat_group": 2,
+    "parallel.layers_per_stage": "2",
+    "lora.rank": 2,
+}
+
+CASES = [
+    ({"model.layer_pattern": "GX"}, "pattern = 'GX': must be of the letters"),
+    ({"model.layer_pattern": "G"}, r"pattern = 'G': must have a layer with attention.*G\*"),
+    ({"model.num_layers": 3}, "num_layers = 3: must be a multiple of 2.*num-layers 4"),
+    (PLAIN, "linear_num_key_heads = 2: needs a layer of kind G.*heads 4"),
+    (
+        {"model.linear_num_value_heads": 3},
+        "value_heads = 3: must be a multiple of model.linear_num_key_heads = 2.*heads 4",
+    ),
+    ({"model.linear_num_key_heads": 0}, "key_heads = 0: must be at least 1"),
+    ({"model.conv_kernel_size": 1}, "conv_kernel_size = 1: must be at least 2"),
+    ({"model.conv_kernel_size": 40}, "conv_kernel_size = 40: must be at most 33"),
+    ({"model.recurrent_chunk": 0}, "recurrent_chunk = 0: must be at least 1"),
+    ({"parallel.pipeline": 2}, "pipeline = 2: must divide the 1 repetitions.*pipeline 1"),
+    (
+        {"parallel.pipeline": 2, "model.num_layers": 4, "parallel.schedule": "zero_bubble"},
+        "schedule = 'zero_bubble': does not support model.layer_pattern.*1f1b",
+    ),
+    *[
+        ({path: value}, f"{path.split('.')[1]} = .*: does not support model.layer_pattern")
+        for path, value in REFUSED.items()
+    ],
+    ({"model.shared_expert_gate": True}, "shared_expert_gate = True: needs experts"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), CASES)
+def test_one_error_with_a_fix(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check(replace(DELTA_NET, **fields))
+
+
+def test_heads_are_split_over_tensor():
+    with pytest.raises(ConfigError, match=r"linear_num_key_heads = 2: must be divisible by .*tens"):
+        check(replace(DELTA_NET, **{"parallel.tensor": 4, "model.num_kv_heads": 4}))
+
+
+def test_a_gate_needs_shared_experts():
+    with pytest.raises(
+        ConfigError, match=r"shared_expert_gate = True: needs model\.num_shared_exp"
+    ):
+        check(replace(QWEN3_NEXT, **{"model.num_shared_experts": 0}))

@@ -1,0 +1,100 @@
+"""Layers of several kinds, some of them recurrent: the plain model's loss and gradients on every
+mesh. Documents begin anywhere, and chunks divide neither them nor the sequence."""
+
+import pytest
+
+from jaxpar.config import replace
+from tests.meshes.test_experts import compare
+from tests.slow import slow_but
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+#: One period of two kinds, with more value heads than key heads. The norm after a recurrence
+#: divides by the length of what it returned, often near 0 in so small a model: with an eps of 1e-5,
+#: two orders of the same sums differ by 1.6e-5 on one device.
+DELTA_NET = replace(
+    TINY,
+    **{
+        "model.layer_pattern": "G*",
+        "model.linear_num_key_heads": 2,
+        "model.linear_num_value_heads": 4,
+        "model.linear_key_head_dim": 4,
+        "model.linear_value_head_dim": 6,
+        "model.recurrent_chunk": 5,
+        "model.norm_eps": 1e-2,
+        "parallel.layer_loop": "unroll",
+    },
+)
+
+#: What else Qwen3-Next has.
+QWEN3_NEXT = replace(
+    DELTA_NET,
+    **{
+        "model.attention_gate": True,
+        "model.norm_offset": True,
+        "model.qk_norm": True,
+        "model.rope_fraction": 0.5,
+        "model.num_experts": 4,
+        "model.num_shared_experts": 1,
+        "model.shared_expert_gate": True,
+    },
+)
+
+#: Four layers, for stages and for groups of layers.
+DEEPER = replace(DELTA_NET, **{"model.num_layers": 4})
+
+MESHES = """
+data=2,tensor=2
+sequence=2,tensor=2
+data=1
+sequence=4
+sequence=2,context=ulysses
+sequence=2,context=ring
+data=2,zero=2,num_microbatches=2
+data=2,zero=1,num_microbatches=2
+replica=2,sequence=2,remat=full
+data=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+data=2,layer_loop=scan
+data=2,zero=2,num_microbatches=2,layer_loop=scan
+sequence=2,tensor=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(MESHES[1:2], MESHES))
+def test_delta_net(mesh, devices):
+    assert not compare(mesh, DELTA_NET, devices).mismatches()
+
+
+DEEPER_MESHES = """
+pipeline=2,num_microbatches=2,zero=1
+pipeline=2,sequence=2,num_microbatches=2
+pipeline=2,tensor=2,num_microbatches=2,zero=1,layer_loop=scan
+data=2,layer_loop=scan
+data=2,tensor=2
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(DEEPER_MESHES[:1], DEEPER_MESHES))
+def test_stages(mesh, devices):
+    assert not compare(mesh, DEEPER, devices).mismatches()
+
+
+QWEN3_NEXT_MESHES = """
+data=2,tensor=2
+expert=2,sequence=2
+sequence=2,tensor=2
+expert=2,tensor=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(QWEN3_NEXT_MESHES[:1], QWEN3_NEXT_MESHES))
+def test_qwen3_next(mesh, devices):
+    assert not compare(mesh, QWEN3_NEXT, devices).mismatches()
+
+
+@pytest.mark.slow
+def test_steps(devices):
+    found = compare("data=2,tensor=2", DELTA_NET, devices, 5)
+    assert found.update is not None and not found.mismatches()

@@ -1,0 +1,116 @@
+"""Recurrences in chunks, and token by token: the same outputs and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpar.config import ParallelConfig
+from jaxpar.model.recurrent import reference
+from jaxpar.model.recurrent.convolution import causal_convolution
+from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
+from jaxpar.parallel.collectives import varying
+from jaxpar.sharding.axes import SEQUENCE
+from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
+
+T = 30
+
+
+def on_shards(fn, devices, n: int = 1):
+    """Run a function of [B, T, ...] arrays, one of which it returns, on n shards of a sequence."""
+    mesh = make_mesh(ParallelConfig(data=1, sequence=n), devices[:n])
+    spec = PartitionSpec(None, SEQUENCE)
+
+    def local(*arrays):
+        return jax.lax.psum(
+            fn(*varying(arrays)), tuple(a for a in mesh.axis_names if a != SEQUENCE)
+        )
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def inputs(decay: float = 1.0, B: int = 2, H: int = 2, K: int = 3, V: int = 5):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    k = normal(B, T, H, K)
+    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = -decay * jax.nn.softplus(normal(B, T, H))
+    begins = rng.random((B, T)) < 0.15
+    begins[:, 0] = True
+    rate = jax.nn.sigmoid(normal(B, T, H))
+    return normal(B, T, H, K), k, normal(B, T, H, V), log_decay, rate, jnp.asarray(begins)
+
+
+def in_chunks(size, *arrays):
+    return delta_rule(*arrays, size)[0]
+
+
+def by_token(q, k, v, log_decay, rate, begins):
+    return reference.delta_rule(q, k, v, jnp.exp(log_decay), rate, begins)
+
+
+def with_gradients(fn, arrays):
+    """Outputs, and the gradients of a weighted sum of them."""
+
+    def total(*arrays):
+        out = fn(*arrays, begins)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape))), out
+
+    *arrays, begins = arrays
+    (_, out), grads = jax.jit(jax.value_and_grad(total, range(len(arrays)), has_aux=True))(*arrays)
+    return out, *grads
+
+
+@functools.cache
+def wanted(decay: float):
+    return with_gradients(by_token, inputs(decay))
+
+
+@pytest.mark.parametrize(
+    ("size", "decay", "shards"),
+    [
+        (7, 1.0, 1),  # does not divide the sequence
+        (64, 30.0, 1),  # one chunk, in which the state is soon below the smallest float
+        (4, 0.1, 2),
+        slow(1, 1.0, 1),
+        slow(30, 1e-4, 1),
+        slow(5, 1.0, 3),
+        slow(3, 30.0, 5),
+    ],
+)
+def test_delta_rule_in_chunks(size, decay, shards, devices):
+    fn = on_shards(functools.partial(in_chunks, size), devices, shards)
+    for ours, plain in zip(with_gradients(fn, inputs(decay)), wanted(decay), strict=True):
+        assert np.all(np.isfinite(ours))
+        assert np.max(np.abs(ours - plain)) <= 1e-5 * np.max(np.abs(plain))
+
+
+def test_delta_rule_token_by_token_goes_on_from_a_state(devices):
+    """As in generation, after a prompt of one document."""
+    arrays = [a[:, :12] for a in inputs()[:5]]
+    begins = jnp.zeros((2, 12), bool).at[:, 0].set(True)
+    mesh = make_mesh(ParallelConfig(data=1), devices[:1])
+    prompt = lambda *a: delta_rule(*a, begins[:, :9], 4)[1]  # noqa: E731
+    state = jax.shard_map(
+        prompt, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )(*[a[:, :9] for a in arrays])
+    plain = by_token(*arrays, begins)
+    for t in range(9, 12):
+        out, state = delta_step(*[a[:, t] for a in arrays], state)
+        np.testing.assert_allclose(out, plain[:, t], atol=2e-6)
+
+
+@pytest.mark.parametrize("shards", [1, slow(3)])
+def test_convolution(shards, devices):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(2, T, 6)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(6, 4)), jnp.float32)
+    begins = inputs()[-1]
+    place = jnp.broadcast_to(jnp.arange(T), begins.shape)
+    positions = place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    found = on_shards(lambda x, p: causal_convolution(x, kernel, p), devices, shards)(x, positions)
+    np.testing.assert_allclose(found, reference.convolve(x, kernel, begins), atol=1e-6)
