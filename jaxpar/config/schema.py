@@ -149,7 +149,7 @@ class ParallelConfig:
     """Microbatches per step, for gradient accumulation or for the pipeline."""
     row_groups: int = 1
     """Row groups of a microbatch (Domino): one computes while another communicates. For tensor
-    parallelism inside a pipeline."""
+    parallelism inside a pipeline, and for the sends of an expert axis."""
     virtual_stages: int = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
     layers_per_stage: str = ""
