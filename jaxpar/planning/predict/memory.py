@@ -362,7 +362,7 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
-    A module of multi-token prediction has another. It has the compute dtype, and replaces logits of the same dtype in place.
+    The latter has the compute dtype, and replaces logits in place. Each MTP module has the former.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
