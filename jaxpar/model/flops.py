@@ -16,7 +16,7 @@ figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, kinds, num_attention_layers
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -62,10 +62,12 @@ def recurrence_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of forward and backward of recurrences, token by token.
 
     Gated DeltaNet reads its state [K, V] twice and writes it once: 6 K V per head, and as much
-    again twice in the backward. Chunks compute more than that.
+    again twice in the backward. Mamba-2 reads it once. Chunks compute more than that.
     """
-    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
-    return 18 * kinds(model).count(DELTA_NET) * state
+    m, of_kinds = model, kinds(model)
+    delta_net = m.linear_num_value_heads * m.linear_key_head_dim * m.linear_value_head_dim
+    mamba = m.mamba_num_heads * m.mamba_state_size * m.mamba_head_dim
+    return 18 * of_kinds.count(DELTA_NET) * delta_net + 12 * of_kinds.count(MAMBA) * mamba
 
 
 def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:

@@ -190,7 +190,7 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
-    has_base = not w.keys().isdisjoint(("wo", "delta_out"))
+    has_base = not w.keys().isdisjoint(("wo", "w_down", *recurrent.OUTPUTS))
     return adapters | alone | (_fuse_projections(w, lead, ex) if has_base else {})
 
 
@@ -207,22 +207,29 @@ def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
     """Return the fused arrays except adapters. Leading (layer) dims are unchanged."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
-    if "delta_out" in w:
-        return out | recurrent.fuse(w, lead)
-    if "wkv_a" in w:
-        for n in {"wq", "wq_b", "wkv_b"} & set(w):
-            out[n] = flat(n, w[n].shape[-3], -1)
-    else:
-        D = out.pop("wq").shape[-3]
-        out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
-    if "w_attn_gate" in w:
-        out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
-    out["wo"] = flat("wo", -1, w["wo"].shape[-1])
-    if ex.fused_gate_up:
+    if "wo" in w:
+        out = {n: a for n, a in out.items() if n != "wq"} | _fuse_attention(w, lead)
+    elif set(recurrent.OUTPUTS) & w.keys():
+        out |= recurrent.fuse(w, lead)
+    if ex.fused_gate_up and "w_gate" in out:
         out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
     if "bq" in w:
         out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)
     return out
+
+
+def _fuse_attention(w: Tree, lead: tuple[int, ...]) -> Tree:
+    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
+    out: Tree = {}
+    if "wkv_a" in w:
+        for n in {"wq", "wq_b", "wkv_b"} & set(w):
+            out[n] = flat(n, w[n].shape[-3], -1)
+    else:
+        D = w["wq"].shape[-3]
+        out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
+    if "w_attn_gate" in w:
+        out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
+    return out | {"wo": flat("wo", -1, w["wo"].shape[-1])}
 
 
 def _split_layers(stacked: Tree, n: int) -> tuple[Tree, ...]:

@@ -24,7 +24,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
-from jaxpar.model.recurrent import delta_net
+from jaxpar.model.recurrent import delta_net, mamba
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -148,6 +148,9 @@ ATTENTION = Branch(
 DELTA_NET = dataclasses.replace(
     ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
 )
+MAMBA = dataclasses.replace(
+    ATTENTION, name="mamba", compute=mamba.mix, weights=mamba.WEIGHTS, bias=None
+)
 LATENT_ATTENTION = dataclasses.replace(
     ATTENTION,
     compute=latent_attention.heads,
@@ -174,11 +177,21 @@ EXPERTS = dataclasses.replace(
 )
 
 
+#: The branches that mix tokens, by a weight that each has.
+MIXERS = {
+    "wqkv": ATTENTION,
+    "wkv_a": LATENT_ATTENTION,
+    "delta_in": DELTA_NET,
+    "mamba_in": MAMBA,
+}
+
+
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    by_weight = {"wkv_a": LATENT_ATTENTION, "delta_in": DELTA_NET}
-    mixer = next((branch for name, branch in by_weight.items() if name in w), ATTENTION)
-    return mixer, EXPERTS if "router" in w else FEED_FORWARD
+    mixers = [branch for name, branch in MIXERS.items() if name in w]
+    if "w_down" not in w:
+        return tuple(mixers)
+    return *mixers, EXPERTS if "router" in w else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

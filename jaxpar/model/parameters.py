@@ -6,11 +6,19 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, kinds
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    DELTA_NET,
+    FEED_FORWARD,
+    MAMBA,
+    STACKS,
+    has_feed_forward,
+    kinds,
+)
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
-from jaxpar.model.recurrent.parameters import delta_net_specs
+from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -56,21 +64,28 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
+    has_mixer, feeds_forward = kind != FEED_FORWARD, has_feed_forward(m, kind)
+    branches = ("attn",) * has_mixer + ("mlp",) * feeds_forward
+    blocks: Tree = {}
     if kind == DELTA_NET:
         blocks = delta_net_specs(m, matrix, vector, deep)
-    elif m.kv_lora_rank:
+    elif kind == MAMBA:
+        blocks = mamba_specs(m, matrix, vector, deep)
+    elif has_mixer and m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
-    else:
+    elif has_mixer:
         blocks = _attention(m, matrix, vector, deep)
     if m.pre_norms:
-        blocks |= {name: gain((D,), ("norm",)) for name in ("attn_norm", "mlp_norm")}
+        blocks |= {f"{name}_norm": gain((D,), ("norm",)) for name in branches}
+    if m.post_norms:
+        blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
+    if not feeds_forward:
+        return blocks
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep)
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.post_norms:
-        blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.mlp_bias:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")

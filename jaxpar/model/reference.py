@@ -111,7 +111,8 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
     if m.layer_pattern:
         letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
-        stack = {"*": "layers", "G": "delta_layers"}[letters[i]]
+        names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
+        stack = names[letters[i]]
         return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
     dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
@@ -176,16 +177,22 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     x = _after_attention(x, w, positions, segments, m)
+    if "w_down" not in w:
+        return x
     out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
     return x + m.residual_multiplier * out
 
 
 def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
+    if not w.keys() & {"wo", "delta_out", "mamba_out"}:
+        return x
     h = _before(x, w, "attn_norm", m)
     of_kind = _latent_attention if m.kv_lora_rank else _attention
-    if "delta_a" in w:
+    if "delta_out" in w:
         o = jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+    elif "mamba_out" in w:
+        o = jnp.tensordot(recurrent.mamba(h, w, segments, m), w["mamba_out"], 2)
     else:
         o = of_kind(h, w, positions, segments, m)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o

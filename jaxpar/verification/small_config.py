@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
-from jaxpar.config.layout.layer_kinds import DELTA_NET
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
@@ -53,6 +53,10 @@ MIN_SLIDING_WINDOW = 4
 CLOSE = 0.05
 
 
+#: The longest pattern of layers that a shrunk model keeps.
+MOST_KINDS = 8
+
+
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
@@ -63,6 +67,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
+    pattern = _shorter_pattern(cfg.model.layer_pattern)
+    cfg = replace(cfg, **{"model.layer_pattern": pattern})
     m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
     fewest = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
@@ -100,8 +106,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values |= _latents(m, head_dim, d_model, sharded)
     if m.dense_layers:
         values |= _dense(m, d_model, meshes)
-    if DELTA_NET in m.layer_pattern:
-        values |= _delta_net(m, every(lambda p: p.tensor), d_model / m.d_model)
+    values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
@@ -113,6 +118,32 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
+    """Return the sizes of the recurrent layers that there are."""
+    of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}
+    there = (of for kind, of in of_kinds.items() if kind in m.layer_pattern)
+    return {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+
+
+def _mamba(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
+    """Return the sizes of Mamba-2, with two heads in a group."""
+    groups = math.lcm(2, tensor)
+    return {
+        "model.mamba_num_groups": groups,
+        "model.mamba_num_heads": 2 * groups,
+        "model.mamba_head_dim": max(round(m.mamba_head_dim * narrower), 4),
+        "model.mamba_state_size": max(round(m.mamba_state_size * narrower), 4),
+        "model.recurrent_chunk": min(m.recurrent_chunk, 5),
+    }
+
+
+def _shorter_pattern(pattern: str) -> str:
+    """Return the start of a long pattern that has all of its kinds."""
+    if len(pattern) <= MOST_KINDS:
+        return pattern
+    return pattern[: max(map(pattern.index, set(pattern))) + 1]
 
 
 def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -273,7 +272,7 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
         "qkv": width * (w.query + w.kept),
         "qk": width * (w.query + w.key),
         "attn_out": width * w.out,
-        "attn_lse": 0 if is_recurrent(m) else 4 * m.num_heads / tensor,
+        "attn_lse": 4 * m.num_heads / tensor * (w.query > 0),
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
         "gate_up": 2 * width * f,
