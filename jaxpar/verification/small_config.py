@@ -102,10 +102,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     }
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
-    if m.kv_lora_rank:
-        values |= _latents(m, head_dim, d_model, sharded)
-    if m.dense_layers:
-        values |= _dense(m, d_model, meshes)
+    values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
+    values |= _dense(m, d_model, meshes) if m.dense_layers else {}
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
