@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpar.config import ConfigError, command_line, replace
+from jaxpar.config import Config, ConfigError, command_line, replace
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family, config_json, family_of, model_of, why_not
 from jaxpar.convert.hf.float8_blocks import Float8Blocks, dequantized
 from jaxpar.convert.hf.folder import find_tensors
+from jaxpar.convert.hf.tensor_layout import shape_of, sizes_of, tensor_shape
+from jaxpar.convert.peft.exporting import adapter_entries
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.convert.torch_file import PLAIN
 from jaxpar.model import reference
@@ -350,3 +352,20 @@ def test_modules_that_the_files_lack_are_not_imported(tmp_path):
     source = importing.from_hf(folder, tmp_path / "run", said.append, tolerance=None)
     assert source.config.model.mtp_depth == 0
     assert said[0].startswith("config.json has num_nextn_predict_layers 1, but the files have no")
+
+
+def test_adapters_of_latent_attention_have_the_shapes_of_peft():
+    targets = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
+    m = dataclasses.replace(
+        command_line.load_config("deepseek_v3").model, dense_layers=0, dense_d_ff=None
+    )
+    cfg = replace(Config(model=m), **{"lora.rank": 4, "lora.targets": targets})
+    family = family_of(PUBLISHED["deepseek_v3"])
+    sizes, specs = sizes_of(m) | {"R": 4}, flat(param_specs(m, cfg.lora))
+    found = {entry.path: entry for entry in adapter_entries(family, cfg)}
+    assert found.keys() == {path for path in specs if "_lora_" in path}
+    for path, entry in found.items():
+        assert shape_of(entry.ours, sizes) == specs[path].shape, path
+    wide = found["layers/wo_lora_a"]
+    assert wide.name == "base_model.model.model.layers.{L}.self_attn.o_proj.lora_A.weight"
+    assert tensor_shape(wide, sizes) == (4, 128 * 128)
