@@ -48,7 +48,8 @@ class ModelConfig:
     """Number of transformer layers."""
     layer_pattern: str = ""
     """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). Empty: attention in all layers."""
+    (Qwen3-Next: GGG*). M: Mamba-2. -: a feed-forward layer; other layers then have none
+    (Nemotron-H). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -107,6 +108,9 @@ class ModelConfig:
     """Groups that the router selects for each token, by the sum of a group's two best scores."""
     router_scale: float = 1.0
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
+    mtp_depth: int = 0
+    """Modules of multi-token prediction after the layers (DeepSeek-V3: 1). Module k predicts the
+    token k places after the next one, in training only; train.mtp_loss weighs their losses."""
     vocab_size: int = 512
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0
@@ -114,7 +118,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Scaling of the frequencies; setting one of its fields enables it. None: plain RoPE."""
     rope_fraction: float = 1.0
-    """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5)."""
+    """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5). 0, with recurrent
+    layers: attention has no positions of its own (Nemotron-H)."""
     rope_layout: Literal["halves", "interleaved"] = "halves"
     """Which dims are rotated together. halves: one of the first half with one of the second.
     interleaved: neighbors (Helium, ERNIE 4.5)."""
@@ -169,6 +174,16 @@ class ModelConfig:
     """Gated DeltaNet: width of a query or key."""
     linear_value_head_dim: int = 32
     """Gated DeltaNet: width of a value."""
+    mamba_num_heads: int = 8
+    """Mamba-2: heads, each with a state [mamba_state_size, mamba_head_dim]."""
+    mamba_head_dim: int = 32
+    """Mamba-2: width of a value."""
+    mamba_state_size: int = 32
+    """Mamba-2: width of a query or key, which published code calls C and B."""
+    mamba_num_groups: int = 1
+    """Mamba-2: groups of heads, which share queries and keys, and the norm of the output."""
+    mamba_min_step: float = 0.0
+    """Mamba-2: the least time step (Nemotron-H: 0.001)."""
     conv_kernel_size: int = 4
     """Tokens of the convolution before a recurrence, the latest included; at least 2."""
     recurrent_chunk: int = 64

@@ -7,6 +7,7 @@ prompt, is in the future of all queries, so the causal mask hides it.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ModelConfig, registry
-from jaxpar.config.layout.layer_kinds import RECURRENT, kinds, num_attention_layers
+from jaxpar.config.layout.layer_kinds import ATTENTION, RECURRENT, kinds, num_attention_layers
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
@@ -57,10 +58,10 @@ class Cache:
 
 def cache_specs(m: ModelConfig) -> Cache:
     """Return how the arrays of a cache are split over a mesh."""
-    has_state = [kind in RECURRENT for kind in kinds(m)]
-    of_heads = tuple(None if state else PartitionSpec(None, None, TENSOR) for state in has_state)
-    states = tuple(recurrent.SPEC if state else None for state in has_state)
-    return Cache(of_heads, of_heads, states)
+    of_heads = PartitionSpec(None, None, TENSOR)
+    slots = tuple(of_heads if kind == ATTENTION else None for kind in kinds(m))
+    states = tuple(recurrent.SPEC if kind in RECURRENT else None for kind in kinds(m))
+    return Cache(slots, slots, states)
 
 
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
@@ -71,8 +72,10 @@ def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
     """
     of_token = sum(heads * dim for heads, dim in _slot(m, tensor))
     held = num_attention_layers(m) * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
-    layers = m.num_layers - num_attention_layers(m)
-    return held + (layers * recurrent.state_bytes(m, rows, tensor) if layers else 0)
+    states = (
+        recurrent.state_bytes(m, kind, rows, tensor) for kind in kinds(m) if kind in RECURRENT
+    )
+    return held + sum(states)
 
 
 def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -85,12 +88,13 @@ def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    has_state = [kind in RECURRENT for kind in kinds(m)]
+    zeros = lambda shape: jnp.zeros((rows, slots, *shape), m.dtype)  # noqa: E731
     keys, values = (
-        tuple(None if state else jnp.zeros((rows, slots, *shape), m.dtype) for state in has_state)
+        tuple(zeros(shape) if kind == ATTENTION else None for kind in kinds(m))
         for shape in _slot(m, lax.axis_size(TENSOR))
     )
-    states = tuple(recurrent.empty_state(m, rows) if state else None for state in has_state)
+    empty = functools.partial(recurrent.empty_state, m, rows=rows)
+    states = tuple(empty(kind) if kind in RECURRENT else None for kind in kinds(m))
     return Cache(keys, values, states)
 
 
@@ -144,12 +148,13 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Arr
     keys, values, states = list(cache.keys), list(cache.values), list(cache.states)
     for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
         before = x
-        if states[i] is None:
+        if keys[i] is not None:
             held, alone = (keys[i], values[i]), lengths is not None
             x, (keys[i], values[i]) = _attention(x, w, kind, held, first, cfg.model, alone)
-        else:
+        elif states[i] is not None:
             x, states[i] = _recurrence(x, w, positions, states[i], cfg.model, lengths)
-        x = _feed_forward(x, before if cfg.model.parallel_block else x, w, kind, cfg)
+        if "w_down" in w:
+            x = _feed_forward(x, before if cfg.model.parallel_block else x, w, kind, cfg)
     h = transformer.before_logits(weights["top"], x, cfg.model)
     return h, Cache(tuple(keys), tuple(values), tuple(states))
 
@@ -164,7 +169,7 @@ def _embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -
 
 def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
     """Add the layer's attention to x. `alone`: new tokens see only each other."""
-    branch, _ = branches(w)
+    branch = branches(w)[0]
     h = _normalized(x, w, branch.norm, m)
     attend = _latent if m.kv_lora_rank else _grouped
     out, held = attend(h, w, context, held, first, m, alone)
@@ -175,19 +180,19 @@ def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfi
 
 def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
     """Add the layer's recurrence to x. With `lengths`, of complete prompts."""
-    branch, _ = branches(w)
-    h = _normalized(x, w, branch.norm, m)
+    branch = branches(w)[0]
+    h, kind = _normalized(x, w, branch.norm, m), recurrent.kind_of(w)
     if lengths is None:
-        out, held = recurrent.token(h, w, positions, held, m)
+        out, held = kind.token(h, w, positions, held, m)
     else:
-        out, held = recurrent.prompt(h, w, positions, lengths, m)
-    partial = row_parallel(out, w, "delta_out", "attn_out")
+        out, held = kind.prompt(h, w, positions, lengths, m)
+    partial = row_parallel(out, w, kind.output, "attn_out")
     return branch.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
 def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
     """Add the layer's feed-forward branch to x. of: the residual stream that it reads."""
-    _, branch = branches(w)
+    branch = branches(w)[-1]
     whole = Shards((_normalized(of, w, branch.norm, cfg.model),))
     (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)

@@ -25,7 +25,7 @@ from jaxpar.model.gpt import feed_forward as gpt_feed_forward
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
-from jaxpar.model.recurrent import delta_net
+from jaxpar.model.recurrent import delta_net, mamba
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -149,6 +149,9 @@ ATTENTION = Branch(
 DELTA_NET = dataclasses.replace(
     ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
 )
+MAMBA = dataclasses.replace(
+    ATTENTION, name="mamba", compute=mamba.mix, weights=mamba.WEIGHTS, bias=None
+)
 LATENT_ATTENTION = dataclasses.replace(
     ATTENTION,
     compute=latent_attention.heads,
@@ -179,18 +182,27 @@ TWO_MATRICES = dataclasses.replace(
     FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
 )
 
+#: The branches that mix tokens, by a weight that each has.
+MIXERS = {
+    "wqkv": ATTENTION,
+    "wkv_a": LATENT_ATTENTION,
+    "delta_in": DELTA_NET,
+    "mamba_in": MAMBA,
+}
+
 
 def branches(w: Weights) -> tuple[Branch, ...]:
     """Return the branches of a layer with these weights, in order."""
-    by_weight = {"wkv_a": LATENT_ATTENTION, "delta_in": DELTA_NET}
-    mixer = next((branch for name, branch in by_weight.items() if name in w), ATTENTION)
+    mixers = [branch for name, branch in MIXERS.items() if name in w]
+    if "w_down" not in w:
+        return tuple(mixers)
     if "router" in w:
         second = EXPERTS
     else:
         second = FEED_FORWARD if {"w_gate", "w_gate_up"} & w.keys() else TWO_MATRICES
     if "attn_norm" in w and "mlp_norm" not in w:  # one norm for both
         second = dataclasses.replace(second, norm="attn_norm")
-    return mixer, second
+    return *mixers, second
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

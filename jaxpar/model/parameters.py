@@ -6,10 +6,19 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, kinds
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    DELTA_NET,
+    FEED_FORWARD,
+    MAMBA,
+    STACKS,
+    has_feed_forward,
+    kinds,
+)
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
-from jaxpar.model.recurrent.parameters import delta_net_specs
+from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -24,6 +33,7 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
     a stack of their own, "dense_layers"; so are the layers of each kind of `model.layer_pattern`.
+    The modules of multi-token prediction are "mtp".
 
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
@@ -34,6 +44,8 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = _layers(dense, m.dense_layers)
+    if m.mtp_depth:
+        specs["mtp"] = mtp.specs(m, _layers(m, m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
@@ -52,25 +64,32 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
+    has_mixer, feeds_forward = kind != FEED_FORWARD, has_feed_forward(m, kind)
+    branches = ("attn",) * has_mixer + ("mlp",) * feeds_forward
+    blocks: Tree = {}
     if kind == DELTA_NET:
         blocks = delta_net_specs(m, matrix, vector, deep)
-    elif m.kv_lora_rank:
+    elif kind == MAMBA:
+        blocks = mamba_specs(m, matrix, vector, deep)
+    elif has_mixer and m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
-    else:
+    elif has_mixer:
         blocks = _attention(m, matrix, vector, deep)
     if m.pre_norms:
-        norms = ("attn_norm",) if m.shared_norm else ("attn_norm", "mlp_norm")
+        norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
         blocks |= {name: gain((D,), ("norm",)) for name in norms}
         if m.norm == "layer":
             blocks |= {f"{name}_bias": vector((D,), ("norm",), "zeros") for name in norms}
+    if m.post_norms:
+        blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
+    if not feeds_forward:
+        return blocks
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep)
     else:
         into = ("w_gate", "w_up") if m.mlp_gate else ("w_up",)
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in into}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.post_norms:
-        blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.mlp_bias:
         into = ("b_gate", "b_up") if m.mlp_gate else ("b_up",)
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in into}

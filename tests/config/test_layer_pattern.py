@@ -7,6 +7,16 @@ from jaxpar.config.validate import check
 from tests.meshes.test_recurrent_layers import DELTA_NET, QWEN3_NEXT
 
 PLAIN = {"model.layer_pattern": ""}
+MAMBA = {"model.layer_pattern": "GM*", "model.num_layers": 3}
+
+#: What layers of Gated DeltaNet alone read, as it is by default.
+DEFAULTS = {
+    "model.linear_num_key_heads": 4,
+    "model.linear_num_value_heads": 8,
+    "model.linear_key_head_dim": 32,
+    "model.linear_value_head_dim": 32,
+    "model.recurrent_chunk": 64,
+}
 REFUSED = {
     "model.matmul_dtype": "float8",
     "parallel.remat_group": 2,
@@ -36,6 +46,14 @@ CASES = [
         ({path: value}, f"{path.split('.')[1]} = .*: does not support model.layer_pattern")
         for path, value in REFUSED.items()
     ],
+    ({"model.mamba_num_groups": 2}, "mamba_num_groups = 2: needs a layer of kind M.*groups 1"),
+    (MAMBA | {"model.mamba_num_groups": 3}, "num_heads = 8: must be a multiple of .*= 3.*heads 9"),
+    (MAMBA | {"model.mamba_min_step": -1.0}, "mamba_min_step = -1.0: must not be negative"),
+    (
+        {"model.layer_pattern": "G*-", "model.num_layers": 3, "model.num_experts": 4},
+        "num_experts = 4: does not support model.layer_pattern.*dense",
+    ),
+    ({"model.layer_pattern": "", "model.rope_fraction": 0.0} | DEFAULTS, "rope_fraction = 0.0"),
     ({"model.shared_expert_gate": True}, "shared_expert_gate = True: needs experts"),
 ]
 

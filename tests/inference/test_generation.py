@@ -82,6 +82,15 @@ MODELS = {
         "model.recurrent_chunk": 5,
         "model.attention_gate": True,
     },
+    "layers of one branch": {
+        "model.layer_pattern": "M-*",
+        "model.num_layers": 3,
+        "model.mamba_num_heads": 4,
+        "model.mamba_head_dim": 6,
+        "model.mamba_state_size": 4,
+        "model.mamba_num_groups": 2,
+        "model.recurrent_chunk": 5,
+    },
 }
 
 #: The others are in these, or change less.

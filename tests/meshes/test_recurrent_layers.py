@@ -41,6 +41,24 @@ QWEN3_NEXT = replace(
     },
 )
 
+#: Layers of one branch, as in Nemotron-H, without positions in attention.
+NEMOTRON_H = replace(
+    TINY,
+    **{
+        "model.layer_pattern": "M-*-",
+        "model.num_layers": 4,
+        "model.mamba_num_heads": 4,
+        "model.mamba_head_dim": 6,
+        "model.mamba_state_size": 4,
+        "model.mamba_num_groups": 2,
+        "model.mamba_min_step": 0.02,
+        "model.recurrent_chunk": 5,
+        "model.norm_eps": 1e-2,
+        "model.rope_fraction": 0.0,
+        "parallel.layer_loop": "unroll",
+    },
+)
+
 #: Four layers, for stages and for groups of layers.
 DEEPER = replace(DELTA_NET, **{"model.num_layers": 4})
 
@@ -92,6 +110,22 @@ expert=2,tensor=2,layer_loop=scan
 @pytest.mark.parametrize("mesh", slow_but(QWEN3_NEXT_MESHES[:1], QWEN3_NEXT_MESHES))
 def test_qwen3_next(mesh, devices):
     assert not compare(mesh, QWEN3_NEXT, devices).mismatches()
+
+
+NEMOTRON_H_MESHES = """
+sequence=2,tensor=2
+data=2,tensor=2
+sequence=4
+data=2,zero=2,num_microbatches=2
+data=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(NEMOTRON_H_MESHES[:1], NEMOTRON_H_MESHES))
+def test_nemotron_h(mesh, devices):
+    assert not compare(mesh, NEMOTRON_H, devices).mismatches()
 
 
 @pytest.mark.slow

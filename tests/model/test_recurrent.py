@@ -12,6 +12,7 @@ from jaxpar.config import ParallelConfig
 from jaxpar.model.recurrent import reference
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
+from jaxpar.model.recurrent.state_space import state_space
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import SEQUENCE
 from jaxpar.sharding.mesh import make_mesh
@@ -68,6 +69,29 @@ def with_gradients(fn, arrays):
 @functools.cache
 def wanted(decay: float):
     return with_gradients(by_token, inputs(decay))
+
+
+def state_space_in_chunks(size, q, k, v, log_decay, begins):
+    """With half as many keys and queries as values, as if two heads shared them."""
+    return state_space(q[:, :, :1], k[:, :, :1], v, log_decay, begins, size)[0]
+
+
+def state_space_by_token(q, k, v, log_decay, begins):
+    q, k = (jnp.repeat(a[:, :, :1], 2, axis=2) for a in (q, k))
+    return reference.state_space(q, k, v, jnp.exp(log_decay), begins)
+
+
+@pytest.mark.parametrize(
+    ("size", "decay", "shards"),
+    [(7, 1.0, 1), slow(64, 30.0, 1), (4, 0.1, 2), slow(1, 1.0, 1), slow(3, 30.0, 5)],
+)
+def test_state_space_in_chunks(size, decay, shards, devices):
+    fn = on_shards(functools.partial(state_space_in_chunks, size), devices, shards)
+    *arrays, _, begins = inputs(decay)
+    found, plain = (with_gradients(f, (*arrays, begins)) for f in (fn, state_space_by_token))
+    for ours, theirs in zip(found, plain, strict=True):
+        assert np.all(np.isfinite(ours))
+        assert np.max(np.abs(ours - theirs)) <= 1e-5 * np.max(np.abs(theirs))
 
 
 @pytest.mark.parametrize(

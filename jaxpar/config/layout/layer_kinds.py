@@ -7,13 +7,18 @@ from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.schema import Config
 
 #: The letters, after Nemotron-H's.
-ATTENTION, DELTA_NET = "*", "G"
+ATTENTION, DELTA_NET, MAMBA, FEED_FORWARD = "*", "G", "M", "-"
 
 #: The name of each kind's stack of parameters.
-STACKS = {ATTENTION: "layers", DELTA_NET: "delta_layers"}
+STACKS = {
+    ATTENTION: "layers",
+    DELTA_NET: "delta_layers",
+    MAMBA: "mamba_layers",
+    FEED_FORWARD: "mlp_layers",
+}
 
 #: Kinds whose layers carry a state from token to token.
-RECURRENT = (DELTA_NET,)
+RECURRENT = (DELTA_NET, MAMBA)
 
 
 def kinds(m: ModelConfig) -> str:
@@ -25,6 +30,14 @@ def kinds(m: ModelConfig) -> str:
 def num_attention_layers(m: ModelConfig) -> int:
     """Return the number of layers with attention."""
     return kinds(m).count(ATTENTION)
+
+
+def has_feed_forward(m: ModelConfig, kind: str) -> bool:
+    """Return whether layers of a kind have a feed-forward branch.
+
+    In models with feed-forward layers, other layers have none.
+    """
+    return kind == FEED_FORWARD or FEED_FORWARD not in m.layer_pattern
 
 
 def is_recurrent(m: ModelConfig) -> bool:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
-from jaxpar.config.layout.layer_kinds import DELTA_NET, in_zigzag_order
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, in_zigzag_order
 
 
 class _Division(NamedTuple):
@@ -39,6 +39,9 @@ def _divisions(cfg: Config) -> list[_Division]:
     if DELTA_NET in cfg.model.layer_pattern:
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))
+    if MAMBA in cfg.model.layer_pattern:
+        why = "tensor ranks get equal numbers of groups, with their heads"
+        table.append(_Division("model.mamba_num_groups", (tensor,), why))
     latents = [n for n in ("kv_lora_rank", "q_lora_rank") if getattr(cfg.model, n)]
     why = "parameters are sharded over it"
     table += [_Division(f"model.{name}", (data, expert, sequence), why) for name in latents]

@@ -1,24 +1,36 @@
 """Rules about `model.layer_pattern`: layers of several kinds, some of them recurrent."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, STACKS, is_recurrent
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    DELTA_NET,
+    FEED_FORWARD,
+    MAMBA,
+    STACKS,
+    is_recurrent,
+)
 
 PATH = "model.layer_pattern"
 
 #: Fields that only layers of a kind read.
 _OF_KIND = {
     DELTA_NET: """model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
-    model.linear_value_head_dim model.conv_kernel_size model.recurrent_chunk""".split()
+    model.linear_value_head_dim""".split(),
+    MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
+    model.mamba_num_groups model.mamba_min_step""".split(),
+    DELTA_NET + MAMBA: ["model.conv_kernel_size", "model.recurrent_chunk"],
 }
 
 
 def layer_pattern(cfg: Config) -> None:
     """Check the pattern, the sizes of its layers, and what it is combined with."""
     m, none = cfg.model, flag(PATH, "")
-    for kind, paths in _OF_KIND.items():
+    for kinds, paths in _OF_KIND.items():
         for path in paths:
-            rule = f"needs a layer of kind {kind} in {PATH}, which is {m.layer_pattern!r}"
-            ok = kind in m.layer_pattern or value_of(cfg, path) == default_of(path)
+            rule = f"needs a layer of kind {' or '.join(kinds)} in {PATH}, "
+            rule += f"which is {m.layer_pattern!r}"
+            there = not set(kinds).isdisjoint(m.layer_pattern)
+            ok = there or value_of(cfg, path) == default_of(path)
             require(ok, cfg, path, rule, flag(path, default_of(path)))
     if not m.layer_pattern:
         return
@@ -40,10 +52,13 @@ def _sizes(cfg: Config) -> None:
         return
     path = "model.linear_num_value_heads"
     rule = f"must be a multiple of model.linear_num_key_heads = {m.linear_num_key_heads}"
-    fits = -(-m.linear_num_value_heads // m.linear_num_key_heads) * m.linear_num_key_heads
-    require(
-        m.linear_num_value_heads % m.linear_num_key_heads == 0, cfg, path, rule, flag(path, fits)
-    )
+    heads, keys = m.linear_num_value_heads, m.linear_num_key_heads
+    require(heads % keys == 0, cfg, path, rule, flag(path, -(-heads // keys) * keys))
+    path, heads, groups = "model.mamba_num_heads", m.mamba_num_heads, m.mamba_num_groups
+    rule = f"must be a multiple of model.mamba_num_groups = {groups}"
+    require(heads % groups == 0, cfg, path, rule, flag(path, -(-heads // groups) * groups))
+    path, rule = "model.mamba_min_step", "must not be negative"
+    require(m.mamba_min_step >= 0, cfg, path, rule, flag(path, 0.0))
     path, shard = "model.conv_kernel_size", cfg.data.seq_len // cfg.parallel.sequence
     require(m.conv_kernel_size >= 2, cfg, path, "must be at least 2", flag(path, 4))
     rule = f"must be at most {shard + 1}: a shard of a sequence sends its last tokens to the next"
@@ -68,6 +83,9 @@ def _combinations(cfg: Config) -> None:
     for path, why in reasons:
         rule, default = f"{said}: {why}", default_of(path)
         require(value_of(cfg, path) == default, cfg, path, rule, flag(path, default), none)
+    path, ok = "model.num_experts", FEED_FORWARD not in cfg.model.layer_pattern
+    rule = f"{said}: feed-forward layers ({FEED_FORWARD}) are dense"
+    require(ok or cfg.model.num_experts == 0, cfg, path, rule, flag(path, 0), none)
     periods, path = cfg.model.num_layers // len(cfg.model.layer_pattern), "parallel.pipeline"
     rule = f"must divide the {periods} repetitions of {PATH}, so that stages have the same layers"
     fits = max(n for n in range(1, p.pipeline + 1) if periods % n == 0)

@@ -37,6 +37,10 @@ MOST = {
     "model.linear_num_value_heads": 1 << 16,
     "model.linear_key_head_dim": 1 << 16,
     "model.linear_value_head_dim": 1 << 16,
+    "model.mamba_num_heads": 1 << 16,
+    "model.mamba_head_dim": 1 << 16,
+    "model.mamba_state_size": 1 << 16,
+    "model.mamba_num_groups": 1 << 16,
     "model.conv_kernel_size": 1 << 10,
     "model.recurrent_chunk": 1 << 12,
     "model.kv_lora_rank": 1 << 20,
@@ -50,6 +54,7 @@ MOST = {
     "model.num_shared_experts": 1 << 16,
     "model.router_groups": 1 << 16,
     "model.router_groups_per_token": 1 << 16,
+    "model.mtp_depth": 8,
     "model.vocab_size": 1 << 26,
     **{
         f"parallel.{name}": MAX_AXIS

@@ -12,7 +12,8 @@ _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.router_groups model.router_groups_per_token
 model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
-model.linear_value_head_dim model.conv_kernel_size model.recurrent_chunk
+model.linear_value_head_dim model.mamba_num_heads model.mamba_head_dim
+model.mamba_state_size model.mamba_num_groups model.conv_kernel_size model.recurrent_chunk
 model.qk_rope_head_dim model.v_head_dim model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.remat_group
@@ -23,7 +24,8 @@ cluster.connect_seconds""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
 model.global_every train.seed
-model.num_shared_experts model.dense_layers model.kv_lora_rank train.micro_batch_size train.z_loss
+model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
+train.micro_batch_size train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds

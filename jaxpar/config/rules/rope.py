@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 
 SECTION = "model.rope_scaling"
@@ -36,6 +37,8 @@ def _dims(cfg: Config) -> None:
     rule = "must be even, since RoPE rotates pairs of elements"
     require(m.head_dim % 2 == 0, cfg, path, rule, flag(path, m.head_dim + 1))
     path = "model.rope_fraction"
+    if m.rope_fraction == 0 and is_recurrent(m):
+        return
     require(0 < m.rope_fraction <= 1, cfg, path, "must be above 0 and at most 1", flag(path, 1.0))
     rule = f"rotates {m.rotary_dims} of model.head_dim = {m.head_dim} dims, which must be even and "
     rule += "at least 2"

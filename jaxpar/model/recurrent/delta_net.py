@@ -38,7 +38,7 @@ WEIGHTS = ("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm
 _EPS = 1e-6
 
 
-class Projections(NamedTuple):
+class DeltaNetProjections(NamedTuple):
     """The products of the input with this tensor rank's columns of `delta_in`."""
 
     mixed: jax.Array
@@ -72,14 +72,14 @@ def project(h: NormOutput, w: Weights) -> jax.Array:
     return h.scaled(y)
 
 
-def split(y: jax.Array, m: ModelConfig) -> Projections:
+def split(y: jax.Array, m: ModelConfig) -> DeltaNetProjections:
     """Split the result of `project`."""
     sizes = column_sizes(m, lax.axis_size(TENSOR))
     mixed = sum(sizes[:3])
     ends = [mixed, mixed + sizes[3], mixed + sizes[3] + sizes[4]]
     mixed_y, gate, rate, step = jnp.split(y, ends, axis=-1)
     gate = gate.reshape(*gate.shape[:-1], -1, m.linear_value_head_dim)
-    return Projections(mixed_y, gate, rate, step)
+    return DeltaNetProjections(mixed_y, gate, rate, step)
 
 
 def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + _EPS)
 
 
-def gates(projected: Projections, w: Weights) -> tuple[jax.Array, jax.Array]:
+def gates(projected: DeltaNetProjections, w: Weights) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the decay, and the rate, of each token and head: float32 [B, T, H].
 
     Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay.

@@ -22,7 +22,18 @@ FUSED_DIMS: dict[str, int | None] = {
     "delta_dt_bias": None,
     "delta_norm": None,
     "delta_out": -1,
+    "mamba_in": -2,
+    "mamba_conv": None,
+    "mamba_conv_bias": None,
+    "mamba_a_log": None,
+    "mamba_dt_bias": None,
+    "mamba_d": None,
+    "mamba_norm": None,
+    "mamba_out": -1,
 }
+
+#: Arrays that only recurrent layers have, and the fused ones made of others.
+OUTPUTS = ("delta_out", "mamba_out")
 
 #: The projections of the input, in the order of the fused matrix.
 _PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
@@ -59,11 +70,58 @@ def delta_net_specs(
     return blocks
 
 
+def mamba_specs(
+    m: ModelConfig,
+    matrix: Callable[..., ParamSpec],
+    vector: Callable[..., ParamSpec],
+    deep: float,
+) -> Tree:
+    """Return the specs of Mamba-2's parameters. The arguments are those of `delta_net_specs`.
+
+    Published code calls values x, keys B and queries C.
+    """
+    D, H, P = m.d_model, m.mamba_num_heads, m.mamba_head_dim
+    G, N, width = m.mamba_num_groups, m.mamba_state_size, m.conv_kernel_size
+    wide = {"z": (H, P), "x": (H, P), "b": (G, N), "c": (G, N)}
+    blocks: Tree = {}
+    for name, shape in wide.items():
+        blocks[f"mamba_{name}"] = matrix((D, *shape), ("embed", "heads", "head_dim"))
+    blocks["mamba_dt"] = matrix((D, H), ("embed", "heads"))
+    for name in "xbc":
+        shape = wide[name]
+        kernel = matrix((*shape, width), ("heads", "head_dim", "head_dim"), width**-0.5)
+        blocks[f"mamba_conv_{name}"] = kernel
+        blocks[f"mamba_bias_{name}"] = vector(shape, ("heads", "head_dim"), "zeros")
+    blocks["mamba_a_log"] = vector((H,), ("heads",), "decay_rate")
+    blocks["mamba_dt_bias"] = vector((H,), ("heads",), "time_step")
+    blocks["mamba_d"] = vector((H,), ("heads",), "ones")
+    blocks["mamba_norm"] = vector((H, P), ("heads", "head_dim"), "ones")
+    blocks["mamba_out"] = matrix((H, P, D), ("heads", "head_dim", "embed"), deep)
+    return blocks
+
+
 def fuse(w: Tree, lead: tuple[int, ...]) -> Tree:
     """Return the arrays that the fused layout has in place of others of the same layer.
 
     Args:     w: one layer's arrays, or stacked ones. lead: their leading dims.
     """
+    return (_fuse_mamba if "mamba_out" in w else _fuse_delta_net)(w, lead)
+
+
+def _fuse_mamba(w: Tree, lead: tuple[int, ...]) -> Tree:
+    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
+    D, width = w["mamba_dt"].shape[-2], w["mamba_conv_x"].shape[-1]
+    columns = [flat(f"mamba_{n}", D, -1) for n in ("z", "x", "b", "c", "dt")]
+    return {
+        "mamba_in": jnp.concatenate(columns, axis=-1),
+        "mamba_conv": jnp.concatenate([flat(f"mamba_conv_{n}", -1, width) for n in "xbc"], -2),
+        "mamba_conv_bias": jnp.concatenate([flat(f"mamba_bias_{n}", -1) for n in "xbc"], -1),
+        "mamba_norm": flat("mamba_norm", -1),
+        "mamba_out": flat("mamba_out", -1, D),
+    }
+
+
+def _fuse_delta_net(w: Tree, lead: tuple[int, ...]) -> Tree:
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["delta_a"].shape[-3]
     kernels = [w[f"delta_conv_{n}"] for n in "qkv"]

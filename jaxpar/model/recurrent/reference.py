@@ -38,6 +38,48 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
     return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
 
 
+def mamba(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
+    """Compute Mamba-2 without its projection to the residual stream.
+
+    Args, Returns: as `delta_net`.
+    Source:   Dao & Gu 2024 (2405.21060).
+    """
+    begins = begins_of(segments)
+    x, key, query = (
+        jax.nn.silu(
+            convolve(jnp.tensordot(h, w[f"mamba_{n}"], 1), w[f"mamba_conv_{n}"], begins)
+            + w[f"mamba_bias_{n}"]
+        )
+        for n in "xbc"
+    )
+    step = jax.nn.softplus(h @ w["mamba_dt"] + w["mamba_dt_bias"])
+    step = jnp.maximum(step, m.mamba_min_step)
+    repeat = x.shape[2] // key.shape[2]
+    key, query = (jnp.repeat(a, repeat, axis=2) for a in (key, query))
+    decay = jnp.exp(-jnp.exp(w["mamba_a_log"]) * step)
+    out = state_space(query, key, step[..., None] * x, decay, begins)
+    out = out + w["mamba_d"][:, None] * x
+    out = out * jax.nn.silu(jnp.tensordot(h, w["mamba_z"], 1))
+    groups = out.reshape(*out.shape[:2], m.mamba_num_groups, -1)
+    unit_rms = groups / jnp.sqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + m.norm_eps)
+    return unit_rms.reshape(out.shape) * w["mamba_norm"]
+
+
+def state_space(q, k, v, decay, begins) -> jax.Array:
+    """Apply Mamba-2's recurrence to one token after the other. Arguments as in `delta_rule`."""
+
+    def one(state, token):
+        q, k, v, decay, begins = token
+        state = jnp.where(begins[:, None, None, None], 0.0, state)
+        state = decay[:, :, None, None] * state + jnp.einsum("bhn,bhp->bhnp", k, v)
+        return state, jnp.einsum("bhnp,bhn->bhp", state, q)
+
+    B, _, H, N = q.shape
+    tokens = [jnp.moveaxis(a, 1, 0) for a in (q, k, v, decay, begins)]
+    nothing = jnp.zeros((B, H, N, v.shape[-1]), v.dtype)
+    return jnp.moveaxis(jax.lax.scan(one, nothing, tokens)[1], 0, 1)
+
+
 def delta_rule(q, k, v, decay, rate, begins, state=None) -> jax.Array:
     """Apply the gated delta rule to one token after the other.
 

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET
-from jaxpar.model.recurrent.delta_net import column_sizes
+from jaxpar.config.layout.layer_kinds import DELTA_NET, FEED_FORWARD, is_recurrent
+from jaxpar.model.recurrent import delta_net, mamba
 
 
 class Widths(NamedTuple):
@@ -26,9 +26,13 @@ class Widths(NamedTuple):
 def widths(m: ModelConfig, tensor: int) -> Widths:
     """Return the widths of a model's attention, or of the recurrence in its place: there, `value`
     and `kept` are all projections of the input."""
-    if m.layer_pattern == DELTA_NET:
-        columns = column_sizes(m, tensor)
-        return Widths(0.0, 0.0, sum(columns), columns[3], sum(columns), 0.0)
+    if m.layer_pattern == FEED_FORWARD:
+        return Widths(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if is_recurrent(m):
+        of_kind = delta_net if m.layer_pattern == DELTA_NET else mamba
+        columns = of_kind.column_sizes(m, tensor)
+        values = columns[3] if m.layer_pattern == DELTA_NET else columns[0]
+        return Widths(0.0, 0.0, sum(columns), values, sum(columns), 0.0)
     H, G = m.num_heads / tensor, m.num_kv_heads / tensor
     rotary = m.qk_rope_head_dim if m.kv_lora_rank else 0
     latents = m.kv_lora_rank + rotary + (m.q_lora_rank or 0)
@@ -50,7 +54,7 @@ def projections(m: ModelConfig, tensor: int) -> dict[str, list[Projection]]:
     w, D = widths(m, tensor), m.d_model
     output = {"wo": [Projection(w.out, D)]}
     if not m.kv_lora_rank:
-        gate = w.out if m.attention_gate and m.layer_pattern != DELTA_NET else 0.0
+        gate = w.query if m.attention_gate else 0.0
         return {"qkv": [Projection(D, w.query + w.key + w.value + gate)]} | output
     up = [
         Projection(m.q_lora_rank or D, w.query),

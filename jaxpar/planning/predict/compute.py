@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import is_recurrent
+from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, rates
@@ -144,6 +144,8 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
+    if m.layer_pattern == FEED_FORWARD:
+        return 0.0
     if is_recurrent(m):
         return _recurrence(cfg, shard, gpu, repeated)
     pairs = attended_pairs(cfg) / p.sequence
@@ -268,7 +270,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    return once.times(1 + cfg.model.mtp_depth)
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:

@@ -3,9 +3,10 @@
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.layer_kinds import kinds
+from jaxpar.config.layout.layer_kinds import has_feed_forward, kinds
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
@@ -50,8 +51,11 @@ def _of_pattern(cfg: Config) -> list[LayerKind]:
 
 
 def of_one_kind(cfg: Config, kind: str) -> Config:
-    """Return a config all of whose layers are of a kind."""
-    return replace(cfg, **{"model.layer_pattern": kind})
+    """Return a config all of whose layers are of a kind. Its width is 0 without a feed-forward."""
+    of_kind: dict[str, Any] = {"model.layer_pattern": kind}
+    if not has_feed_forward(cfg.model, kind):
+        of_kind |= {"model.d_ff": 0}
+    return replace(cfg, **of_kind)
 
 
 def shares_of_policies(cfg: Config) -> dict[str, float]:

@@ -4,20 +4,31 @@ These are estimates: no kernel of a recurrence was measured.
 """
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET
+from jaxpar.config.layout.layer_kinds import DELTA_NET, is_recurrent
+
+
+def _sizes(m: ModelConfig, tensor: int) -> tuple[float, int, int, float]:
+    """Return heads, the sizes [K, V] of a state, and products of a chunk's tokens per head."""
+    if m.layer_pattern == DELTA_NET:
+        heads = m.linear_num_value_heads / tensor
+        return heads, m.linear_key_head_dim, m.linear_value_head_dim, 2.0
+    shared = m.mamba_num_groups / m.mamba_num_heads
+    return m.mamba_num_heads / tensor, m.mamba_state_size, m.mamba_head_dim, shared
 
 
 def recurrence_flops(m: ModelConfig, tensor: int) -> float:
     """Return the FLOPs of the forward per token: products within a chunk, and with the state."""
-    C, K, V = m.recurrent_chunk, m.linear_key_head_dim, m.linear_value_head_dim
-    within = C * (4 * K + (K + V) + 2 * V)
-    return m.linear_num_value_heads / tensor * (within + 6 * K * V)
+    heads, K, V, products = _sizes(m, tensor)
+    solved = K + V if m.layer_pattern == DELTA_NET else 0
+    within = m.recurrent_chunk * (2 * products * K + solved + 2 * V)
+    return heads * (within + (6 if solved else 4) * K * V)
 
 
 def recurrence_bytes(m: ModelConfig, tensor: int) -> float:
     """Return the float32 bytes per token that a recurrence's backward needs at once: its inputs,
     the matrices of each chunk and the states between chunks."""
-    if m.layer_pattern != DELTA_NET:
+    if not is_recurrent(m):
         return 0.0
-    C, K, V = m.recurrent_chunk, m.linear_key_head_dim, m.linear_value_head_dim
-    return 4 * m.linear_num_value_heads / tensor * (6 * K + 4 * V + 4 * C + K * V / C)
+    heads, K, V, products = _sizes(m, tensor)
+    C = m.recurrent_chunk
+    return 4 * heads * (3 * products * K + 4 * V + 2 * (1 + products) * C + K * V / C)
