@@ -108,6 +108,9 @@ class ModelConfig:
     """Groups that the router selects for each token, by the sum of a group's two best scores."""
     router_scale: float = 1.0
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
+    mtp_depth: int = 0
+    """Modules of multi-token prediction after the layers (DeepSeek-V3: 1). Module k predicts the
+    token k places after the next one, in training only; train.mtp_loss weighs their losses."""
     vocab_size: int = 512
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0

@@ -74,6 +74,8 @@ class TrainConfig:
     """Weight of the squared log-partition penalty of each layer's router (ST-MoE)."""
     router_bias_rate: float = 1e-3
     """Step size of model.router_bias (DeepSeek-V3: 1e-3)."""
+    mtp_loss: float = 0.1
+    """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ class ParallelConfig:
     """Microbatches per step, for gradient accumulation or for the pipeline."""
     row_groups: int = 1
     """Row groups of a microbatch (Domino): one computes while another communicates. For tensor
-    parallelism inside a pipeline."""
+    parallelism inside a pipeline, and for the sends of an expert axis."""
     virtual_stages: int = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
     layers_per_stage: str = ""

@@ -13,7 +13,6 @@ from jaxpar.config.resolve import (
     fill_deterministic,
     fill_microbatches,
 )
-from jaxpar.config.rules.block import block
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
@@ -28,11 +27,13 @@ from jaxpar.config.rules.model import (
     activation,
     attention,
     attention_function,
+    block,
     factors,
     float8_matmuls,
     layer_kinds,
     model,
 )
+from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import places, profile, saving, schedule
@@ -90,6 +91,6 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora)
+    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
     for rule in first + others + of_models:
         rule(cfg)

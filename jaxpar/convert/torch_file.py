@@ -36,7 +36,7 @@ PLAIN = Family(
         Entry("embed", "embed.weight", "VD", "V D"),
         Entry("final_norm", "norm.weight", "D", "D"),
         Entry("final_norm_bias", "norm.bias", "D", "D"),
-        Entry("positions", "positions.weight", "PD", "P D"),
+        Entry("positions", "positions.weight", "ZD", "Z D"),
         Entry("head", "head.weight", "DV", "V D"),
         Entry("layers/attn_norm", _LAYER + "attn_norm.weight", "LD", "D"),
         Entry("layers/wq", _LAYER + "q.weight", "LDHK", "HK D"),

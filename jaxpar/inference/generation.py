@@ -156,7 +156,8 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """
 
     def fuse(params):
-        weights = gather_once(fused_weights.fuse(params, execution_of(cfg)), cfg)
+        used = {name: a for name, a in params.items() if name != "mtp"}  # only training uses those
+        weights = gather_once(fused_weights.fuse(used, execution_of(cfg)), cfg)
         return jax.tree.map(lambda a: a[None], weights)
 
     specs = state_specs(cfg).params

@@ -10,8 +10,9 @@ In latent attention, values have another width than keys, and K is the mean of b
 layers with attention. Recurrent layers have a term that does not depend on T.
 
 N counts the parameters used in matmuls: all except the tables of embeddings, which are looked up,
-and the experts to which a token is not routed. The peak for MFU is that of bfloat16 for any
-`model.matmul_dtype`, so that figures stay comparable.
+and the experts to which a token is not routed. Modules of multi-token prediction count as layers,
+and the head once for each. The peak for MFU is that of bfloat16 for any `model.matmul_dtype`, so
+that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
@@ -34,11 +35,12 @@ def num_matmul_params(model: ModelConfig) -> int:
     """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
     table = model.vocab_size * model.d_model
     others = max(model.num_experts - model.experts_per_token, 0)
-    others *= model.num_layers - model.dense_layers
+    others *= model.num_layers - model.dense_layers + model.mtp_depth
     D, F = model.d_model, model.d_ff
     not_taken = others * (3 * D * F + model.expert_bias * (2 * F + D))
+    again = model.mtp_depth * table  # each module multiplies with the head
     looked_up = (0 if model.tie_embeddings else table) + model.max_positions * D
-    return num_params(model) - not_taken - looked_up
+    return num_params(model) + again - not_taken - looked_up
 
 
 def train_flops_per_token(
@@ -49,7 +51,8 @@ def train_flops_per_token(
     With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
     mean_dim = (model.head_dim + model.value_dim) / 2
-    attention = num_attention_layers(model) * model.num_heads * mean_dim * seq_len
+    layers = num_attention_layers(model) + model.mtp_depth
+    attention = layers * model.num_heads * mean_dim * seq_len
     matmuls = 6 * num_matmul_params(model)
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
@@ -78,4 +81,4 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     if model.sliding_window is not None:
         return None
     of_heads = model.num_heads * (8 * model.head_dim + 6 * model.value_dim)
-    return num_attention_layers(model) * of_heads * seq_len / 2
+    return (num_attention_layers(model) + model.mtp_depth) * of_heads * seq_len / 2

@@ -7,6 +7,7 @@ unstacks the layers. It is linear and local, so its transpose converts gradients
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
 from jaxpar.model.moe.recorded import RECORD, REPEAT
 from jaxpar.model.moe.router import TALLY, tally_size
+from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent import parameters as recurrent
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
@@ -104,6 +106,26 @@ COMPLETE = "complete"
 IN_USE = "in_use"
 
 
+def top_dims(top: Tree) -> gather.Dims:
+    """Return TOP_DIMS, and the dimensions of the arrays of modules for multi-token prediction."""
+    found = dict(TOP_DIMS)
+    for k in range(mtp.MAX_DEPTH):
+        if w := mtp.of_module(k, top):
+            found |= mtp.flat_names(k, module_dims(w))
+    return found
+
+
+def module_dims(w: Tree) -> gather.Dims:
+    """Return the FSDP-sharded dimension of each fused array of a module (`mtp/`)."""
+    return {**layer_dims(w), **mtp.DIMS}
+
+
+def module_of(top: Tree, k: int) -> Tree:
+    """Select module k of the arrays outside the layers, with its complete weights if ZeRO-2."""
+    complete = mtp.of_module(k, top.get(COMPLETE, {}))
+    return mtp.of_module(k, top) | ({COMPLETE: complete} if complete else {})
+
+
 def layer_dims(w: Tree) -> gather.Dims:
     """Return the FSDP-sharded dimension of each fused array of a layer with these weights."""
     return EXPERT_DIMS if "router" in w else LAYER_DIMS
@@ -118,11 +140,14 @@ def fuse(params: Tree, ex: Execution) -> Tree:
 
     Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
-    stacks = {"dense_layers", *STACKS.values()}
+    stacks = {"dense_layers", "mtp", *STACKS.values()}
     top = {name: w for name, w in params.items() if name not in stacks}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
     cfg = ex.cfg
+    if modules := params.get("mtp"):
+        for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
+            top |= mtp.flat_names(k, _fuse_module(w, ex))
     v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     split = _split_layers if scan else _unstack
@@ -175,6 +200,15 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
     has_base = not w.keys().isdisjoint(("wo", "w_down", *recurrent.OUTPUTS))
     return adapters | alone | (_fuse_projections(w, lead, ex) if has_base else {})
+
+
+def _fuse_module(w: Tree, ex: Execution) -> Tree:
+    """Convert the arrays of one module for multi-token prediction to the fused layout."""
+    own = {n: w[n] for n in mtp.DIMS if n in w}
+    if "w_join" in own:
+        own["w_join"] = own["w_join"].reshape(-1, own["w_join"].shape[-1])
+    frozen = {n: w[n] for n in ("router_bias",) if n in w}
+    return own | frozen | (_fuse_projections(w, (), ex) if "wo" in w else {})
 
 
 def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
@@ -294,7 +328,7 @@ def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:
 
     own = map_layers(trainable, weights["layers"], shards["layers"])
     whole = map_layers(of_layer, weights["layers"], shards["layers"])
-    top = complete(weights["top"], shards["top"], TOP_DIMS)
+    top = complete(weights["top"], shards["top"], top_dims(shards["top"]))
     return {"top": shards["top"], "layers": own}, {"top": top, "layers": whole}
 
 
@@ -314,7 +348,7 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
     """Add a `router.TALLY` of zeros to each layer with experts whose router is trained."""
     if not cfg.model.num_experts or cfg.lora.rank:
         return weights
-    size = tally_size(cfg)
+    size, depth = tally_size(cfg), cfg.model.mtp_depth
 
     def add(w: Tree) -> Tree:
         if "router" not in w:
@@ -322,14 +356,16 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
         lead = w["router"].shape[:-2]
         return w | {TALLY: varying(jnp.zeros((*lead, size), jnp.float32))}
 
-    return weights | {"layers": map_layers(add, weights["layers"])}
+    modules = (mtp.flat_names(k, add(mtp.of_module(k, weights["top"]))) for k in range(depth))
+    top = functools.reduce(operator.or_, modules, weights["top"])
+    return {"top": top, "layers": map_layers(add, weights["layers"])}
 
 
 def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
     """Separate gradients into those of parameters and the tallies, float32 [layers,
     `router.tally_size`].
 
-    Only layers with experts have a tally.
+    Only layers with experts have a tally. Those of modules for multi-token prediction come last.
     """
     drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
     one = lambda tree: isinstance(tree, dict) or _is_period(tree)  # noqa: E731
@@ -337,7 +373,11 @@ def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
     tallies = [_tally(w) for w in layers if TALLY in (w[0] if _is_period(w) else w)]
     if not tallies:
         return grads, None
-    return grads | {"layers": map_layers(drop, grads["layers"])}, jnp.concatenate(tallies)
+    of_modules = {n: g for n, g in grads["top"].items() if n.endswith("." + TALLY)}
+    tallies += [jnp.atleast_2d(of_modules[n]) for n in sorted(of_modules)]
+    top = {n: g for n, g in grads["top"].items() if n not in of_modules}
+    rest = {"top": top, "layers": map_layers(drop, grads["layers"])}
+    return rest, jnp.concatenate(tallies)
 
 
 def _tally(w: Tree | list[Tree]) -> jax.Array:

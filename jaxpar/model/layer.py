@@ -178,6 +178,10 @@ EXPERTS = dataclasses.replace(
 )
 
 
+TWO_MATRICES = dataclasses.replace(
+    FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
+)
+
 #: The branches that mix tokens, by a weight that each has.
 MIXERS = {
     "wqkv": ATTENTION,
@@ -185,9 +189,6 @@ MIXERS = {
     "delta_in": DELTA_NET,
     "mamba_in": MAMBA,
 }
-TWO_MATRICES = dataclasses.replace(
-    FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
-)
 
 
 def branches(w: Weights) -> tuple[Branch, ...]:

@@ -17,6 +17,7 @@ from jaxpar.config.layout.layer_kinds import (
 )
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
+from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, split
 
@@ -32,6 +33,7 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
     a stack of their own, "dense_layers"; so are the layers of each kind of `model.layer_pattern`.
+    The modules of multi-token prediction are "mtp".
 
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
@@ -42,6 +44,8 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = _layers(dense, m.dense_layers)
+    if m.mtp_depth:
+        specs["mtp"] = mtp.specs(m, _layers(m, m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model import reference_rope
 from jaxpar.model.gpt import reference as gpt
+from jaxpar.model.moe.reference import router, router_loss
 from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -23,34 +25,55 @@ type Tree = dict[str, Any]
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
 
-    With experts, it includes the losses of the routers.
+    With experts, it includes the losses of the routers, and with modules of multi-token prediction,
+    theirs.
 
     Args:     params: the logical parameters. batch: [B, T] in text order.
     """
     params = scale_adapters(params, cfg)
-    logits, routers = _logits_and_routers(params, batch, cfg)
+    x, routers = hidden_and_routers(params, batch, cfg)
+    total, count = _token_loss(output(x, params, cfg.model), batch.labels, cfg)
+    for labels, h, of_module in modules(params, x, batch, cfg):
+        logits = _softcapped(h @ _head(params), cfg.model.logits_softcap)
+        total += cfg.train.mtp_loss / cfg.model.mtp_depth * _token_loss(logits, labels, cfg)[0]
+        routers += [of_module] if of_module else []
+    return total / count + sum(router_loss(one, cfg) for one in routers)
+
+
+def _token_loss(logits, labels, cfg: Config):
+    """Return the summed loss of the labeled tokens, with z-loss, and their number."""
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
-    label = jnp.maximum(batch.labels, 0)
+    label = jnp.maximum(labels, 0)
     nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    weight = batch.labels != IGNORED
-    mean = jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
-    return mean + sum(_router_loss(router, cfg) for router in routers)
+    weight = labels != IGNORED
+    return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)), jnp.sum(weight)
 
 
-def _router_loss(router, cfg: Config):
-    """Compute a layer's weighted losses: the balance loss and the router's z-loss."""
-    used, share, logits = router
-    tokens = (0, 1) if cfg.train.balance_over == "batch" else 1
-    frequency = jnp.mean(used, axis=tokens) / cfg.model.experts_per_token
-    balance = cfg.model.num_experts * jnp.sum(frequency * jnp.mean(share, axis=tokens), axis=-1)
-    z = jax.scipy.special.logsumexp(logits, axis=-1) ** 2
-    t = cfg.train
-    return t.balance_loss * jnp.mean(balance) + t.router_z_loss * jnp.mean(z)
+def modules(params: Tree, x, batch: Batch, cfg: Config):
+    """Yield (labels, normalized hidden states, its router or None) of each module that predicts
+    further tokens."""
+    m = cfg.model
+    h, segments = _norm(x, params["final_norm"], m), jnp.asarray(batch.segment_ids)
+    tokens, labels = jnp.asarray(batch.tokens), jnp.asarray(batch.labels)
+    last = jnp.arange(tokens.shape[1]) == tokens.shape[1] - 1
+    for k in range(m.mtp_depth):
+        w = jax.tree.map(lambda a, k=k: a[k], params["mtp"])
+        ends = last | (jnp.roll(segments, -1, 1) != segments)
+        tokens, labels = jnp.roll(tokens, -1, 1), jnp.where(ends, IGNORED, jnp.roll(labels, -1, 1))
+        embedded = _norm(embed(params["embed"][tokens], m), w["embed_norm"], m)
+        of_x = _norm(h, w["hidden_norm"], m)
+        x = embedded @ w["w_join"][0] + of_x @ w["w_join"][1]
+        place = x, w, batch.positions, _segments(batch, cfg), m
+        of_module = _router_of(*place) if m.num_experts else None
+        h = _norm(block(*place), w["out_norm"], m)
+        yield labels, h, of_module
 
 
 def loads(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """Count the tokens of each expert in a batch, [layers, E]."""
-    _, routers = _logits_and_routers(scale_adapters(params, cfg), batch, cfg)
+    """Count the tokens of each expert in a batch, [layers, E], those of `modules` last."""
+    params = scale_adapters(params, cfg)
+    x, routers = hidden_and_routers(params, batch, cfg)
+    routers += [of_module for _, _, of_module in modules(params, x, batch, cfg)]
     return jnp.stack([jnp.sum(used, axis=(0, 1)) for used, _, _ in routers])
 
 
@@ -58,8 +81,12 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     """Return the parameters after the update of `router_bias` for the loads of a batch."""
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    layers = params["layers"]
-    return params | {"layers": layers | {"router_bias": layers["router_bias"] + change}}
+    found, count = dict(params), len(params["layers"]["router_bias"])
+    for stack, part in (("layers", change[:count]), ("mtp", change[count:])):
+        if stack in params:
+            bias = params[stack]["router_bias"] + part
+            found[stack] = params[stack] | {"router_bias": bias}
+    return found
 
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:
@@ -83,29 +110,34 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     return output(x, params, m)
 
 
-def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
-    """Compute logits, and of each layer with experts (used, share, logits of its router)."""
+def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
+    """Compute the last residual stream, and of each layer with experts what `_router_of` gives."""
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
-    if not m.num_experts:
-        return logits_of(params, batch.tokens, positions, segments, m), []
     x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
         w, of_i = recurrent.weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
-            after = x if m.parallel_block else _after_attention(x, w, positions, segments, of_i)
-            h = _before(after, w, "mlp_norm", m)
-            logits = _router_logits(h, w)
-            _, used, share = router(logits, w.get("router_bias", 0.0), m)
-            routers.append((used, share, logits))
+            routers.append(_router_of(x, w, positions, segments, of_i))
         x = block(x, w, positions, segments, of_i)
-    return output(x, params, m), routers
+    return x, routers
+
+
+def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
+    """Return (used, share, logits) of a layer's router."""
+    after = x if m.parallel_block else _after_attention(x, w, positions, segments, m)
+    logits = _router_logits(_before(after, w, "mlp_norm", m), w)
+    _, used, share = router(logits, w.get("router_bias", 0.0), m)
+    return used, share, logits
 
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
-    head = top["head"] if "head" in top else top["embed"].T
-    logits = _stream_norm(x, top, "final_norm", m) @ head / m.logits_scaling
+    logits = _stream_norm(x, top, "final_norm", m) @ _head(top) / m.logits_scaling
     return _softcapped(logits, m.logits_softcap)
+
+
+def _head(top: Tree) -> jax.Array:
+    return top["head"] if "head" in top else top["embed"].T
 
 
 def _softcapped(x, cap: float | None):
@@ -181,27 +213,22 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
 
 
 def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
-    """Compute multi-head latent attention, one head at a time, as in its paper."""
+    """Compute multi-head latent attention with the keys and values of every head."""
     eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
     c_q, name = h, "wq"
     if m.q_lora_rank is not None:
         c_q, name = _norm(_times(h, w, "wq_a"), w["q_a_norm"], eps), "wq_b"
     q, latent = _times(c_q, w, name), _times(h, w, "wkv_a")
-    latent, shared = latent[..., :-last], latent[..., -last:]
-    kv = _times(_norm(latent, w["kv_a_norm"], eps), w, "wkv_b")
+    kv = _times(_norm(latent[..., :-last], w["kv_a_norm"], eps), w, "wkv_b")
     of_rope = dataclasses.replace(m, head_dim=last, rope_fraction=1.0 if m.rope_fraction else 0.0)
     rotate = lambda a: _rotate(a, positions, of_rope)  # noqa: E731
-    key, outs = rotate(shared[:, :, None])[:, :, 0], []
-    s, nope = m.rope_scaling, m.head_dim - last
+    key, nope = rotate(latent[:, :, None, -last:]), m.head_dim - last
+    q = jnp.concatenate((q[..., :nope], rotate(q[..., nope:])), axis=-1)
+    k = jnp.concatenate((kv[..., :nope], jnp.repeat(key, m.num_heads, axis=2)), axis=-1)
+    s = m.rope_scaling
     grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
-    for i in range(m.num_heads):
-        own = jnp.concatenate((q[:, :, i, :nope], rotate(q[:, :, i : i + 1, nope:])[:, :, 0]), -1)
-        keys = jnp.concatenate((kv[:, :, i, :nope], key), axis=-1)
-        of_head = dataclasses.replace(m, num_heads=1, num_kv_heads=1)
-        values = kv[:, :, i : i + 1, nope:]
-        one = own[:, :, None] * grown**2, keys[:, :, None], values
-        outs.append(_attend(*one, None, positions, segments, of_head))
-    return _times(jnp.concatenate(outs, axis=2), w, "wo")
+    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m)
+    return _times(o, w, "wo")
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):
@@ -268,29 +295,6 @@ def _router_logits(h, w: Tree):
     return h @ w["router"] + w.get("b_router", 0.0)
 
 
-def router(logits, bias, m: ModelConfig):
-    """Return scores [B, T, E], which experts are used, and the scores divided by their sum."""
-    score = jax.nn.sigmoid if m.router_score == "sigmoid" else jax.nn.softmax
-    scores = score(logits)
-    order = scores + bias
-    if m.router_groups > 1:  # all experts of other groups come after those of the chosen ones
-        groups = order.reshape(*order.shape[:-1], m.router_groups, -1)
-        best = jnp.sum(jnp.sort(groups, axis=-1)[..., -2:], axis=-1)
-        chosen = _largest(best, m.router_groups_per_token)
-        order = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(order.shape)
-    used = _largest(order, m.experts_per_token)
-    return scores, used, scores / jnp.sum(scores, axis=-1, keepdims=True)
-
-
-def _largest(x, k: int):
-    """Return which of the last dimension's entries are among the k largest.
-
-    By index: XLA may compute `x` twice with different roundings, so comparing it with its own k-th
-    largest value would lose that entry in some tokens.
-    """
-    return jnp.any(jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool), axis=-2)
-
-
 def _norm(x, gain, m: ModelConfig):
     unit = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + m.norm_eps)
     return unit * (1 + gain) if m.norm_offset else unit * gain
@@ -308,9 +312,9 @@ def _rotate(x, positions, m: ModelConfig):
     if m.rope_fraction == 0 or m.positions == "learned":
         return x
     half, length = int(m.head_dim * m.rope_fraction) // 2, positions.shape[1]
-    inv = jnp.asarray([_frequency(j, half, length, m) for j in range(half)])
+    inv = jnp.asarray([reference_rope.frequency(j, half, length, m) for j in range(half)])
     angle = positions[:, :, None, None] * inv
-    cos, sin = (f(angle) * _rotary_factor(m.rope_scaling) for f in (jnp.cos, jnp.sin))
+    cos, sin = (f(angle) * reference_rope.rotary_factor(m.rope_scaling) for f in (jnp.cos, jnp.sin))
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if m.rope_layout == "interleaved":
         a, b = rotated[..., ::2], rotated[..., 1::2]
@@ -319,61 +323,6 @@ def _rotate(x, positions, m: ModelConfig):
         a, b = rotated[..., :half], rotated[..., half:]
         turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
     return jnp.concatenate((turned, rest), axis=-1)
-
-
-def _rotary_factor(s) -> float:
-    """Return what multiplies cosine and sine."""
-    if s is None or s.kind not in ("yarn", "longrope"):
-        return 1.0
-    usual = {
-        "yarn": 1 + math.log(s.factor) / 10,
-        "longrope": (1 + math.log(s.factor, s.original_max_position)) ** 0.5,
-    }
-    return usual[s.kind] if s.attention_factor is None else s.attention_factor
-
-
-def _frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
-    """Return the angle per position of pair j, for sequences of `length` tokens."""
-    s, inv = m.rope_scaling, m.rope_theta ** (-j / half)
-    if s is None:
-        return inv
-    if s.kind == "linear":
-        return inv / s.factor
-    if s.kind == "yarn":
-        return _yarn_frequency(j, half, inv, m)
-    if s.kind == "longrope":
-        factors = s.short_factors if length <= s.original_max_position else s.long_factors
-        return inv / float(factors.split(",")[j])
-    return _llama_frequency(inv, s)
-
-
-def _yarn_frequency(j: int, half: int, inv: float, m: ModelConfig) -> float:
-    """Divide by YaRN's factor where a ramp over pairs has ended, or a part of it on the ramp."""
-    s = m.rope_scaling
-    assert s is not None
-    # Pair j turns original_max_position * theta^(-j / half) / (2 pi) times; solved for j.
-    ends = [
-        half * math.log(s.original_max_position / (2 * math.pi * turns), m.rope_theta)
-        for turns in (s.beta_fast, s.beta_slow)
-    ]
-    if s.truncate:
-        ends = [math.floor(ends[0]), math.ceil(ends[1])]
-    first, last = max(ends[0], 0), min(ends[1], 2 * half - 1)
-    share = min(max((j - first) / (last - first or 0.001), 0), 1)
-    return inv * (1 - share) + inv / s.factor * share
-
-
-def _llama_frequency(inv: float, s) -> float:
-    """Apply Llama 3.1's scaling by wavelength, written as in its authors' code."""
-    wavelength = 2 * math.pi / inv
-    if wavelength < s.original_max_position / s.high_freq_factor:
-        return inv
-    if wavelength > s.original_max_position / s.low_freq_factor:
-        return inv / s.factor
-    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    return (1 - smooth) * inv / s.factor + smooth * inv
 
 
 def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):

@@ -17,17 +17,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.fused_weights import IN_USE, TOP_DIMS, layer_dims, only
+from jaxpar.model.fused_weights import (
+    IN_USE,
+    TOP_DIMS,
+    layer_dims,
+    module_dims,
+    module_of,
+    only,
+)
 from jaxpar.model.gpt.parallel_block import parallel_layer
 from jaxpar.model.layer import Branch, branches, layer
 from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
+from jaxpar.model.mtp import module
 from jaxpar.model.parameters import Tree
 from jaxpar.model.row_groups import in_groups, layer_of_row_groups
 from jaxpar.model.weights import gather, layer_stream
@@ -139,10 +147,65 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
     Communication: broadcast over PIPELINE; gather over TENSOR; that of `cross_entropy`.
     """
-    x = before_logits(top, x, cfg.model)
-    h = gather_sequence(broadcast_from_last_stage(x))
+    x = broadcast_from_last_stage(before_logits(top, x, cfg.model))
+    return token_loss(top, x, batch.labels, cfg)
+
+
+@jax.named_scope("loss")
+def head_with_modules(
+    top: Tree,
+    x: jax.Array,
+    batch: Batch,
+    ex: Execution,
+    context_of: Callable[[Batch], AttentionContext],
+) -> tuple[jax.Array, jax.Array]:
+    """`head`, with the modules of multi-token prediction.
+
+    Returns:  (loss with z-loss and the modules' weighted losses; [1 + depth]: loss, and the loss of
+              each module).
+    Communication: that of `head`, and for each module of `embed`, a layer and `token_loss`.
+    """
+    cfg, m = ex.cfg, ex.cfg.model
+    x = broadcast_from_last_stage(before_logits(top, x, m))
+    total, loss = token_loss(top, x, batch.labels, cfg)
+    losses, context, layer = [loss], context_of(batch), _layer_of_modules(ex)
+    for k in range(m.mtp_depth):
+        batch = module.shifted(batch, cfg)
+        w = module_of(top, k)
+        w = gather(w, module_dims(w), cfg)
+        x = module.module(x, embed(top, batch, cfg), w, context, cfg, layer)
+        more, loss = token_loss(top, x, batch.labels, cfg)
+        total += cfg.train.mtp_loss / m.mtp_depth * more
+        losses.append(loss)
+    return total, jnp.stack(losses)
+
+
+def _layer_of_modules(ex: Execution) -> Callable[..., jax.Array]:
+    """Return the layer of modules: (x, weights, context) -> x. It is in the compute dtype."""
+    cfg = replace(
+        ex.cfg,
+        **{
+            "model.matmul_dtype": "compute",
+            "model.float8_scaling": "tensor",
+            "parallel.gather_dtype": "compute",
+        },
+    )
+    plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
+    names = all_on_device(saved_names(ex.cfg.parallel.remat))
+    block = rematerialize(functools.partial(layer, ex=plain), names, apart=False)
+    return lambda x, w, context: block(x, w, context)
+
+
+def token_loss(
+    top: Tree, x: jax.Array, labels: jax.Array, cfg: Config
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the summed loss of tokens from their normalized hidden states.
+
+    Args:     x: [B, T/(sequence*tensor), D]. labels: [B, T/sequence].
+    """
+    h = gather_sequence(x)
     w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
-    labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
+    labels, chunks = labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
         # The barrier is for its transpose: the layers' backward waits until the head's gradient is

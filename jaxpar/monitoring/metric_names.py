@@ -16,6 +16,9 @@ class Metric(NamedTuple):
 METRICS = {
     "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
+    "mtp_loss": Metric(
+        "training", "nats per token", "of multi-token prediction, mean over modules"
+    ),
     "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
     "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
     "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),

@@ -29,7 +29,7 @@ FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "seco
 
 #: The names at the root of a tree of parameters.
 ROOT = frozenset(
-    {"embed", "positions", "final_norm", "final_norm_bias", "head"}
+    {"embed", "positions", "final_norm", "final_norm_bias", "head", "mtp"}
     | {"dense_layers", *STACKS.values()}
 )
 

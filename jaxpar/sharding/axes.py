@@ -52,6 +52,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": VOCAB_AXES,
     "head_dim": (),
     "latent": FSDP_AXES,
+    "depth": (),
     "norm": (),
     "rank": (),
 }

@@ -27,6 +27,8 @@ class ExpertLoads:
     further_rounds: jax.Array
     """float32 [layers]: rounds beyond the first, of all microbatches and devices. Devices along
     TENSOR, which have the same rows, count once. 0 without an expert axis."""
+    modules: jax.Array | None = None
+    """The same as `rows`, of the modules of multi-token prediction. Metrics do not count them."""
     experts: jax.Array | None = None
     """float32 [layers, b, T, k]: the experts of this device's tokens, if routing is recorded; on
     the first rank of TENSOR."""
@@ -38,16 +40,21 @@ def reduce_tallies(
 ) -> ExpertLoads:
     """Sum the tallies of a step over devices.
 
-    Args:     tallies: float32 [layers, `router.tally_size`], as gradients of `router.TALLY`.
+    Args:     tallies: float32 [layers, `router.tally_size`], as gradients of `router.TALLY`. Those
+              of the modules of multi-token prediction come last.
               tokens: of the global batch. experts: `ExpertLoads.experts`.
     Communication: an all-reduce over every axis but PIPELINE.
     """
     total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
+    modules = None
+    if depth := cfg.model.mtp_depth:
+        total, of_modules = total[:-depth], total[-depth:]
+        modules = psum(of_modules[:, : cfg.model.num_experts], PIPELINE)  # of one stage
     if not is_equal(cfg):  # the router of an empty slot chooses, too
         empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
         total = jnp.where(empty[:, None], 0, total)
     rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
-    return ExpertLoads(rows, losses / tokens, rounds[:, 0], experts)
+    return ExpertLoads(rows, losses / tokens, rounds[:, 0], modules, experts)
 
 
 @jax.named_scope("expert_loads")
@@ -113,10 +120,14 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
     """
     if loads is None or not cfg.model.router_bias:
         return params
-    rows, layers = loads.rows, params["layers"]
-    step = jnp.where(ok, cfg.train.router_bias_rate, 0.0)
-    step = step * jnp.sign(jnp.mean(rows, axis=1, keepdims=True) - rows)
-    return params | {"layers": layers | {"router_bias": layers["router_bias"] + step}}
+    rate = jnp.where(ok, cfg.train.router_bias_rate, 0.0)
+
+    def balanced(stack: str, rows: jax.Array) -> dict:
+        step = rate * jnp.sign(jnp.mean(rows, axis=1, keepdims=True) - rows)
+        return {stack: params[stack] | {"router_bias": params[stack]["router_bias"] + step}}
+
+    found = params | balanced("layers", loads.rows)
+    return found if loads.modules is None else found | balanced("mtp", loads.modules)
 
 
 def bias_range(params: Any) -> jax.Array:

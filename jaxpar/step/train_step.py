@@ -84,6 +84,9 @@ class StepMetrics:
     """`train.router_z_loss` before its weight, mean over layers."""
     router_bias_range: jax.Array | None = None
     """Largest difference between the biases of a layer's experts."""
+    mtp_loss: jax.Array | None = None
+    """Loss of the modules of multi-token prediction, mean over them: a sum over their labels,
+    divided by `num_tokens`."""
     expert_rows: jax.Array | None = None
     """float32 [layers with experts, E], not a scalar: tokens of each expert. Only on request."""
     routing: jax.Array | None = None
@@ -243,7 +246,10 @@ def loss_gradients_and_loads(
     grads = loss_scale.unscale_gradients(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
     norm = global_norm(fused_weights.unstack_layers(grads, cfg))
-    metrics = StepMetrics(loss, norm, num_tokens)
+    if cfg.model.mtp_depth:
+        metrics = StepMetrics(loss[0], norm, num_tokens, mtp_loss=jnp.mean(loss[1:]))
+    else:
+        metrics = StepMetrics(loss, norm, num_tokens)
     if tallies is None:
         return metrics, grads, None
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
@@ -290,11 +296,14 @@ def staged_model(
         weight = loss_weight_of(mb.tokens, scale, cfg.parallel.num_microbatches)
         return with_loss_weight(context, weight)
 
+    head = functools.partial(transformer.head, cfg=cfg)
+    if cfg.model.mtp_depth and scale is not None:
+        head = functools.partial(transformer.head_with_modules, ex=ex, context_of=context)
     return StagedModel(
         embed=functools.partial(transformer.embed, cfg=cfg),
         context=context,
         stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
-        head=functools.partial(transformer.head, cfg=cfg),
+        head=head,
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
         adds_gradients=cfg.model.num_experts > 0,
@@ -353,7 +362,8 @@ def _map_groups(fn: Callable, tree: Any) -> Any:
         return fn(w, dims=fused_weights.layer_dims(w))
 
     layers = fused_weights.map_layers(of_layer, tree["layers"])
-    return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
+    top = tree["top"]
+    return {"top": fn(top, dims=fused_weights.top_dims(top)), "layers": layers}
 
 
 @jax.named_scope("clip")

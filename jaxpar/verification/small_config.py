@@ -60,9 +60,10 @@ MOST_KINDS = 8
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
-    Keeps all flags; the numbers of layers that meshes give to stages; the ratios of query to KV
-    heads, of widths, and of window and RoPE scaling to the sequence; and the variance of the output
-    of a matrix. The learning rate starts at its peak, so that a few steps change the weights.
+    Keeps all flags, but no dense first layers if a mesh has stages; the numbers of layers that
+    meshes give to stages; the ratios of query to KV heads, of widths, and of window and RoPE
+    scaling to the sequence; and the variance of the output of a matrix. The learning rate starts at
+    its peak, so that a few steps change the weights.
     """
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
@@ -72,7 +73,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
     fewest = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
     head_dim, sharded = 8, every(lambda p: p.data * p.expert * p.sequence)
-    for kv_heads in (fewest, 2 * fewest, 4 * fewest):  # more, if widths would be far off
+    for kv_heads in (fewest << n for n in range(5)):  # more, if widths would be far off
         heads = kv_heads * groups
         width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
         d_model = max(round(width / sharded), 1) * sharded
@@ -101,8 +102,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     }
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
-    if m.kv_lora_rank:
-        values |= _latents(m, head_dim, d_model, sharded)
+    values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
+    values |= _dense(m, d_model, meshes) if m.dense_layers else {}
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
@@ -114,6 +115,16 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
+    """Return the factors of scores for another head dim, such that scores keep their size."""
+    found: dict[str, Any] = {}
+    if m.query_scale_dim is not None:
+        found["model.query_scale_dim"] = max(round(m.query_scale_dim * head_dim / m.head_dim), 1)
+    if m.attention_multiplier is not None:
+        found["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
+    return found
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
@@ -142,16 +153,6 @@ def _shorter_pattern(pattern: str) -> str:
     return pattern[: max(map(pattern.index, set(pattern))) + 1]
 
 
-def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
-    """Return the factors of scores for another head dim, such that scores keep their size."""
-    found: dict[str, Any] = {}
-    if m.query_scale_dim is not None:
-        found["model.query_scale_dim"] = max(round(m.query_scale_dim * head_dim / m.head_dim), 1)
-    if m.attention_multiplier is not None:
-        found["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
-    return found
-
-
 def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
     """Return the sizes of Gated DeltaNet, with as many value heads per key head."""
     heads = math.lcm(2, tensor)
@@ -178,6 +179,15 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
         "model.num_experts": in_group * m.router_groups,
         "model.experts_per_token": min(m.experts_per_token, 4, to_choose),
     }
+
+
+def _dense(m: ModelConfig, d_model: int, meshes: Sequence[ParallelConfig]) -> dict[str, Any]:
+    """Return the fields of dense first layers: one, or none if a mesh has stages."""
+    if any(p.pipeline > 1 for p in meshes):
+        return {"model.dense_layers": 0, "model.dense_d_ff": None}
+    tensor = math.lcm(*(p.tensor for p in meshes))
+    wide = (m.dense_d_ff or m.d_ff) * d_model / m.d_model
+    return {"model.dense_layers": 1, "model.dense_d_ff": -(-round(wide) // tensor) * tensor}
 
 
 def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:

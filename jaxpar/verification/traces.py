@@ -126,7 +126,8 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     Returns:  the loss, and the gradients of the trainable parameters.
     """
-    no_more = dict.fromkeys(("train.z_loss", "train.balance_loss", "train.router_z_loss"), 0.0)
+    more = ("train.z_loss", "train.balance_loss", "train.router_z_loss", "train.mtp_loss")
+    no_more = dict.fromkeys(more, 0.0)
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 

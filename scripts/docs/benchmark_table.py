@@ -29,6 +29,7 @@ BESIDE = {
     "qwen3_30b_a3b_6_layers-h100x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h100x2",
     "qwen3_30b_a3b_6_layers-h200x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
     "qwen3_30b_a3b_6_layers-h200x2-fsdp": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
+    "qwen3_30b_a3b-h200x8-expert4": "torchtitan-qwen3_30b_a3b-h200x8-recompute",
     "olmoe_1b_7b-h200x2-expert2": "torchtitan-olmoe_1b_7b-h200x2",
     "mixtral_8x7b_4_layers-h100x2-expert2": "torchtitan-mixtral_8x7b_4_layers-h100x2",
     "mixtral_8x7b_4_layers-h100x2-tensor2": "torchtitan-mixtral_8x7b_4_layers-h100x2",

@@ -38,6 +38,13 @@ def test_what_may_be():
         ({"out_bias": True}, r"out_bias = True: does not apply.*no biases"),
         ({"rope_fraction": 0.5}, r"rope_fraction = 0.5: does not apply"),
         ({"query_scale_dim": 8}, r"query_scale_dim = 8: does not apply"),
+        ({"attention_softcap": 50.0}, r"attention_softcap = 50.0: does not apply"),
+        ({"attention_multiplier": 0.5}, r"attention_multiplier = 0.5: does not apply"),
+        (
+            {"rope_scaling.kind": "yarn", "rope_scaling.query_beta": 0.1},
+            r"query_beta = 0.1: does not apply",
+        ),
+        ({"attention_gate": True}, r"attention_gate = True: does not apply"),
         ({"attention_sinks": True}, r"attention_sinks = True: does not apply"),
         ({"matmul_dtype": "float8", "kv_lora_rank": 72}, r"kv_lora_rank = 72.*divisible by 16"),
     ],

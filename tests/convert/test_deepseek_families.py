@@ -2,19 +2,29 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
+import flax.traverse_util
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpar.config import ConfigError, command_line
+from jaxpar.config import Config, ConfigError, command_line, replace
+from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family, config_json, family_of, model_of, why_not
 from jaxpar.convert.hf.float8_blocks import Float8Blocks, dequantized
 from jaxpar.convert.hf.folder import find_tensors
+from jaxpar.convert.hf.tensor_layout import shape_of, sizes_of, tensor_shape
+from jaxpar.convert.peft.exporting import adapter_entries
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.convert.torch_file import PLAIN
+from jaxpar.model import reference
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.params import flat
 from tests.convert import tiny
 
 FLOAT8 = {
@@ -146,15 +156,15 @@ def test_a_config_is_the_published_model(name):
     family = family_of(values)
     assert family.model_type == values["model_type"]
     found = model_of(values, family)
-    assert found == command_line.load_config(name).model
+    assert found.mtp_depth == values.get("num_nextn_predict_layers", 0)
+    assert dataclasses.replace(found, mtp_depth=0) == command_line.load_config(name).model
     again = config_json(found, family, {}, "bfloat16")
     assert model_of(again, family) == found
     scaling = again["rope_scaling"]
     if scaling is not None:  # for readers that do not know attention_factor
         assert scaling["mscale"] == scaling["mscale_all_dim"] == values["rope_scaling"]["mscale"]
     same = {n: again[n] for n in values if n in again and n not in ("rope_scaling", "torch_dtype")}
-    left_out = {"num_nextn_predict_layers"}
-    assert not {n for n in same if same[n] != values[n]} - left_out
+    assert not {n for n in same if same[n] != values[n]}
 
 
 @pytest.mark.parametrize(
@@ -280,3 +290,82 @@ def test_a_damaged_folder_is_refused(edit, said, tmp_path):
     write(folder, quantized(VALUES, edit))
     with pytest.raises(ConfigError, match=said):
         importing.open_source(folder)
+
+
+# ----------------------------------------------------------------- multi-token prediction
+
+MTP = tiny.MODELS["deepseek_v3_whole"] | {"num_nextn_predict_layers": 1}
+COPIES = {
+    "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.3.shared_head.head.weight": "lm_head.weight",
+}
+
+
+def with_copies(arrays: dict) -> dict:
+    """The tensors as in published files, where a module has copies of embedding and head."""
+    return arrays | {name: arrays[of] for name, of in COPIES.items()}
+
+
+def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(tmp_path):
+    folder, said = tiny.write_folder(tmp_path / "in", MTP), []
+    arrays = tiny.tensors(MTP)
+    tiny.write_safetensors(folder / "model.safetensors", with_copies(arrays))
+    source = importing.from_hf(folder, tmp_path / "run", said.append)
+    assert source.config.model.mtp_depth == 1 and source.left_out == tuple(COPIES)
+    assert "left out 2 tensors of layers for multi-token prediction" in said
+    cfg = replace(source.config, **{"parallel.data": 1})
+    read = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+    shapes = {path: spec.shape for path, spec in flat(param_specs(cfg.model)).items()}
+    whole = {path: read(path, tuple(slice(0, n) for n in s)) for path, s in shapes.items()}
+    params = flax.traverse_util.unflatten_dict(whole, sep="/")
+    tokens = tiny.tokens(MTP).astype(np.int32)
+    ones = np.ones_like(tokens)
+    batch = Batch(tokens, ones, ones, np.arange(tokens.shape[1], dtype=np.int32)[None])
+    with jax.default_matmul_precision("highest"):
+        x, _ = reference.hidden_and_routers(params, batch, cfg)
+        ((_, h, _),) = reference.modules(params, x, batch, cfg)
+        found = np.asarray(h[0] @ params["head"])[:-1]
+    wanted = np.load(Path(__file__).parent / "goldens/mtp.npz")["logits"]
+    assert wanted.shape == (tiny.NUM_TOKENS - 1, 64) and np.abs(wanted).max() > 1
+    assert np.abs(found - wanted).max() <= 1e-5
+    exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", said.append, None)
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert again.keys() == arrays.keys()
+    assert all(again[n].tobytes() == arrays[n].tobytes() for n in arrays)
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_a_module_with_an_embedding_of_its_own_is_refused(tmp_path):
+    folder = tiny.write_folder(tmp_path / "in", MTP)
+    arrays = with_copies(tiny.tensors(MTP))
+    name = next(iter(COPIES))
+    arrays[name] = arrays[name] + np.float32(1)
+    tiny.write_safetensors(folder / "model.safetensors", arrays)
+    with pytest.raises(ConfigError, match=f"{name} = .*must be a copy of model.embed_tokens"):
+        importing.open_source(folder)
+
+
+def test_modules_that_the_files_lack_are_not_imported(tmp_path):
+    folder, said = tiny.write_folder(tmp_path / "in", MTP), []
+    arrays = tiny.tensors(MTP | {"num_nextn_predict_layers": 0})
+    tiny.write_safetensors(folder / "model.safetensors", arrays)
+    source = importing.from_hf(folder, tmp_path / "run", said.append, tolerance=None)
+    assert source.config.model.mtp_depth == 0
+    assert said[0].startswith("config.json has num_nextn_predict_layers 1, but the files have no")
+
+
+def test_adapters_of_latent_attention_have_the_shapes_of_peft():
+    targets = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
+    m = dataclasses.replace(
+        command_line.load_config("deepseek_v3").model, dense_layers=0, dense_d_ff=None
+    )
+    cfg = replace(Config(model=m), **{"lora.rank": 4, "lora.targets": targets})
+    family = family_of(PUBLISHED["deepseek_v3"])
+    sizes, specs = sizes_of(m) | {"R": 4}, flat(param_specs(m, cfg.lora))
+    found = {entry.path: entry for entry in adapter_entries(family, cfg)}
+    assert found.keys() == {path for path in specs if "_lora_" in path}
+    for path, entry in found.items():
+        assert shape_of(entry.ours, sizes) == specs[path].shape, path
+    wide = found["layers/wo_lora_a"]
+    assert wide.name == "base_model.model.model.layers.{L}.self_attn.o_proj.lora_A.weight"
+    assert tensor_shape(wide, sizes) == (4, 128 * 128)

@@ -44,6 +44,7 @@ MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gpt_oss", "olmo3"]
+QUICK += ["deepseek_v3_whole"]
 QUICK += ["qwen3_next", "nemotron_h"]
 QUICK += ["phi4_mini", "granite", "gemma2", "ministral3", "gpt2", "pythia", "starcoder2"]
 
@@ -184,15 +185,17 @@ def test_a_routers_bias_stays_float32_beside_half_precision(tmp_path):
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
-    values = tiny.MODELS["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    values, arrays = tiny.MODELS["glm4_moe"], tiny.tensors(tiny.MODELS["glm4_moe"])
     folder, said = tiny.write_folder(tmp_path / "in", values), []
+    config = json.dumps(values | {"num_nextn_predict_layers": 1})
+    (folder / "config.json").write_text(config)
     extra = {"model.layers.3.eh_proj.weight": np.ones((32, 64), np.float32)}
-    tiny.write_safetensors(folder / "model.safetensors", tiny.tensors(values) | extra)
+    tiny.write_safetensors(folder / "model.safetensors", arrays | extra)
     importing.from_hf(folder, tmp_path / "run", said.append, tolerance=None)
     assert said[0] == "left out 1 tensors of layers for multi-token prediction"
     exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", silent, None)
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
-    assert load_file(tmp_path / "out/model.safetensors").keys() == tiny.tensors(values).keys()
+    assert load_file(tmp_path / "out/model.safetensors").keys() == arrays.keys()
 
 
 @pytest.mark.parametrize(

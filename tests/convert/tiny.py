@@ -79,6 +79,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         if kind == "gemma3_text":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         found |= _mlp(layer, values, D, F)
+    for i in range(values.get("num_nextn_predict_layers", 0)):
+        found |= _module(values, f"model.layers.{values['num_hidden_layers'] + i}.", D)
     found["model.norm.weight"] = (D,)
     if not values["tie_word_embeddings"]:
         found["lm_head.weight"] = (V, D)
@@ -113,6 +115,15 @@ def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
         found[layer + "norm.weight"] = (D,)
         found |= {f"{layer}mixer.{name}": shape for name, shape in of_kind[letter].items()}
     return found | {"backbone.norm_f.weight": (D,), "lm_head.weight": (V, D)}
+
+
+def _module(values: dict, layer: str, D: int) -> dict[str, tuple[int, ...]]:
+    """A layer for multi-token prediction as DeepSeek-V3 has, without copies of other tensors."""
+    last = f"model.layers.{values['num_hidden_layers'] - 1}."
+    alike = shapes(values | {"num_nextn_predict_layers": 0})
+    found = {layer + n.removeprefix(last): s for n, s in alike.items() if n.startswith(last)}
+    found |= {layer + n + ".weight": (D,) for n in ("enorm", "hnorm", "shared_head.norm")}
+    return found | {layer + "eh_proj.weight": (D, 2 * D)}
 
 
 def _linear_attention(layer: str, values: dict) -> dict[str, tuple[int, ...]]:

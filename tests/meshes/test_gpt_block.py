@@ -52,6 +52,7 @@ CASES = [
     slow("tensor=2", PARALLEL_LLAMA | {"model.shared_norm": True}),
     slow("data=2,expert=2", PARALLEL_LLAMA | {"model.num_experts": 4, "model.norm": "layer"}),
     slow("data=2,tensor=2", RELU),
+    slow("data=2,tensor=2", RELU | STAGES | {"model.layer_pattern": "G*"}),
     slow("data=2,num_microbatches=2,zero=2", RELU | {"model.activation": "silu"}),
     slow("data=2,tensor=2", GPT3 | {"lora.rank": 2, "lora.targets": "q_proj,up_proj,down_proj"}),
     slow("data=2", NEOX | {"parallel.remat": "none", "parallel.layer_loop": "unroll"}),

@@ -58,6 +58,15 @@ EXPERTS = {
     "model.router_groups_per_token": 2,
 }
 DENSE = EXPERTS | {"model.num_layers": 3, "model.dense_layers": 1, "model.dense_d_ff": 20}
+#: As in Kimi Linear: most layers are recurrent.
+HYBRID = {
+    "model.layer_pattern": "G*",
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 4,
+    "model.linear_key_head_dim": 4,
+    "model.linear_value_head_dim": 4,
+    "model.recurrent_chunk": 8,
+}
 LORA = {"lora.rank": 2, "lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
 
 CASES = [
@@ -84,6 +93,7 @@ CASES = [
         "data=2,tensor=2,layer_loop=unroll",
         LORA | NO_QUERY_LATENT | {"lora.targets": "q_proj,kv_b_proj"},
     ),
+    slow("data=2,tensor=2,layer_loop=unroll", HYBRID),
     slow("data=2,tensor=2", {"model.sliding_window": 5, "model.post_norms": True}),
 ]
 

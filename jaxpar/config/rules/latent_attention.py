@@ -17,6 +17,10 @@ OF_OTHERS = {
     "model.query_scale_dim": "scores are divided by the square root of head_dim",
     "model.local_rope_scaling": "the factor of scores of rope_scaling is that of all layers",
     "model.attention": "generation attends to latents, which only softmax attention allows",
+    "model.attention_multiplier": "scores are divided by the square root of head_dim",
+    "model.attention_softcap": "no kernel of it has been tested with a cap",
+    "model.rope_scaling.query_beta": "queries are multiplied by a number of mscale_all_dim",
+    "model.attention_gate": "its heads have no gate",
     "model.attention_sinks": "no kernel of it has been tested with them",
 }
 
@@ -32,6 +36,8 @@ def latent_attention(cfg: Config) -> None:
             _default(cfg, path, rule, flag(RANK, 512))
         return
     for path, why in OF_OTHERS.items():
+        if path.startswith("model.rope_scaling.") and m.rope_scaling is None:
+            continue
         _default(cfg, path, f"does not apply with {RANK} = {m.kv_lora_rank}: {why}", flag(RANK, 0))
     _sizes(cfg)
 

@@ -54,6 +54,7 @@ MOST = {
     "model.num_shared_experts": 1 << 16,
     "model.router_groups": 1 << 16,
     "model.router_groups_per_token": 1 << 16,
+    "model.mtp_depth": 8,
     "model.vocab_size": 1 << 26,
     **{
         f"parallel.{name}": MAX_AXIS

@@ -284,7 +284,8 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
     held = (entry for entry in family.entries if rank.get(entry.path) == len(entry.ours))
     if not m.layer_pattern:
-        return [dataclasses.replace(entry, first=m.dense_layers) for entry in held]
+        first = lambda path: m.num_layers if path.startswith("mtp/") else m.dense_layers  # noqa: E731
+        return [dataclasses.replace(entry, first=first(entry.path)) for entry in held]
     stacks = {stack: kind for kind, stack in STACKS.items()}
 
     def layers(path: str) -> tuple[int, ...]:

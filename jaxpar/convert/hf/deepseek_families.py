@@ -13,6 +13,7 @@ from jaxpar.convert.hf.entries import (
     SHARED_EXPERTS,
     TOP,
     of_dense_layers,
+    of_modules,
 )
 from jaxpar.convert.hf.family import COMMON, Family
 
@@ -69,8 +70,8 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    entries=DEEPSEEK_V2.entries,
-    fields=_OF_DEEPSEEK | OF_SIGMOID_ROUTERS,
+    entries=(*DEEPSEEK_V2.entries, *of_modules(_MOE_OF_DEEPSEEK)),
+    fields=_OF_DEEPSEEK | OF_SIGMOID_ROUTERS | {"mtp_depth": "num_nextn_predict_layers"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={
         "rope_layout": "interleaved",
@@ -95,6 +96,7 @@ DEEPSEEK_V3 = Family(
         "first_k_dense_replace": 3,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
     },
     required=_SILU
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -102,7 +104,10 @@ DEEPSEEK_V3 = Family(
     aliases={"num_local_experts": "n_routed_experts"},
     float8_blocks=True,
     latent=True,
-    mtp_key="num_nextn_predict_layers",
+    copies={
+        "model.layers.{P}.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.{P}.shared_head.head.weight": "lm_head.weight",
+    },
 )
 #: The same classes under a type of its own. Moonlight has that of DeepSeek-V3.
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")

@@ -104,7 +104,7 @@ GPT2_LAYERS = (
 )
 GPT2_TOP = (
     Entry("embed", "transformer.wte.weight", "VD", "V D"),
-    Entry("positions", "transformer.wpe.weight", "PD", "P D"),
+    Entry("positions", "transformer.wpe.weight", "ZD", "Z D"),
     Entry("final_norm", "transformer.ln_f.weight", "D", "D"),
     Entry("final_norm_bias", "transformer.ln_f.bias", "D", "D"),
     Entry("head", "lm_head.weight", "DV", "V D"),
@@ -165,11 +165,31 @@ LATENT_ATTENTION = (
     Entry("layers/wkv_b", IN_ATTENTION + "kv_b_proj.weight", "LCHB", "HB C"),
     Entry("layers/wo", IN_ATTENTION + "o_proj.weight", "LHID", "D HI"),
 )
+_MODULE = (
+    Entry("layers/embed_norm", LAYER + "enorm.weight", "LD", "D"),
+    Entry("layers/hidden_norm", LAYER + "hnorm.weight", "LD", "D"),
+    Entry("layers/w_join", LAYER + "eh_proj.weight", "LXDY", "Y XD"),
+    Entry("layers/out_norm", LAYER + "shared_head.norm.weight", "LD", "D"),
+)
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_post_norm", LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
 )
+
+
+def of_modules(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of modules for multi-token prediction (`model.mtp_depth`), whose layers
+    come after the others, from those of layers."""
+    return tuple(
+        dataclasses.replace(
+            entry,
+            path=entry.path.replace("layers/", "mtp/"),
+            name=entry.name.replace("{L}", "{P}"),
+            ours=entry.ours.replace("L", "P"),
+        )
+        for entry in (*entries, *_MODULE)
+    )
 
 
 _IN_LINEAR = LAYER + "linear_attn."

@@ -76,6 +76,8 @@ class Family:
     """Whether weights may be in float8 with a scale for each block, which are dequantized."""
     latent: bool = False
     """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Tensors of modules for multi-token prediction that are copies: {name with {P}: of which}."""
     mtp_key: str | None = None
     """Key with the number of layers for multi-token prediction, which come last in the files. They
     are left out: without them, a model computes the same."""

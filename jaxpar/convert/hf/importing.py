@@ -3,9 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from jaxpar.config.rules.paths import check_run_folder
@@ -77,7 +79,10 @@ class PublishedModel:
     sizes: Sizes
     tensors: Tensors
     left_out: tuple[str, ...] = ()
-    """Names of the tensors of layers for multi-token prediction."""
+    """Names of tensors of layers for multi-token prediction: all of them in some families, and
+    copies of the embedding and the head in others."""
+    absent: Values = field(default_factory=dict)
+    """Keys of config.json that name layers which the files do not have."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,10 +112,12 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     # The dtype in config.json often differs from that of the files, or is missing.
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     check_count(values, family, len(tensors.stored))
+    absent = _absent_modules(values, family, tensors)
+    values |= dict.fromkeys(absent, 0)
     model = model_of(values, family)
     cfg = config_for(model, values)
     entries, sizes = entry_table(family, model), sizes_of(model)
-    left_out = _mtp_tensors(values, family, tensors)
+    left_out = _mtp_tensors(values, family, tensors) + _copies(model, family, tensors)
     tensors = Tensors({name: t for name, t in tensors.stored.items() if name not in left_out})
     check_tensors(tensors, entries, sizes)
     return PublishedModel(
@@ -123,6 +130,7 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
         sizes=sizes,
         tensors=tensors,
         left_out=left_out,
+        absent=absent,
     )
 
 
@@ -137,6 +145,36 @@ def _mtp_tensors(values: Values, family: Family, tensors: Tensors) -> tuple[str,
         return tuple(name for name in tensors.stored if name.startswith(family.mtp_prefix))
     prefixes = tuple(f"model.layers.{layers + i}." for i in range(count))
     return tuple(name for name in tensors.stored if prefixes and name.startswith(prefixes))
+
+
+def _absent_modules(values: Values, family: Family, tensors: Tensors) -> Values:
+    """Return the key of multi-token prediction, with its value, if the files have no such layers.
+
+    Conversions of a model often lack them, and keep the key.
+    """
+    key, layers = family.fields.get("mtp_depth", ""), values.get("num_hidden_layers")
+    prefix = f"model.layers.{layers}."
+    there = any(name.startswith(prefix) for name in tensors.stored)
+    return {} if there or not values.get(key) else {key: values[key]}
+
+
+def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, ...]:
+    """Return the names of tensors of modules that are copies of others.
+
+    Raises:   ConfigError for one that is not: jaxpar has one embedding and one head.
+    """
+    found = []
+    for k in range(model.num_layers, model.num_layers + model.mtp_depth):
+        for name, other in family.copies.items():
+            name = name.format(P=k)
+            if name not in tensors.stored or other not in tensors.stored:
+                continue
+            copy, of = tensors.open(name), tensors.open(other)
+            if copy.shape != of.shape or not all(map(np.array_equal, copy, of)):
+                rule = f"must be a copy of {other}, which jaxpar's modules share"
+                raise refuse(name, list(copy.shape), rule, "use a model whose modules share it")
+            found.append(name)
+    return tuple(found)
 
 
 def config_for(model: ModelConfig, values: Values) -> Config:
@@ -170,6 +208,8 @@ def from_hf(
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
+    for key, count in source.absent.items():
+        log(f"config.json has {key} {count}, but the files have no such layers: none are imported")
     if source.left_out:
         log(f"left out {len(source.left_out)} tensors of layers for multi-token prediction")
     check_tokenizer(source.folder, log, strict=tolerance is not None)

@@ -4,7 +4,8 @@ An `Entry` names a parameter, and the tensors that it is stacked from. Letters d
 of both: the shape letters of `sharding/axes.py`, with L for the layer and E for the expert. Of the
 first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width. In latent
 attention, Q and C are the latents of queries and of keys and values, A is C with the rotary key, I
-the head dim of values, and B a head's keys without position and values.
+the head dim of values, and B a head's keys without position and values. Of multi-token prediction,
+P is the module, and its projection has X inputs of size D, and the output Y.
 
     Entry("layers/wq", "model.layers.{L}.self_attn.q_proj.weight", "LDHK", "HK D")
 
@@ -55,13 +56,13 @@ class Entry:
     path: str
     """Stable name of the parameter, as in `params.flat`."""
     name: str
-    """Name of a tensor, with {L} or {N} and {E} for the indices of layer and expert."""
+    """Name of a tensor, with {L}, {N} or {P} and {E} for the indices of layer and expert."""
     ours: str
     """Dimensions of the parameter, one letter each."""
     theirs: str
     """Dimensions of the tensor, row-major; adjacent letters are flattened into one dimension."""
     first: int = 0
-    """The model's index of the first layer L."""
+    """The model's index of the first layer L, or of the first module P."""
     part: int = 0
     """Index of the parameter in the dimension of `theirs` that is a digit, plus or in brackets."""
     sections: tuple[str, ...] = ()
@@ -113,7 +114,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "K": m.head_dim,
         "F": m.d_ff,
         "V": m.vocab_size,
-        "P": m.max_positions,
+        "Z": m.max_positions,
         "E": m.num_experts,
         "S": m.num_shared_experts * m.d_ff,
         "Q": m.q_lora_rank or 0,
@@ -121,6 +122,9 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "A": m.kv_lora_rank + m.qk_rope_head_dim,
         "I": m.value_dim,
         "B": m.qk_nope_head_dim + m.v_head_dim,
+        "P": m.mtp_depth,
+        "X": 2,
+        "Y": m.d_model,
     }
 
 
@@ -169,7 +173,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMU"):
+    for letter in set(index) & set("LJMPU"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     return entry.name.format(**index)
 

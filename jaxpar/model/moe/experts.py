@@ -66,7 +66,7 @@ class ExpertWeights(NamedTuple):
 
 
 @flax.struct.dataclass
-class Dispatched:
+class SentTokens:
     """Tokens on their way to the experts: what `dispatched` returns and `mixture` reads."""
 
     tokens: jax.Array | None
@@ -105,14 +105,14 @@ def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
 def dispatched(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
     """Route complete sequences, and send the tokens to the devices of their experts.
 
-    Returns:  a `Dispatched`.
+    Returns:  a `SentTokens`.
     Communication: over EXPERT, as `Dispatch.out`.
     """
     return h.each(lambda part: _dispatched(part.operand, w, context, ex))
 
 
 @jax.named_scope("experts")
-def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> Dispatched:
+def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> SentTokens:
     """Dispatch [B, T, D].
 
     Args:     w: router [D, E]; w_gate [E/n, D, F], on an expert axis of size n.
@@ -127,7 +127,7 @@ def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Executi
     sent, sent_weights = plan.out(_by_token(x)), plan.pairs_out(_by_token(weights))
     sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
     here = x if SHARED[0] in w else None
-    return Dispatched(here, sent, sent_weights, routing.experts, weights, plan, x.shape)
+    return SentTokens(here, sent, sent_weights, routing.experts, weights, plan, x.shape)
 
 
 def _by_token(a: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> 
 
 
 @jax.named_scope("experts")
-def _of_shard(d: Dispatched, w: Weights, ex: Execution) -> Mixed:
+def _of_shard(d: SentTokens, w: Weights, ex: Execution) -> Mixed:
     """Compute the weighted sums of the experts here.
 
     Args:     w: w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype, on an expert axis

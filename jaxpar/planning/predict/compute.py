@@ -270,7 +270,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+    return once.times(1 + cfg.model.mtp_depth)
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:

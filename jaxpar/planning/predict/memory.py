@@ -361,13 +361,13 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
-    The gradient has the compute dtype, and replaces logits of the same dtype in place.
+    The latter has the compute dtype, and replaces logits in place. Each MTP module has the former.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
-    return of_head * shard.table * shard.trainable + chunk
+    return (1 + cfg.model.mtp_depth) * of_head * shard.table * shard.trainable + chunk
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

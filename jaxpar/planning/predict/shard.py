@@ -129,7 +129,8 @@ class Shard:
     """Sizes of one device's work on one microbatch.
 
     rows, tokens        rows and tokens of a microbatch on a device (its shard of the sequence).
-    layers, chunks      layers of the device for which it has memory, over all its chunks.
+    layers, chunks      layers of the device for which it has memory, over all its chunks. Every
+                        stage has the modules of multi-token prediction, which count as layers.
     layers_in_turn      layers for which it has time in a round of the pipeline: those of the
                         slowest stage, chunk by chunk, since stages are in lock-step.
     layer, stack        parameters of one layer, and of all layers of the device. If layers
@@ -188,7 +189,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
-    dense = _of_a_layer(m, "dense_layers", p.tensor, p.expert)
+    dense, module = (_of_a_layer(m, n, p.tensor, p.expert) for n in ("dense_layers", "mtp"))
     of_kinds = {kind: _of_a_layer(m, STACKS[kind], p.tensor, p.expert) for kind in set(kinds(m))}
     layer = max(of_kinds.values(), key=lambda one: one.everything)
     counts = Counter(kinds(replace(cfg, **{"model.num_layers": layers - m.dense_layers}).model))
@@ -198,11 +199,11 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     return Shard(
         rows=rows,
         tokens=rows * cfg.data.seq_len // p.sequence,
-        layers=layers,
-        layers_in_turn=_layers_in_turn(cfg, execution),
+        layers=layers + m.mtp_depth,
+        layers_in_turn=_layers_in_turn(cfg, execution) + m.mtp_depth,
         chunks=p.virtual_stages,
         layer=layer,
-        stack=stack + dense.times(m.dense_layers),
+        stack=stack + dense.times(m.dense_layers) + module.times(m.mtp_depth),
         table=vocab * m.d_model,
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
@@ -224,12 +225,12 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> int:
 
 @functools.cache
 def _of_a_layer(model: ModelConfig, kind: str, tensor: int, expert: int) -> Parameters:
-    """Parameters of one layer of a stack ("layers", "dense_layers") on one device."""
+    """Parameters of one layer of a stack ("layers", "dense_layers", "mtp") on one device."""
     everything, matrices, experts = 0, 0, 0
     for spec in jax.tree.leaves(param_specs(model).get(kind, {}), is_leaf=is_spec):
         size = _size(spec, {TENSOR: tensor, EXPERT: expert if "experts" in spec.axes else 1})
         everything += size
-        matrices += size if {"embed", "expert_embed"} & set(spec.axes) else 0
+        matrices += size if {"embed", "expert_embed", "latent"} & set(spec.axes) else 0
         experts += size if "expert_embed" in spec.axes else 0
     return Parameters(everything, matrices, experts)
 

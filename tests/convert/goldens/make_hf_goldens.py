@@ -6,7 +6,8 @@ Needs torch and transformers, and nothing of jaxpar; writes, for each model of
 tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
 vocabulary], and its greedy text into greedy.json. `deepseek_v3` and `gpt_oss` are one layer of
 experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients; `rope`
-is the frequencies of every kind of RoPE, and `mxfp4` is about weights of 4 bits. The tests compare
+is the frequencies of every kind of RoPE, `mxfp4` is about weights of 4 bits, and `mtp` is the
+logits of a module for multi-token prediction. The tests compare
 ours with them where torch is absent.
 """
 
@@ -144,8 +145,27 @@ def mxfp4(tiny) -> dict[str, np.ndarray]:
     return {"weight": dequantized(**tiny.mxfp4_tensors()), "logits": found}
 
 
+def mtp(tiny) -> dict[str, np.ndarray]:
+    """Logits of DeepSeek-V3's module for multi-token prediction, of all tokens but the first."""
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    values = tiny.MODELS["deepseek_v3_whole"] | {"num_nextn_predict_layers": 1}
+    of_module = rf"model\.layers\.{values['num_hidden_layers']}.*"
+    kind = transformers.DeepseekV3ForCausalLM
+    kind._keys_to_ignore_on_load_unexpected = [of_module]
+    ids = torch.from_numpy(tiny.tokens(values))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model = load(tiny.write_folder(Path(folder), values))
+        modules = MtpModel.from_pretrained(model).eval()
+        hidden = model.model(ids).last_hidden_state[:, :-1]
+        positions, cache = torch.arange(1, ids.shape[1])[None], MtpCache(config=modules.config)
+        h = modules.forward_layer(0, hidden, positions, cache, input_ids=ids[:, 1:])
+        return {"logits": model.lm_head(h)[0].numpy()}
+
+
 #: Parts of models, by name.
-LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope, "mxfp4": mxfp4}
+LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope, "mxfp4": mxfp4, "mtp": mtp}
 
 
 def main() -> None:

@@ -1,0 +1,38 @@
+"""Rules about multi-token prediction: its modules, and what they are not combined with."""
+
+from jaxpar.config import Config, default_of, flag, require, value_of
+
+DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
+
+#: Most modules (`model/mtp/parameters.py`).
+MAX_DEPTH = 8
+
+
+def multi_token_prediction(cfg: Config) -> None:
+    """Check the modules of multi-token prediction and the weight of their losses."""
+    m, p = cfg.model, cfg.parallel
+    none = flag(DEPTH, 0)
+    if m.mtp_depth == 0:
+        default = default_of(WEIGHT)
+        rule = f"needs modules of multi-token prediction, but {DEPTH} is 0"
+        ok = value_of(cfg, WEIGHT) == default
+        require(ok, cfg, WEIGHT, rule, flag(WEIGHT, default), flag(DEPTH, 1))
+        return
+    rule = f"must be at most {MAX_DEPTH}, and below data.seq_len = {cfg.data.seq_len}"
+    require(m.mtp_depth <= min(MAX_DEPTH, cfg.data.seq_len - 1), cfg, DEPTH, rule, flag(DEPTH, 1))
+    require(cfg.train.mtp_loss > 0, cfg, WEIGHT, f"must be above 0, or {DEPTH} 0", none)
+    said = f"does not support {DEPTH}, which is {m.mtp_depth}"
+    require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
+    for path, alike in (
+        ("model.global_every", 0),
+        ("model.nope_every", 0),
+        ("model.layer_pattern", ""),
+    ):
+        rule = f"{said}: a module has the layer of a model whose layers are alike"
+        require(value_of(cfg, path) == alike, cfg, path, rule, flag(path, alike), none)
+    path, rule = "model.logits_scaling", f"{said}: modules read what the head reads, unscaled"
+    require(m.logits_scaling == 1, cfg, path, rule, flag(path, 1.0), none)
+    if m.num_experts and p.pipeline > 1:
+        rule = f"{said}, with experts: all stages compute the modules, and the losses and loads of "
+        rule += "their routers would count once for each"
+        require(False, cfg, "parallel.pipeline", rule, flag("parallel.pipeline", 1), none)

@@ -1,0 +1,1 @@
+"""Multi-token prediction (MTP): modules after the layers that predict the tokens after the next."""

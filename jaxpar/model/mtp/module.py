@@ -1,0 +1,82 @@
+"""Multi-token prediction: each module predicts one token further.
+
+    h_k = norm(layer([norm(embed(t_{i+k})) | norm(h_{k-1})] W))       h_0: output of the final norm
+    loss = L(h_0, t_{i+1}) + weight / D * sum over k of L(h_k, t_{i+k+1})
+
+Embedding and head are those of the model. A module sees tokens of its document only: where the
+next token belongs to another one, there is no loss, and no later token of the document attends.
+With pipeline stages, every stage computes the modules from the last stage's output, as they compute
+the head, which is split over them.
+
+Source:   DeepSeek-AI 2024 (2412.19437), section 2.2.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpar.config import Config
+from jaxpar.model import norm
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.parallel.collectives import all_gather
+from jaxpar.parallel.context import token_order
+from jaxpar.sharding.axes import SEQUENCE
+from jaxpar.sharding.batch import IGNORED, Batch
+
+type Tree = dict[str, Any]
+
+
+@jax.named_scope("mtp")
+def module(
+    x: jax.Array,
+    embedded: jax.Array,
+    w: Tree,
+    context: AttentionContext,
+    cfg: Config,
+    layer: Callable[..., jax.Array],
+) -> jax.Array:
+    """Compute the hidden states of one module.
+
+    Args:     x: of the module before, [B, T/(sequence*tensor), D]. embedded: of the tokens that x
+              predicts, like x. w: the module's weights, complete over FSDP_AXES. layer: (x, weights
+              of a layer, context) -> x.
+    """
+    m = cfg.model
+    own = {n: w[n] for n in ("embed_norm", "hidden_norm", "w_join", "out_norm")}
+    normed = norm.norm(embedded, own["embed_norm"], m), norm.norm(x, own["hidden_norm"], m)
+    x = jnp.concatenate(normed, axis=-1) @ own["w_join"]
+    x = layer(x, {n: a for n, a in w.items() if n not in own}, context)
+    return norm.norm(x, own["out_norm"], m)
+
+
+def shifted(batch: Batch, cfg: Config) -> Batch:
+    """Return a batch whose tokens and labels are those of each token's successor in the text.
+
+    Labels are IGNORED where the successor belongs to another document, or is not in the sequence.
+
+    Communication: all-gathers over SEQUENCE of tokens, labels and documents, 4 bytes per token.
+    """
+    T = cfg.data.seq_len
+    order = token_order(cfg.parallel, T)
+    places, n = jnp.asarray(_successors(order, T)), lax.axis_size(SEQUENCE)
+    whole = lambda a: a if n == 1 else all_gather(a, SEQUENCE, dim=1)  # noqa: E731
+    if n > 1:
+        here = lax.axis_index(SEQUENCE) * (T // n)
+        places = lax.dynamic_slice_in_dim(places, here, T // n)
+    take = lambda a: jnp.take(whole(a), jnp.maximum(places, 0), axis=1)  # noqa: E731
+    same = (take(batch.segment_ids) == batch.segment_ids) & (places >= 0)
+    labels = jnp.where(same, take(batch.labels), IGNORED)
+    return dataclasses.replace(batch, tokens=take(batch.tokens), labels=labels)
+
+
+def _successors(order: np.ndarray | None, T: int) -> np.ndarray:
+    """Return the place of each stored token's successor, int32 [T]; -1 for the last of the text."""
+    text = np.arange(T) if order is None else np.asarray(order)
+    place_of = np.empty(T + 1, np.int32)
+    place_of[text], place_of[T] = np.arange(T), -1
+    return place_of[text + 1]

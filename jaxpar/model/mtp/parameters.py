@@ -1,0 +1,57 @@
+"""The parameters of multi-token prediction, and their names in the fused weight layout.
+
+A module has a layer of the kind of the model's last ones, two norms, a projection and a last norm.
+The modules are stacked, as "mtp". In the fused layout, they are beside the arrays outside the
+layers, with flat names: "mtp0.wo" is an array of the first module.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpar.config import ModelConfig
+from jaxpar.sharding.params import ParamSpec, map_specs
+
+type Tree = dict[str, Any]
+
+#: FSDP-sharded dimension of the fused arrays of a module that its layer does not have.
+DIMS: dict[str, int | None] = {
+    "embed_norm": None,
+    "hidden_norm": None,
+    "w_join": -1,
+    "out_norm": None,
+}
+
+#: Most modules that a model may have; published models have one.
+MAX_DEPTH = 8
+
+
+def specs(m: ModelConfig, layers: Tree) -> Tree:
+    """Return the specs of the stacked modules.
+
+    Args:     layers: the specs of `mtp_depth` stacked layers.
+    """
+    D, depth = m.d_model, m.mtp_depth
+
+    def unsharded(spec: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(spec, axes=("depth", *spec.axes[1:]))
+
+    gain = ParamSpec(shape=(depth, D), axes=("depth", "norm"), init="ones", decay=False)
+    if m.norm_offset:
+        gain = dataclasses.replace(gain, init="zeros")
+    join = ParamSpec(
+        shape=(depth, 2, D, D), axes=("depth", "rank", "rank", "embed"), std=m.init_std
+    )
+    own = {"embed_norm": gain, "hidden_norm": gain, "w_join": join, "out_norm": gain}
+    return map_specs(unsharded, layers) | own
+
+
+def flat_names(k: int, w: Mapping[str, Any]) -> Tree:
+    """Return the arrays of module k under their flat names."""
+    return {f"mtp{k}.{name}": a for name, a in w.items()}
+
+
+def of_module(k: int, top: Mapping[str, Any]) -> Tree:
+    """Return the arrays of module k by their names in a layer, from those outside the layers."""
+    prefix = f"mtp{k}."
+    return {n.removeprefix(prefix): a for n, a in top.items() if n.startswith(prefix)}

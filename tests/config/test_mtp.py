@@ -1,0 +1,41 @@
+"""Rules about multi-token prediction."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import check
+
+GOOD = replace(Config(), **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
+
+
+def test_what_may_be():
+    check(GOOD)
+    check(replace(GOOD, **{"model.num_experts": 4, "train.global_batch_size": 8}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.mtp_depth": 0}, r"mtp_loss = 0.3: needs modules of multi-token prediction"),
+        ({"model.mtp_depth": 9}, r"mtp_depth = 9: must be at most 8"),
+        ({"model.mtp_depth": 2, "data.seq_len": 2}, r"mtp_depth = 2: .*below data.seq_len = 2"),
+        ({"train.mtp_loss": 0.0}, r"mtp_loss = 0.0: must be above 0, or model.mtp_depth 0"),
+        ({"model.logits_scaling": 2.0}, r"logits_scaling = 2.0: does not support model.mtp_depth"),
+        ({"lora.rank": 4}, r"lora.rank = 4: does not support model.mtp_depth, which is 2"),
+        (
+            {"model.nope_every": 2, "parallel.layer_loop": "unroll"},
+            r"nope_every = 2: does not support model.mtp_depth.*layers are alike",
+        ),
+        (
+            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
+            r"layer_pattern = 'G\*': does not support model.mtp_depth.*layers are alike",
+        ),
+        (
+            {"model.num_experts": 4, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
+            r"pipeline = 2: does not support model.mtp_depth.*with experts",
+        ),
+    ],
+)
+def test_what_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check(replace(GOOD, **fields))

@@ -1,0 +1,91 @@
+"""Multi-token prediction: the plain model's loss and gradients on every mesh."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.step.state import abstract_state
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.meshes.test_experts import compare
+from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+BASE = replace(TINY, **{"model.mtp_depth": 1, "train.mtp_loss": 0.3})
+
+TWO = {"model.mtp_depth": 2, "train.z_loss": 1e-2}
+DEEPSEEK = V3 | DENSE | {"parallel.layer_loop": "unroll", "train.balance_loss": 1e-2}
+
+CASES = [
+    ("sequence=2,tensor=2,context=ring", {}),
+    slow("data=2,sequence=2,tensor=2,context=ring", TWO),
+    slow("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll", V3),
+    slow("data=1", {}),
+    slow("data=2,sequence=2,tensor=2", TWO),
+    slow("sequence=4,context=ulysses,zero=1", {"data.document_mask": False}),
+    slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll", {}),
+    slow("data=2,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll", TWO),
+    slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", {}),
+    slow("pipeline=2,num_microbatches=4,zero=1,schedule=zero_bubble,layer_loop=unroll", TWO),
+    slow("pipeline=2,num_microbatches=4,schedule=gpipe,data=2,layer_loop=unroll", {}),
+    slow("replica=2,tensor=2", {"model.tie_embeddings": True, "model.logits_softcap": 5.0}),
+    slow("data=2,expert=2,tensor=2,layer_loop=unroll", DEEPSEEK | TWO),
+    slow("expert=2,sequence=2,zero=1,num_microbatches=2,layer_loop=unroll", DEEPSEEK),
+    slow("data=2,zero=2,num_microbatches=2,layer_loop=unroll", DEEPSEEK | NO_QUERY_LATENT),
+    slow("data=2,tensor=2", EXPERTS | {"train.router_z_loss": 1e-2}),
+]
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batch = traces.random_batch(cfg, 0)
+    return batch, weights.plain_gradients(cfg, batch)
+
+
+@pytest.mark.parametrize(("mesh", "values"), CASES)
+def test_gradients(mesh, values, devices):
+    cfg = replace(BASE, **values)
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batch, wanted = reference_of(cfg)
+    assert np.abs(wanted.gradients["mtp/w_join"]).max() > 1e-4
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    assert not distances.compare(found, wanted, TOLERANCE).mismatches()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "values"),
+    [
+        slow("sequence=2,tensor=2,context=ring,layer_loop=unroll", V3 | EXPERTS),
+        slow("data=2,expert=2,layer_loop=unroll", DEEPSEEK | TWO),
+        slow("pipeline=2,num_microbatches=2,layer_loop=unroll", TWO),
+    ],
+)
+def test_steps(mesh, values, devices):
+    """Weights after some steps, those of the biases of routers too."""
+    found = compare(mesh, replace(BASE, **values), devices, steps=2)
+    assert found.update is not None and not found.mismatches()
+
+
+def test_a_step_with_experts_has_the_types_of_its_state(devices):
+    """Tracing fails if a gradient or a bias of a module were not reduced over an axis."""
+    cfg = resolve(replace(BASE, **DEEPSEEK, **{"parallel.tensor": 2}), 4)
+    mesh = make_mesh(cfg.parallel, devices[:4])
+    state, batch = abstract_state(cfg), traces.random_batch(cfg, 0)
+    after, metrics = jax.eval_shape(make_train_step(cfg, mesh), state, batch)
+    assert jax.tree.map(lambda a: a.shape, after) == jax.tree.map(lambda a: a.shape, state)
+    assert metrics.mtp_loss.shape == ()
