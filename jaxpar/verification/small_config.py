@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, is_recurrent
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.model.parameters import trainable_specs
@@ -52,6 +52,11 @@ MIN_SLIDING_WINDOW = 4
 #: Relative difference of a width's ratio to the original's for which a model need not be larger.
 CLOSE = 0.05
 
+
+#: The least eps of the norms of a shrunk model with recurrent layers. Their norms divide by the
+#: length of what a recurrence returned, often near 0 in a small model: with an eps of 1e-5, two
+#: orders of the same sums differ by 2e-5 on one device.
+RECURRENT_EPS = 1e-2
 
 #: The longest pattern of layers that a shrunk model keeps.
 MOST_KINDS = 8
@@ -128,10 +133,13 @@ def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
-    """Return the sizes of the recurrent layers that there are."""
+    """Return the sizes of the recurrent layers that there are, and the eps of norms beside them."""
+    if not is_recurrent(m):
+        return {}
     of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}
     there = (of for kind, of in of_kinds.items() if kind in m.layer_pattern)
-    return {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+    sizes = {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+    return sizes | {"model.norm_eps": max(m.norm_eps, RECURRENT_EPS)}
 
 
 def _mamba(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from jaxpar import verify
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.validate import resolve
 from jaxpar.model import parameters
 from jaxpar.parallel import gradients
@@ -178,8 +179,10 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
         lambda m: m.d_model / (m.num_heads * m.head_dim),
     ):
         assert ratio(small.model) == pytest.approx(ratio(cfg.model), rel=0.05)
-    for flag in ("tie_embeddings", "qk_norm", "qk_norm_over", "qkv_bias", "rope_theta", "norm_eps"):
+    for flag in ("tie_embeddings", "qk_norm", "qk_norm_over", "qkv_bias", "rope_theta"):
         assert getattr(small.model, flag) == getattr(cfg.model, flag)
+    least = small_config.RECURRENT_EPS if is_recurrent(cfg.model) else 0.0
+    assert small.model.norm_eps == max(cfg.model.norm_eps, least)
 
 
 def test_shrinking_keeps_windows_in_proportion():
