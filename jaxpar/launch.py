@@ -10,6 +10,7 @@ Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 
 from collections.abc import Sequence
 
+from jaxpar.convert.shape import model_from
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
@@ -18,7 +19,7 @@ from jaxpar.runtime.signals import output_may_be_lost
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    launcher = Launcher(*read_command(argv, __doc__))
+    launcher = Launcher(*read_command(argv, __doc__, model_from))
     children.on_signals(launcher.stop)
     with output_may_be_lost():
         return launcher.run()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxpar.config.command_line import asks_help
+from jaxpar.convert.shape import model_from
 from jaxpar.planning.command import MIN_WIDTH, answer, parser, read_command
 from jaxpar.runtime import terminal
 from jaxpar.runtime.program import run_program
@@ -20,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     if asks_help(argv):
         parser(__doc__).parse_args(["--help"])
-    asked = read_command(argv)
+    asked = read_command(argv, model_from)
     # Planning computes only shapes, so it does not need a GPU.
     jax.config.update("jax_platforms", "cpu")
     width = max(terminal.console().width, MIN_WIDTH)

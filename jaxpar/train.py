@@ -8,6 +8,7 @@ docs/checkpoints.md lists the fields that may change on a resume.
 from collections.abc import Sequence
 
 from jaxpar.config.command_line import read_config
+from jaxpar.convert.shape import model_from
 from jaxpar.execution.decisions import explain
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program
@@ -17,7 +18,9 @@ from jaxpar.training.start import run_to_end
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    cfg, environment = rendezvous.join(read_config(argv, "jaxpar.train", __doc__, explain))
+    cfg, environment = rendezvous.join(
+        read_config(argv, "jaxpar.train", __doc__, explain, model_from)
+    )
     prepare_quickstart(cfg)
     return run_to_end(cfg, environment)
 

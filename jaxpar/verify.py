@@ -23,8 +23,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.config_file import load_config
+from jaxpar.config.model_source import take_source
+from jaxpar.convert.shape import model_from
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
 from jaxpar.verification import small_config
@@ -44,13 +46,15 @@ from jaxpar.verification.table import print_conditions, print_table
 def main(argv: Sequence[str]) -> int:
     """Compare every mesh, print the table, and return the exit code."""
     options, overrides = parse_options(argv)
-    asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
+    base = load_config(options.config)
+    asked = parse_overrides(base, overrides, PROGRAM, model_from=model_from)
     cfg = small_config.float32(asked)
     meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
     if options.shrink:
         cfg = small_config.shrink(cfg, list(meshes.values()))
-        cfg = small_config.float32(parse_overrides(cfg, overrides, PROGRAM))
+        others, _ = take_source(list(expand_set_options(overrides)))
+        cfg = small_config.float32(parse_overrides(cfg, others, PROGRAM))
     cfg = small_config.steady(cfg)
     needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
     devices = start_devices(asked.run, options.devices or asked.run.cpu_devices, needed)

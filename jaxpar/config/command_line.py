@@ -17,6 +17,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
@@ -28,6 +29,7 @@ def read_config(
     prog: str,
     doc: str | None,
     explain: Callable[[Config], str] | None = None,
+    model_from: ModelReader | None = None,
 ) -> Config:
     """Read and check the config of a command line `CONFIG [--section.field value ...]`.
 
@@ -36,6 +38,7 @@ def read_config(
 
     Args:     prog: the program's module, such as "jaxpar.train". explain: what --print-config says
               about the config, printed to standard error, so that the JSON can be piped.
+              model_from: reads the model that `--model.from` names.
     Raises:   ConfigError for an unknown config or field, or as `validate.check`.
     """
     args, program = list(argv), as_called(f"python -m {prog}")
@@ -51,7 +54,8 @@ def read_config(
         print_help(base, f"{program} CONFIG", about, topic_of(args), PRINT_CONFIG)
         sys.exit(0)
     print_config = "--print-config" in args
-    cfg = parse_overrides(base, [arg for arg in args if arg != "--print-config"], program)
+    args = [arg for arg in args if arg != "--print-config"]
+    cfg = parse_overrides(base, args, program, model_from=model_from)
     check(cfg)
     if print_config:
         print(to_json(cfg), end="", flush=True)
@@ -82,14 +86,25 @@ def as_called(text: str) -> str:
     return re.sub(r"python -m jaxpar\.(\w+)\b(?!\.\w)", rf"{called} \1", text)
 
 
-def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: str = "") -> Config:
+def parse_overrides(
+    cfg: Config,
+    args: Sequence[str],
+    prog: str,
+    description: str = "",
+    *,
+    model_from: ModelReader | None = None,
+) -> Config:
     """Return the config with `--section.field value` applied. `--help` prints the help and exits.
+
+    `--model.from` comes first, wherever it stands.
 
     Raises:   ConfigError for an unknown field, or a value that is missing or of the wrong type.
     """
     if asks_help(args):
         print_help(cfg, prog, as_called(description).strip(), topic_of(args))
         sys.exit(0)
+    args, source = take_source(list(expand_set_options(args)))
+    cfg = apply_source(cfg, source, model_from)
     for path, text in _pairs(args):
         cfg = replace(cfg, **{path: _read(text, field_types()[path])})
         check_types(cfg)
@@ -97,8 +112,8 @@ def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: st
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for each `--section.field text`, with "=" or a space, or after `--set`."""
-    rest = iter(expand_set_options(args))
+    """Yield (path, text) for each `--section.field text`, with "=" or a space."""
+    rest = iter(args)
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")

@@ -33,6 +33,7 @@ checkpoint.every""".split()
 OPTIONS = """\
 --SECTION.FIELD VALUE           set a field
 --set SECTION.FIELD=VALUE ...   set several fields
+--model.from NAME               take the model's shape from a published config.json
 --help SECTION                  show the fields of one section
 --help all                      show all {count} fields"""
 

@@ -123,10 +123,22 @@ class ModelConfig:
     rope_layout: Literal["halves", "interleaved"] = "halves"
     """Which dims are rotated together. halves: one of the first half with one of the second.
     interleaved: neighbors (Helium, ERNIE 4.5)."""
+    positions: Literal["rope", "learned"] = "rope"
+    """How a layer knows positions. rope: rotary embeddings. learned: an embedding of each position,
+    added to those of the tokens (GPT-2, GPT-3)."""
+    max_positions: int = 0
+    """Rows of the table of learned positions: the longest sequence (GPT-3: 2048)."""
     nope_every: int = 0
     """Every Nth layer has no rotary embedding (SmolLM3: 4). 0: all layers have it."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Norm of the residual stream. rms: RMSNorm. layer: LayerNorm, with a bias (GPT-3)."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside RMSNorm."""
+    """Added to the mean square inside RMSNorm, or to the variance inside LayerNorm."""
+    parallel_block: bool = False
+    """Attention and feed-forward read the same residual stream, and both are added to it (GPT-J,
+    GPT-NeoX). False: the feed-forward comes after attention."""
+    shared_norm: bool = False
+    """With parallel_block, one norm for both (GPT-J). False: each its own (GPT-NeoX)."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     qk_norm: bool = False
@@ -139,7 +151,10 @@ class ModelConfig:
     out_bias: bool = False
     """Bias on the attention output projection."""
     mlp_bias: bool = False
-    """Biases on the three feed-forward projections."""
+    """Biases on the feed-forward projections."""
+    mlp_gate: bool = True
+    """The feed-forward is a gated linear unit, of three matrices. False: act(x W_up) W_down, of two
+    (GPT-3)."""
     sliding_window: int | None = None
     """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
     global_every: int = 0
@@ -174,8 +189,9 @@ class ModelConfig:
     recurrent_chunk: int = 64
     """Tokens that a recurrence processes at a time, in matmuls. It does not change what is
     computed."""
-    activation: Literal["silu", "gelu", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_exact", "relu_squared", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
+    gelu_exact (GPT-NeoX) and relu_squared (Primer): only without mlp_gate.
     clamped_swiglu: gate * sigmoid(swiglu_alpha * gate) * (up + 1), both clamped (gpt-oss)."""
     swiglu_limit: float = 7.0
     """clamped_swiglu clamps gate to at most this, and up to at most this magnitude."""

@@ -71,8 +71,9 @@ def check_conversion(
 
 
 def random_tokens(m: ModelConfig) -> np.ndarray:
-    """Make the tokens for the comparison, int32 [1, NUM_TOKENS]."""
-    return np.random.default_rng(0).integers(0, m.vocab_size, (1, NUM_TOKENS), dtype=np.int32)
+    """Make the tokens for the comparison, int32 [1, NUM_TOKENS] or as many as have positions."""
+    shape = (1, min(NUM_TOKENS, m.max_positions or NUM_TOKENS))
+    return np.random.default_rng(0).integers(0, m.vocab_size, shape, dtype=np.int32)
 
 
 def compare(
@@ -118,13 +119,14 @@ def logits(
     checking = stage("computing logits for the self-check")
     with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
-        x = reference.embed(embed[tokens], m)
+        learned = {"positions": whole("positions")} if m.positions == "learned" else {}
+        x = reference.first_stream({"embed": embed} | learned, tokens, positions, m)
         if not m.tie_embeddings:
             del embed
         for i in range(m.num_layers):
             now.at(f"layer {i + 1} of {m.num_layers}")
             x = _block(reference.of_layer(m, i))(x, layer(i), positions, segments)
-        top = {"final_norm": whole("final_norm")}
+        top = {path: whole(path) for path in shapes if path.startswith("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
         return np.asarray(jax.jit(lambda x, top: reference.output(x, top, m))(x, top))
 

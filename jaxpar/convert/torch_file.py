@@ -35,6 +35,8 @@ PLAIN = Family(
     entries=(
         Entry("embed", "embed.weight", "VD", "V D"),
         Entry("final_norm", "norm.weight", "D", "D"),
+        Entry("final_norm_bias", "norm.bias", "D", "D"),
+        Entry("positions", "positions.weight", "ZD", "Z D"),
         Entry("head", "head.weight", "DV", "V D"),
         Entry("layers/attn_norm", _LAYER + "attn_norm.weight", "LD", "D"),
         Entry("layers/wq", _LAYER + "q.weight", "LDHK", "HK D"),
@@ -51,6 +53,8 @@ PLAIN = Family(
         Entry("layers/k_norm", _LAYER + "k_norm.weight", "LGK", "GK"),
         Entry("layers/sinks", _LAYER + "sinks", "LH", "H"),
         Entry("layers/mlp_norm", _LAYER + "mlp_norm.weight", "LD", "D"),
+        Entry("layers/attn_norm_bias", _LAYER + "attn_norm.bias", "LD", "D"),
+        Entry("layers/mlp_norm_bias", _LAYER + "mlp_norm.bias", "LD", "D"),
         Entry("layers/attn_post_norm", _LAYER + "attn_post_norm.weight", "LD", "D"),
         Entry("layers/mlp_post_norm", _LAYER + "mlp_post_norm.weight", "LD", "D"),
         Entry("layers/w_gate", _LAYER + "mlp.gate.weight", "LDF", "F D"),
@@ -76,6 +80,7 @@ PLAIN = Family(
     fixed={"attention": "softmax"},
     defaults={},
     sliding=True,
+    query_beta=True,
 )
 
 

@@ -27,6 +27,17 @@ def load(file: str | Path) -> "Decoder":
     return model.eval()
 
 
+class LayerNorm(nn.LayerNorm):
+    """Norm with mean and bias over the last dim, in float32."""
+
+    def __init__(self, width: int, m: SimpleNamespace):
+        super().__init__(width, eps=m.norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, w = self.normalized_shape, (self.weight.float(), self.bias.float())
+        return F.layer_norm(x.float(), shape, *w, self.eps).to(x.dtype)
+
+
 class Norm(nn.Module):
     """Root-mean-square norm over the last dim, in float32."""
 
@@ -108,7 +119,16 @@ def gated(gate: Tensor, up: Tensor, m: SimpleNamespace) -> Tensor:
     if m.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=m.swiglu_limit), up.clamp(-m.swiglu_limit, m.swiglu_limit)
         return gate * (m.swiglu_alpha * gate).sigmoid() * (up + 1)
-    return up * (F.silu(gate) if m.activation == "silu" else F.gelu(gate, approximate="tanh"))
+    return up * activated(gate, m.activation)
+
+
+def activated(x: Tensor, kind: str) -> Tensor:
+    """The activation of a feed-forward."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "relu_squared":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="none" if kind == "gelu_exact" else "tanh")
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
@@ -117,15 +137,19 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """The feed-forward: a gated linear unit."""
+    """The feed-forward: a gated linear unit, or two matrices without a gate."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m = m
         self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
+        if not m.mlp_gate:
+            self.gate = None
         self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(activated(self.up(h), self.m.activation))
         return self.down(gated(self.gate(h), self.up(h), self.m))
 
 
@@ -173,7 +197,9 @@ class Layer(nn.Module):
         super().__init__()
         self.m, D, heads, kv = m, m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
         norm = lambda width, used=True: Norm(width, m) if used else nn.Identity()  # noqa: E731
-        self.attn_norm, self.mlp_norm = norm(D, m.pre_norms), norm(D, m.pre_norms)
+        stream = LayerNorm if m.norm == "layer" else Norm
+        before = lambda: stream(D, m) if m.pre_norms else nn.Identity()  # noqa: E731
+        self.attn_norm, self.mlp_norm = before(), None if m.shared_norm else before()
         self.attn_post_norm, self.mlp_post_norm = norm(D, m.post_norms), norm(D, m.post_norms)
         wide = heads, kv
         if m.qk_norm_over == "head":
@@ -188,8 +214,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
         by = self.m.residual_multiplier
+        before = x
         x = x + by * self.attn_post_norm(self.attention(self.attn_norm(x), rope, seen))
-        return x + by * self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        h = (self.mlp_norm or self.attn_norm)(before if self.m.parallel_block else x)
+        return x + by * self.mlp_post_norm(self.mlp(h))
 
     def attention(self, h: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
         q, k, v = self.q(h), self.k(h), self.v(h)
@@ -228,7 +256,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
         self.layers = nn.ModuleList(Layer(m) for _ in range(m.num_layers))
-        self.norm = Norm(m.d_model, m)
+        self.norm = (LayerNorm if m.norm == "layer" else Norm)(m.d_model, m)
+        learned = m.positions == "learned"
+        self.positions = nn.Embedding(m.max_positions, m.d_model) if learned else None
         self.head = None if m.tie_embeddings else nn.Linear(m.d_model, m.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -236,10 +266,13 @@ class Decoder(nn.Module):
         back = place[:, None] - place
         x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
         x = x * m.embedding_multiplier
+        if self.positions is not None:
+            x = x + self.positions(place)
         for i, layer in enumerate(self.layers, 1):
             is_global = m.global_every and i % m.global_every == 0
             window = None if is_global else m.sliding_window
-            rope = None if m.nope_every and i % m.nope_every == 0 else self.rope(place, is_global)
+            without = m.positions == "learned" or (m.nope_every and i % m.nope_every == 0)
+            rope = None if without else self.rope(place, is_global)
             x = layer(x, rope, (back >= 0) & (back < (window or len(place))))
         logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
         return capped(logits, m.logits_softcap)

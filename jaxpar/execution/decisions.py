@@ -195,12 +195,12 @@ def _fuses_gate_up(cfg: Config) -> bool:
     m = cfg.model
     dtype_allows = m.matmul_dtype == "compute" or m.float8_scaling == "tensor"
     apart = m.mlp_bias or m.num_experts or cfg.lora.rank or cfg.parallel.row_groups > 1
-    return dtype_allows and m.activation == "silu" and not apart
+    return dtype_allows and m.activation == "silu" and m.mlp_gate and not apart
 
 
 def _norm(cfg: Config, fused_gate_up: bool) -> Norm:
     m: ModelConfig = cfg.model
-    if cfg.parallel.tensor > 1 or cfg.lora.rank or not m.pre_norms:
+    if cfg.parallel.tensor > 1 or cfg.lora.rank or not m.pre_norms or m.norm == "layer":
         return "written"
     if m.matmul_dtype == "float8":
         return "in_quantizer" if m.float8_scaling == "tensor" else "written"

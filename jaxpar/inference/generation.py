@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.config import Config, OptimizerConfig, ParallelConfig
+from jaxpar.config import Config, ConfigError, OptimizerConfig, ParallelConfig
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import decode, fused_weights, transformer
@@ -227,8 +227,10 @@ def generate(
               the tokenizer. stop: ids that end a row; they are not returned.
     Returns:  an iterator over the new tokens of each row. Its first item, empty, comes when
               everything is compiled.
+    Raises:   ConfigError if a text would have more tokens than the model has learned positions.
     """
     lengths = np.array([len(ids) for ids in prompts], np.int32)
+    _check_positions(cfg, int(lengths.max()), max_tokens)
     tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
     for row, ids in zip(tokens, prompts, strict=True):
         row[: len(ids)] = ids
@@ -252,6 +254,14 @@ def generate(
             return
         rows, tokens = go_on(weights, rows)
         new = np.asarray(tokens)
+
+
+def _check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
+    most = cfg.model.max_positions
+    if cfg.model.positions == "learned" and longest + max_tokens > most:
+        rule = f"makes texts of up to {longest + max_tokens} tokens, and the model has learned "
+        rule += f"{most} positions"
+        raise ConfigError("--max-tokens", max_tokens, rule, "use fewer, or shorter prompts")
 
 
 def slots_for(longest: int, max_tokens: int) -> int:

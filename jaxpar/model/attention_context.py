@@ -87,7 +87,8 @@ def _describe(
         max_segments=max_segments,
         in_order=in_order,
     )
-    rope = rope_tables(batch.positions, m, length) if m.rope_fraction else None
+    rotates = m.positions == "rope" and m.rope_fraction
+    rope = rope_tables(batch.positions, m, length) if rotates else None
     later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
     return AttentionContext(
         mask=mask, rope=rope, query_scale=later, positions=positions, rows=batch.rows

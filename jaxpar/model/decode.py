@@ -138,7 +138,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Arr
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
     described = attention_context(batch, cfg, max_segments=1, length=cache.slots)
-    x = _embed(weights["top"], tokens, cfg.model)
+    x = _embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]
     contexts = [
         of_these
@@ -147,20 +147,24 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Arr
     ]
     keys, values, states = list(cache.keys), list(cache.values), list(cache.states)
     for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
+        before = x
         if keys[i] is not None:
             held, alone = (keys[i], values[i]), lengths is not None
             x, (keys[i], values[i]) = _attention(x, w, kind, held, first, cfg.model, alone)
         elif states[i] is not None:
             x, states[i] = _recurrence(x, w, positions, states[i], cfg.model, lengths)
         if "w_down" in w:
-            x = _feed_forward(x, w, kind, cfg)
+            x = _feed_forward(x, before if cfg.model.parallel_block else x, w, kind, cfg)
     h = transformer.before_logits(weights["top"], x, cfg.model)
     return h, Cache(tuple(keys), tuple(values), tuple(states))
 
 
-def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
-    rows = embedding.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
-    return embedding.scaled(lax.psum(rows, TENSOR), m)
+def _embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
+    x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
+    if m.positions == "learned":
+        x += lax.psum(look_up(top["positions"], positions), TENSOR)
+    return x
 
 
 def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
@@ -186,10 +190,10 @@ def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array 
     return branch.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
-def _feed_forward(x, w: Tree, context: AttentionContext, cfg: Config):
-    """Add the layer's feed-forward branch to x."""
+def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
+    """Add the layer's feed-forward branch to x. of: the residual stream that it reads."""
     branch = branches(w)[-1]
-    whole = Shards((_normalized(x, w, branch.norm, cfg.model),))
+    whole = Shards((_normalized(of, w, branch.norm, cfg.model),))
     (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
@@ -223,7 +227,7 @@ def _of_cache(mask: AttentionMask, held: jax.Array) -> AttentionMask:
 
 
 def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
-    return NormOutput(norm.norm(x, w[name], m) if m.pre_norms else x)
+    return NormOutput(norm.named_norm(x, w, name, m) if m.pre_norms else x)
 
 
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:

@@ -9,10 +9,10 @@ recomputation.
 In latent attention, values have another width than keys, and K is the mean of both. L counts the
 layers with attention. Recurrent layers have a term that does not depend on T.
 
-N counts the parameters used in matmuls: all except the embedding table, which is looked up, and the
-experts to which a token is not routed. Modules of multi-token prediction count as layers, and the
-head once for each. The peak for MFU is that of bfloat16 for any `model.matmul_dtype`, so that
-figures stay comparable.
+N counts the parameters used in matmuls: all except the tables of embeddings, which are looked up,
+and the experts to which a token is not routed. Modules of multi-token prediction count as layers,
+and the head once for each. The peak for MFU is that of bfloat16 for any `model.matmul_dtype`, so
+that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
@@ -39,7 +39,8 @@ def num_matmul_params(model: ModelConfig) -> int:
     D, F = model.d_model, model.d_ff
     not_taken = others * (3 * D * F + model.expert_bias * (2 * F + D))
     again = model.mtp_depth * table  # each module multiplies with the head
-    return num_params(model) + again - not_taken - (0 if model.tie_embeddings else table)
+    looked_up = (0 if model.tie_embeddings else table) + model.max_positions * D
+    return num_params(model) + again - not_taken - looked_up
 
 
 def train_flops_per_token(

@@ -33,6 +33,7 @@ type Tree = dict[str, Any]
 #: FSDP-sharded dimension of each fused array of a layer, counted from the end. None: not sharded.
 LAYER_DIMS: dict[str, int | None] = {
     "attn_norm": None,
+    "attn_norm_bias": None,
     "attn_post_norm": None,
     "wqkv": -2,
     "wq": -2,
@@ -50,6 +51,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "wo": -1,
     "bo": None,
     "mlp_norm": None,
+    "mlp_norm_bias": None,
     "mlp_post_norm": None,
     "router": -2,
     "b_router": None,
@@ -88,7 +90,13 @@ EXPERT_DIMS: gather.Dims = {
 }
 
 #: The same as LAYER_DIMS, for the arrays outside the layers.
-TOP_DIMS: gather.Dims = {"embed": -1, "final_norm": None, "head": -2}
+TOP_DIMS: gather.Dims = {
+    "embed": -1,
+    "positions": -1,
+    "final_norm": None,
+    "final_norm_bias": None,
+    "head": -2,
+}
 
 #: Name under which a tree of shards has the weights that ZeRO-2 gathered at the start of the step.
 COMPLETE = "complete"

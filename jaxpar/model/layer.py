@@ -21,6 +21,7 @@ from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.gpt import feed_forward as gpt_feed_forward
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
@@ -101,7 +102,7 @@ class Branch:
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:
         """Select this branch's weights: (norms and bias, matrices with their adapters)."""
-        around = {self.norm, self.bias, self.post_norm}
+        around = {self.norm, f"{self.norm}_bias", self.bias, self.post_norm}
         vectors = {name: a for name, a in w.items() if name in around}
         matrices = {name: a for name, a in w.items() if lora.matrix_of(name) in self.weights}
         return vectors, matrices
@@ -115,7 +116,7 @@ class Branch:
         """
         if not ex.cfg.model.pre_norms:
             return x, NormOutput(x)
-        return norm_of_stream(x, vectors[self.norm], ex)
+        return norm_of_stream(x, vectors, self.norm, ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
@@ -177,6 +178,10 @@ EXPERTS = dataclasses.replace(
 )
 
 
+TWO_MATRICES = dataclasses.replace(
+    FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
+)
+
 #: The branches that mix tokens, by a weight that each has.
 MIXERS = {
     "wqkv": ATTENTION,
@@ -191,7 +196,13 @@ def branches(w: Weights) -> tuple[Branch, ...]:
     mixers = [branch for name, branch in MIXERS.items() if name in w]
     if "w_down" not in w:
         return tuple(mixers)
-    return *mixers, EXPERTS if "router" in w else FEED_FORWARD
+    if "router" in w:
+        second = EXPERTS
+    else:
+        second = FEED_FORWARD if {"w_gate", "w_gate_up"} & w.keys() else TWO_MATRICES
+    if "attn_norm" in w and "mlp_norm" not in w:  # one norm for both
+        second = dataclasses.replace(second, norm="attn_norm")
+    return *mixers, second
 
 
 def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:

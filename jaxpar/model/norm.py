@@ -1,4 +1,4 @@
-"""The RMSNorms of a layer."""
+"""The norms of a layer: RMSNorms, or LayerNorms."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
+from jaxpar.kernels.layer_norm import layer_norm
 from jaxpar.kernels.norm import NormOutput, rms_norm, rms_norm_beside, rms_norm_unscaled
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import TENSOR
@@ -17,15 +18,24 @@ def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
     return rms_norm(x, _gain(parameter, m), m.norm_eps)
 
 
+def named_norm(x: jax.Array, w: dict[str, jax.Array], name: str, m: ModelConfig) -> jax.Array:
+    """Apply the norm of a residual stream that is a parameter's name: `norm`, or LayerNorm."""
+    if m.norm == "layer":
+        return layer_norm(x, w[name], w[f"{name}_bias"], m.norm_eps)
+    return norm(x, w[name], m)
+
+
 @jax.named_scope("norm")
 def norm_of_stream(
-    x: jax.Array, parameter: jax.Array, ex: Execution
+    x: jax.Array, w: dict[str, jax.Array], name: str, ex: Execution
 ) -> tuple[jax.Array, NormOutput]:
-    """Return x and its `norm`, in the form in which matmuls receive it (`Execution.norm`).
+    """Return x and its `named_norm`, in the form in which matmuls receive it (`Execution.norm`).
 
     Use the returned x from here on, so that one pass computes both gradients.
     """
-    gain, eps = _gain(parameter, ex.cfg.model), ex.cfg.model.norm_eps
+    if ex.cfg.model.norm == "layer":
+        return x, NormOutput(named_norm(x, w, name, ex.cfg.model))
+    gain, eps = _gain(w[name], ex.cfg.model), ex.cfg.model.norm_eps
     if ex.norm == "deferred_scale":
         return rms_norm_unscaled(x, gain, eps)
     x, h = rms_norm_beside(x, gain, eps)

@@ -76,7 +76,10 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     elif has_mixer:
         blocks = _attention(m, matrix, vector, deep)
     if m.pre_norms:
-        blocks |= {f"{name}_norm": gain((D,), ("norm",)) for name in branches}
+        norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
+        blocks |= {name: gain((D,), ("norm",)) for name in norms}
+        if m.norm == "layer":
+            blocks |= {f"{name}_bias": vector((D,), ("norm",), "zeros") for name in norms}
     if m.post_norms:
         blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
     if not feeds_forward:
@@ -84,10 +87,12 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep)
     else:
-        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
+        into = ("w_gate", "w_up") if m.mlp_gate else ("w_up",)
+        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in into}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
     if m.mlp_bias:
-        blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
+        into = ("b_gate", "b_up") if m.mlp_gate else ("b_up",)
+        blocks |= {n: vector((F,), ("mlp",), "zeros") for n in into}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
     return blocks
 
@@ -178,6 +183,10 @@ def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
     table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
     norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=init_of_gains(m), decay=False)
     specs = {"embed": table, "layers": blocks, "final_norm": norm}
+    if m.norm == "layer":
+        specs["final_norm_bias"] = dataclasses.replace(norm, init="zeros")
+    if m.positions == "learned":
+        specs["positions"] = dataclasses.replace(table, shape=(m.max_positions, m.d_model))
     if not m.tie_embeddings:
         shape = (m.d_model, m.vocab_size)
         specs["head"] = ParamSpec(shape=shape, axes=("embed", "vocab"), std=std)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model import reference_rope
+from jaxpar.model.gpt import reference as gpt
 from jaxpar.model.moe.reference import router, router_loss
 from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -102,7 +104,7 @@ def _segments(batch: Batch, cfg: Config) -> jax.Array:
 
 def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
-    x = embed(params["embed"][tokens], m)
+    x = first_stream(params, tokens, positions, m)
     for i in range(m.num_layers):
         x = block(x, _weights_of(params, i, m), positions, segments, of_layer(m, i))
     return output(x, params, m)
@@ -122,7 +124,7 @@ def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
 def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
     """Compute the last residual stream, and of each layer with experts what `_router_of` gives."""
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
-    x, routers = embed(params["embed"][batch.tokens], m), []
+    x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
@@ -133,15 +135,15 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
 
 def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
     """Return (used, share, logits) of a layer's router."""
-    h = _before(_after_attention(x, w, positions, segments, m), w, "mlp_norm", m)
-    logits = _router_logits(h, w)
+    after = x if m.parallel_block else _after_attention(x, w, positions, segments, m)
+    logits = _router_logits(_before(after, w, "mlp_norm", m), w)
     _, used, share = router(logits, w.get("router_bias", 0.0), m)
     return used, share, logits
 
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
-    logits = _norm(x, top["final_norm"], m) @ _head(top) / m.logits_scaling
+    logits = _stream_norm(x, top, "final_norm", m) @ _head(top) / m.logits_scaling
     return _softcapped(logits, m.logits_softcap)
 
 
@@ -151,6 +153,12 @@ def _head(top: Tree) -> jax.Array:
 
 def _softcapped(x, cap: float | None):
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def first_stream(top: Tree, tokens, positions, m: ModelConfig) -> jax.Array:
+    """Compute the residual stream before the first layer: embeddings of tokens and positions."""
+    x = embed(top["embed"][tokens], m)
+    return x + top["positions"][positions] if m.positions == "learned" else x
 
 
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
@@ -176,10 +184,12 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
+    before = x
     x = _after_attention(x, w, positions, segments, m)
     if "w_down" not in w:
         return x
-    out = _feed_forward(_before(x, w, "mlp_norm", m), w, m)
+    h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
+    out = _feed_forward(h, w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
     return x + m.residual_multiplier * out
 
@@ -233,7 +243,15 @@ def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
 
 
 def _before(x, w: Tree, name: str, m: ModelConfig):
-    return _norm(x, w[name], m) if m.pre_norms else x
+    if m.shared_norm:
+        name = "attn_norm"
+    return _stream_norm(x, w, name, m) if m.pre_norms else x
+
+
+def _stream_norm(x, w: Tree, name: str, m: ModelConfig):
+    if m.norm == "rms":
+        return _norm(x, w[name], m)
+    return gpt.layer_norm(x, w[name], w[name + "_bias"], m.norm_eps)
 
 
 def _times(x, w: Tree, name: str):
@@ -248,16 +266,16 @@ def _times(x, w: Tree, name: str):
 def _feed_forward(h, w: Tree, m: ModelConfig):
     if "router" in w:
         return _experts(h, w, m)
+    if not m.mlp_gate:
+        hidden = gpt.activated(_times(h, w, "w_up") + w.get("b_up", 0.0), m.activation)
+        return _times(hidden, w, "w_down") + w.get("b_down", 0.0)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
 def _gated(gate, up, m: ModelConfig):
-    if m.activation == "silu":
-        return gate * jax.nn.sigmoid(gate) * up
-    if m.activation == "gelu":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + jnp.tanh(inner)) * up
+    if m.activation != "clamped_swiglu":
+        return gpt.activated(gate, m.activation) * up
     gate = jnp.clip(gate, None, m.swiglu_limit)
     up = jnp.clip(up, -m.swiglu_limit, m.swiglu_limit)
     return gate * jax.nn.sigmoid(m.swiglu_alpha * gate) * (up + 1)
@@ -302,12 +320,12 @@ def _head_norm(x, gain, m: ModelConfig):
 
 
 def _rotate(x, positions, m: ModelConfig):
-    if m.rope_fraction == 0:
+    if m.rope_fraction == 0 or m.positions == "learned":
         return x
     half, length = int(m.head_dim * m.rope_fraction) // 2, positions.shape[1]
-    inv = jnp.asarray([_frequency(j, half, length, m) for j in range(half)])
+    inv = jnp.asarray([reference_rope.frequency(j, half, length, m) for j in range(half)])
     angle = positions[:, :, None, None] * inv
-    cos, sin = (f(angle) * _rotary_factor(m.rope_scaling) for f in (jnp.cos, jnp.sin))
+    cos, sin = (f(angle) * reference_rope.rotary_factor(m.rope_scaling) for f in (jnp.cos, jnp.sin))
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if m.rope_layout == "interleaved":
         a, b = rotated[..., ::2], rotated[..., 1::2]
@@ -316,61 +334,6 @@ def _rotate(x, positions, m: ModelConfig):
         a, b = rotated[..., :half], rotated[..., half:]
         turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
     return jnp.concatenate((turned, rest), axis=-1)
-
-
-def _rotary_factor(s) -> float:
-    """Return what multiplies cosine and sine."""
-    if s is None or s.kind not in ("yarn", "longrope"):
-        return 1.0
-    usual = {
-        "yarn": 1 + math.log(s.factor) / 10,
-        "longrope": (1 + math.log(s.factor, s.original_max_position)) ** 0.5,
-    }
-    return usual[s.kind] if s.attention_factor is None else s.attention_factor
-
-
-def _frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
-    """Return the angle per position of pair j, for sequences of `length` tokens."""
-    s, inv = m.rope_scaling, m.rope_theta ** (-j / half)
-    if s is None:
-        return inv
-    if s.kind == "linear":
-        return inv / s.factor
-    if s.kind == "yarn":
-        return _yarn_frequency(j, half, inv, m)
-    if s.kind == "longrope":
-        factors = s.short_factors if length <= s.original_max_position else s.long_factors
-        return inv / float(factors.split(",")[j])
-    return _llama_frequency(inv, s)
-
-
-def _yarn_frequency(j: int, half: int, inv: float, m: ModelConfig) -> float:
-    """Divide by YaRN's factor where a ramp over pairs has ended, or a part of it on the ramp."""
-    s = m.rope_scaling
-    assert s is not None
-    # Pair j turns original_max_position * theta^(-j / half) / (2 pi) times; solved for j.
-    ends = [
-        half * math.log(s.original_max_position / (2 * math.pi * turns), m.rope_theta)
-        for turns in (s.beta_fast, s.beta_slow)
-    ]
-    if s.truncate:
-        ends = [math.floor(ends[0]), math.ceil(ends[1])]
-    first, last = max(ends[0], 0), min(ends[1], 2 * half - 1)
-    share = min(max((j - first) / (last - first or 0.001), 0), 1)
-    return inv * (1 - share) + inv / s.factor * share
-
-
-def _llama_frequency(inv: float, s) -> float:
-    """Apply Llama 3.1's scaling by wavelength, written as in its authors' code."""
-    wavelength = 2 * math.pi / inv
-    if wavelength < s.original_max_position / s.high_freq_factor:
-        return inv
-    if wavelength > s.original_max_position / s.low_freq_factor:
-        return inv / s.factor
-    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    return (1 - smooth) * inv / s.factor + smooth * inv
 
 
 def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):

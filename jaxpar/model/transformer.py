@@ -32,6 +32,7 @@ from jaxpar.model.fused_weights import (
     module_of,
     only,
 )
+from jaxpar.model.gpt.parallel_block import parallel_layer
 from jaxpar.model.layer import Branch, branches, layer
 from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
@@ -63,7 +64,12 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
-    return sum_over_stages(scatter_sequence(varying(embedding.scaled(rows, cfg.model))))
+    rows = embedding.scaled(rows, cfg.model)
+    if cfg.model.positions == "learned":
+        table = gather(only(top, "positions"), TOP_DIMS, cfg)["positions"]
+        places = batch.positions
+        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.model.dtype)
+    return sum_over_stages(scatter_sequence(varying(rows)))
 
 
 def stage(
@@ -213,7 +219,7 @@ def token_loss(
 
 def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute the input of the head from the last residual stream: its norm, scaled."""
-    h = norm.norm(x, top["final_norm"], m)
+    h = norm.named_norm(x, top, "final_norm", m)
     return h if m.logits_scaling == 1 else h * (1 / m.logits_scaling)
 
 
@@ -239,8 +245,12 @@ def _layer(
 ) -> tuple[jax.Array, ...]:
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
-        return (layer(xs[0], w, contexts[0], ex),)
+        return (_one_layer(ex)(xs[0], w, contexts[0], ex),)
     return layer_of_row_groups(xs, w, contexts, ex)
+
+
+def _one_layer(ex: Execution) -> Callable[..., jax.Array]:
+    return parallel_layer if ex.cfg.model.parallel_block else layer
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
@@ -294,6 +304,7 @@ def _block(ex: Execution):
     """Return `layer` as a function of weight shards. The backward gathers the weights again."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return layer(x, lora.with_frozen_base(gather(w, layer_dims(w), ex.cfg)), context, ex)
+        w = lora.with_frozen_base(gather(w, layer_dims(w), ex.cfg))
+        return _one_layer(ex)(x, w, context, ex)
 
     return block

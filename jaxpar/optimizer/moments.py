@@ -28,7 +28,10 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
-ROOT = frozenset({"embed", "dense_layers", "final_norm", "head", "mtp", *STACKS.values()})
+ROOT = frozenset(
+    {"embed", "positions", "final_norm", "final_norm_bias", "head", "mtp"}
+    | {"dense_layers", *STACKS.values()}
+)
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:

@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.layout import fields as layout_fields
+from jaxpar.config.model_source import ModelReader
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
 from jaxpar.planning import advice, budget, checks, compiling, layouts, override, showing
@@ -117,9 +118,10 @@ def parser(doc: str | None = None) -> Parser:
     return made
 
 
-def read_command(argv: Sequence[str]) -> Asked:
+def read_command(argv: Sequence[str], model_from: ModelReader | None = None) -> Asked:
     """Parse and check the command line.
 
+    Args:     model_from: as in `read_config`.
     Raises:   ConfigError if an option is invalid.
     """
     options, rest = parser().parse_known_args(argv)
@@ -137,7 +139,7 @@ def read_command(argv: Sequence[str]) -> Asked:
         checks.check_no_config(options, rest)
         return Asked(options, "", Config(), Config(), cluster, {})
     first = [] if options.config is None else [options.config]
-    cfg = read_config([*first, *rest], "jaxpar.plan", __doc__)
+    cfg = read_config([*first, *rest], "jaxpar.plan", __doc__, model_from=model_from)
     base = load_config(options.config)
     return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
 

@@ -112,12 +112,13 @@ def compare_meshes(
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
     with stage("training the reference"):
         wanted = traces.reference_trace(cfg, batches, steps)
+    zero = distances.zero_gradients(cfg.model)
     options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
     for name, on_mesh in configs.items():
         mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
         with stage(f"training on {name}"):
             found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
-        yield MeshRow(name, found.loss, distances.compare(found, wanted, tolerance))
+        yield MeshRow(name, found.loss, distances.compare(found, wanted, tolerance, zero))
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

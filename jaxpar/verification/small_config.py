@@ -108,14 +108,23 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
-    if m.query_scale_dim is not None:
-        values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
-    if m.attention_multiplier is not None:  # scores keep their size
-        values["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
+    if m.positions == "learned":
+        values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
+    values |= _score_factors(m, head_dim)
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
+    """Return the factors of scores for another head dim, such that scores keep their size."""
+    found: dict[str, Any] = {}
+    if m.query_scale_dim is not None:
+        found["model.query_scale_dim"] = max(round(m.query_scale_dim * head_dim / m.head_dim), 1)
+    if m.attention_multiplier is not None:
+        found["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
+    return found
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:

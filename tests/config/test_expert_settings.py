@@ -134,7 +134,7 @@ CASES = [
     ({"model.swiglu_limit": -7.0} | CLAMPED, "swiglu_limit = -7.0: must be above 0"),
     ({"model.swiglu_limit": float("inf")} | CLAMPED, "swiglu_limit = inf: must be finite"),
     ({"model.swiglu_alpha": 0.0} | CLAMPED, "swiglu_alpha = 0.0: must be above 0"),
-    ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, clam"),
+    ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, gelu_ex"),
     (
         {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
         "lora.targets = 'gate_proj': cannot target experts",

@@ -79,8 +79,8 @@ BAD = {
         "config.json.*not valid JSON",
     ),
     "architecture": (
-        configure(architectures=["GPT2LMHeadModel"]),
-        "architectures.*GPT2LMHeadModel.*not an architecture that jaxpar.*LlamaForCausalLM",
+        configure(architectures=["BloomForCausalLM"]),
+        "architectures.*BloomForCausalLM.*not an architecture that jaxpar.*LlamaForCausalLM",
     ),
     "no architecture": (configure(architectures=None, model_type="mamba"), "architectures.*mamba"),
     "missing key": (configure(hidden_size=None), "hidden_size = None: must be int"),
@@ -259,8 +259,8 @@ def test_exports_that_cannot_be(tmp_path):
         exporting.open_export(run, 7)
     with pytest.raises(ConfigError, match="contains no finished checkpoint"):
         exporting.open_export(folder)
-    with pytest.raises(ConfigError, match="--family = 'gpt2': is not a family"):
-        exporting.open_export(run, family="gpt2")
+    with pytest.raises(ConfigError, match="--family = 'bloom': is not a family"):
+        exporting.open_export(run, family="bloom")
     with pytest.raises(ConfigError, match=r"'qwen3': cannot express .*qk_norm.*--family llama"):
         exporting.open_export(run, family="qwen3")
     export = exporting.open_export(run, dtype="float16")

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.convert.hf.rope_keys import read_rope, write_rope
-from jaxpar.model import reference, rope
+from jaxpar.model import reference_rope, rope
 from tests.convert import tiny
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/rope.npz"))
@@ -42,8 +42,8 @@ def test_frequencies_are_those_of_transformers(name):
 def test_the_plain_model_has_the_same(name):
     m, length = model_and_length(name)
     half = m.rotary_dims // 2
-    found = [reference._frequency(j, half, length, m) for j in range(half)]
-    found.append(reference._rotary_factor(m.rope_scaling))
+    found = [reference_rope.frequency(j, half, length, m) for j in range(half)]
+    found.append(reference_rope.rotary_factor(m.rope_scaling))
     np.testing.assert_allclose(found, GOLDEN[name], rtol=PLAIN_TOLERANCE)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.convert import tiny_gpt
 from tests.convert.tiny_models import MODELS
 from tests.convert.tiny_ropes import ROPES  # noqa: F401
 
@@ -31,6 +32,8 @@ OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 
 def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
+    if values["model_type"] in ("gpt2", "gpt_neox", "starcoder2"):
+        return tiny_gpt.shapes(values)
     kind, D = values["model_type"], values["hidden_size"]
     H = values["num_attention_heads"]
     G = values["num_key_value_heads"] or H
@@ -178,7 +181,7 @@ def _experts(moe: str, count: int, D: int, of: dict) -> dict[str, tuple[int, ...
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    near_one = name.endswith("norm.weight")
+    near_one = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
     # A recurrence's norm divides by the length of its output, which small values make 0.
     scale = 1.0 if name.endswith(("sinks", "conv1d.weight")) else 0.15
     return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)

@@ -1,5 +1,6 @@
 """config.json of a tiny model of each family."""
 
+from tests.convert import tiny_gpt
 from tests.convert.tiny_hybrids import HYBRIDS
 from tests.convert.tiny_ropes import LLAMA3, YARN
 
@@ -358,4 +359,5 @@ MODELS = {
     ),
 }
 
-MODELS |= {name: _SHAPE | values for name, values in HYBRIDS.items()}
+MODELS |= {name: _SHAPE | values for name, values in (HYBRIDS | tiny_gpt.OTHERS).items()}
+MODELS["gpt2"] = tiny_gpt.GPT2

@@ -37,8 +37,8 @@ def test_what_matmuls_are_given_of_a_norm(item, fields, kind, devices, monkeypat
     cfg, mesh = on_mesh(item, devices, **fields)
     seen = []
 
-    def norm_of_stream(x, parameter, ex, original=norm.norm_of_stream):
-        x, h = original(x, parameter, ex)
+    def norm_of_stream(x, w, name, ex, original=norm.norm_of_stream):
+        x, h = original(x, w, name, ex)
         seen.append((isinstance(h.operand, Unmaterialized), h.scale is not None))
         return x, h
 

@@ -1,9 +1,11 @@
 """Layers of several kinds, some of them recurrent: the plain model's loss and gradients on every
 mesh. Documents begin anywhere, and chunks divide neither them nor the sequence."""
 
+import numpy as np
 import pytest
 
 from jaxpar.config import replace
+from tests.meshes.test_expert_metrics import measured, rows_of_plain_model
 from tests.meshes.test_experts import compare
 from tests.slow import slow_but
 from tests.tiny import TINY
@@ -110,6 +112,19 @@ expert=2,tensor=2,layer_loop=scan
 @pytest.mark.parametrize("mesh", slow_but(QWEN3_NEXT_MESHES[:1], QWEN3_NEXT_MESHES))
 def test_qwen3_next(mesh, devices):
     assert not compare(mesh, QWEN3_NEXT, devices).mismatches()
+
+
+@pytest.mark.slow
+def test_rows_of_experts_are_in_the_models_order_of_layers(devices):
+    """Whether layers are unrolled, or scanned as places of a period."""
+    cfg = replace(QWEN3_NEXT, **{"model.num_layers": 4})
+    rows = [
+        measured(f"data=2,layer_loop={loop}", cfg, devices)["expert_rows"]
+        for loop in ("unroll", "scan")
+    ]
+    assert rows[0].shape[0] == 4
+    for found in rows:
+        np.testing.assert_array_equal(found, rows_of_plain_model(cfg))
 
 
 NEMOTRON_H_MESHES = """

@@ -13,7 +13,7 @@ import tyro
 from jaxpar import bench
 from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.command_line import load_config, parse_overrides, read_config
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
 from jaxpar.convert.__main__ import read_options
@@ -116,12 +116,17 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
+def any_model(_: str, __: str | None, like: ModelConfig) -> ModelConfig:
+    """What `--model.from` reads, without a network."""
+    return like
+
+
 def check_command(words: list[str]) -> None:
     """Read a command line as its program would, without running it."""
     program, *args = (w for w in words if w not in ("--help", "--print-config"))
     match program:
         case "jaxpar.train":
-            read_config(args, program, None)
+            read_config(args, program, None, model_from=any_model)
         case "jaxpar.bench":
             bench.read_command(args)
         case "jaxpar.quickstart":
@@ -151,7 +156,7 @@ def check_command(words: list[str]) -> None:
         case "jaxpar.data":
             read_data_command(args)
         case "jaxpar.plan":
-            read_plan_command(args)
+            read_plan_command(args, any_model)
         case "jaxpar.doctor":
             read_doctor_command(args)
         case _:
@@ -229,6 +234,12 @@ def test_every_metric_is_on_its_page():
     head = "| name | group | unit | meaning |\n|---|---|---|---|\n"
     table = head + "".join(row + "\n" for row in rows)
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
+
+
+def test_the_page_of_families_is_current():
+    """And every cell's test, golden and config exists, or the script raises."""
+    written = script_of("families").page()
+    assert read("docs/families.md") == written, "run python scripts/docs/families.py --write"
 
 
 def test_the_map_of_the_code_is_up_to_date():

@@ -48,6 +48,9 @@ def _divisions(cfg: Config) -> list[_Division]:
     if cut and p.context == "ulysses":
         why = "ulysses shards heads in place of the sequence"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
+    if cfg.model.positions == "learned":
+        why = "the table of positions is split like the vocabulary"
+        table.append(_Division("model.max_positions", (tensor, pipeline), why))
     if cfg.model.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
     if cfg.model.num_experts:

@@ -22,7 +22,8 @@ guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval pr
 cluster.connect_seconds""".split()
 
 
-_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
+_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
+model.global_every train.seed
 model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
 train.micro_batch_size train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps

@@ -75,15 +75,16 @@ def family_of(values: Values) -> Family:
     )
 
 
-def named_family(model_type: str) -> Family:
+def named_family(model_type: str, option: str = "--family") -> Family:
     """Return the family with a `model_type`.
 
+    Args:     option: for errors.
     Raises:   ConfigError for an unknown one.
     """
     known = {family.model_type: family for family in FAMILIES}
     if model_type not in known:
         fix = f"use one of {', '.join(known)}"
-        raise ConfigError("--family", model_type, "is not a family that jaxpar supports", fix)
+        raise ConfigError(option, model_type, "is not a family that jaxpar supports", fix)
     return known[model_type]
 
 
@@ -109,6 +110,10 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     fields: Values = dict(family.fixed)
     for ours, key in family.fields.items():
         fields[ours] = _field(ours, key, values)
+    if family.heads_alike:
+        heads = fields["num_heads"]
+        alike = {"num_kv_heads": heads, "head_dim": fields["d_model"] // max(heads, 1)}
+        fields |= alike
     fields |= layer_keys.read(values, family, fields["num_layers"])
     for key, other in family.equal_keys.items():
         if values.get(key) != values.get(other):
@@ -162,6 +167,8 @@ def _field(ours: str, key: str, values: Values) -> Any:
     value = values.get(key)
     if value is None and ours == "head_dim":
         return values["hidden_size"] // max(values["num_attention_heads"], 1)
+    if value is None and ours == "d_ff" and key == "n_inner":  # GPT-2
+        return 4 * values["n_embd"]
     if value is None and ours == "num_kv_heads":
         return values.get("num_attention_heads")
     if value is None and ours == "tie_embeddings":
@@ -201,6 +208,10 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         if getattr(m, ours) != value:
             return f"model.{ours} = {getattr(m, ours)}, model.{name} = {value}: they share a key"
     others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layer_keys.fields(family)}
+    if family.heads_alike:
+        others |= {"num_kv_heads", "head_dim"}
+        if m.num_kv_heads != m.num_heads:
+            return f"model.num_kv_heads = {m.num_kv_heads}, but its models have num_heads"
     for field in dataclasses.fields(ModelConfig):
         value = getattr(m, field.name)
         if field.name not in others and value != field.default:
@@ -259,7 +270,10 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
     own |= {} if family.mtp_key is None else {family.mtp_key: 0}
-    return {key: value for key, value in carried.items() if key != QUANTIZATION} | own
+    dropped = {QUANTIZATION}
+    if "max_positions" in family.fields:  # transformers would take it for that field
+        dropped.add("max_position_embeddings")
+    return {key: value for key, value in carried.items() if key not in dropped} | own
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:

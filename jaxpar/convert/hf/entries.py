@@ -82,6 +82,70 @@ GPT_OSS_EXPERTS = (
     Entry("layers/w_down", LAYER + "mlp.experts.down_proj", "LEFD", "E F D"),
     Entry("layers/b_down", LAYER + "mlp.experts.down_proj_bias", "LED", "E D"),
 )
+GPT2_LAYER = "transformer.h.{L}."
+#: Matrices are stored as [in, out].
+GPT2_LAYERS = (
+    Entry("layers/attn_norm", GPT2_LAYER + "ln_1.weight", "LD", "D"),
+    Entry("layers/attn_norm_bias", GPT2_LAYER + "ln_1.bias", "LD", "D"),
+    Entry("layers/wq", GPT2_LAYER + "attn.c_attn.weight", "LDHK", "D 3HK", part=0),
+    Entry("layers/wk", GPT2_LAYER + "attn.c_attn.weight", "LDGK", "D 3GK", part=1),
+    Entry("layers/wv", GPT2_LAYER + "attn.c_attn.weight", "LDGK", "D 3GK", part=2),
+    Entry("layers/bq", GPT2_LAYER + "attn.c_attn.bias", "LHK", "3HK", part=0),
+    Entry("layers/bk", GPT2_LAYER + "attn.c_attn.bias", "LGK", "3GK", part=1),
+    Entry("layers/bv", GPT2_LAYER + "attn.c_attn.bias", "LGK", "3GK", part=2),
+    Entry("layers/wo", GPT2_LAYER + "attn.c_proj.weight", "LHKD", "HK D"),
+    Entry("layers/bo", GPT2_LAYER + "attn.c_proj.bias", "LD", "D"),
+    Entry("layers/mlp_norm", GPT2_LAYER + "ln_2.weight", "LD", "D"),
+    Entry("layers/mlp_norm_bias", GPT2_LAYER + "ln_2.bias", "LD", "D"),
+    Entry("layers/w_up", GPT2_LAYER + "mlp.c_fc.weight", "LDF", "D F"),
+    Entry("layers/b_up", GPT2_LAYER + "mlp.c_fc.bias", "LF", "F"),
+    Entry("layers/w_down", GPT2_LAYER + "mlp.c_proj.weight", "LFD", "F D"),
+    Entry("layers/b_down", GPT2_LAYER + "mlp.c_proj.bias", "LD", "D"),
+)
+GPT2_TOP = (
+    Entry("embed", "transformer.wte.weight", "VD", "V D"),
+    Entry("positions", "transformer.wpe.weight", "ZD", "Z D"),
+    Entry("final_norm", "transformer.ln_f.weight", "D", "D"),
+    Entry("final_norm_bias", "transformer.ln_f.bias", "D", "D"),
+    Entry("head", "lm_head.weight", "DV", "V D"),
+)
+NEOX_LAYER = "gpt_neox.layers.{L}."
+#: Each head's query, key and value follow one another.
+NEOX_LAYERS = (
+    Entry("layers/attn_norm", NEOX_LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/attn_norm_bias", NEOX_LAYER + "input_layernorm.bias", "LD", "D"),
+    Entry("layers/wq", NEOX_LAYER + "attention.query_key_value.weight", "LDHK", "H3K D", part=0),
+    Entry("layers/wk", NEOX_LAYER + "attention.query_key_value.weight", "LDGK", "G3K D", part=1),
+    Entry("layers/wv", NEOX_LAYER + "attention.query_key_value.weight", "LDGK", "G3K D", part=2),
+    Entry("layers/bq", NEOX_LAYER + "attention.query_key_value.bias", "LHK", "H3K", part=0),
+    Entry("layers/bk", NEOX_LAYER + "attention.query_key_value.bias", "LGK", "G3K", part=1),
+    Entry("layers/bv", NEOX_LAYER + "attention.query_key_value.bias", "LGK", "G3K", part=2),
+    Entry("layers/wo", NEOX_LAYER + "attention.dense.weight", "LHKD", "D HK"),
+    Entry("layers/bo", NEOX_LAYER + "attention.dense.bias", "LD", "D"),
+    Entry("layers/mlp_norm", NEOX_LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_norm_bias", NEOX_LAYER + "post_attention_layernorm.bias", "LD", "D"),
+    Entry("layers/w_up", NEOX_LAYER + "mlp.dense_h_to_4h.weight", "LDF", "F D"),
+    Entry("layers/b_up", NEOX_LAYER + "mlp.dense_h_to_4h.bias", "LF", "F"),
+    Entry("layers/w_down", NEOX_LAYER + "mlp.dense_4h_to_h.weight", "LFD", "D F"),
+    Entry("layers/b_down", NEOX_LAYER + "mlp.dense_4h_to_h.bias", "LD", "D"),
+)
+NEOX_TOP = (
+    Entry("embed", "gpt_neox.embed_in.weight", "VD", "V D"),
+    Entry("final_norm", "gpt_neox.final_layer_norm.weight", "D", "D"),
+    Entry("final_norm_bias", "gpt_neox.final_layer_norm.bias", "D", "D"),
+    Entry("head", "embed_out.weight", "DV", "V D"),
+)
+#: LayerNorms, and a feed-forward without gate, of StarCoder2.
+STARCODER2_LAYERS = (
+    Entry("final_norm_bias", "model.norm.bias", "D", "D"),
+    Entry("layers/attn_norm_bias", LAYER + "input_layernorm.bias", "LD", "D"),
+    MLP[0],
+    Entry("layers/mlp_norm_bias", LAYER + "post_attention_layernorm.bias", "LD", "D"),
+    Entry("layers/w_up", LAYER + "mlp.c_fc.weight", "LDF", "F D"),
+    Entry("layers/b_up", LAYER + "mlp.c_fc.bias", "LF", "F"),
+    Entry("layers/w_down", LAYER + "mlp.c_proj.weight", "LFD", "D F"),
+    Entry("layers/b_down", LAYER + "mlp.c_proj.bias", "LD", "D"),
+)
 #: What the layers of DeepSeek-V3 and its relatives have beside EXPERTS.
 SHARED_EXPERTS = (
     Entry("layers/router_bias", LAYER + "mlp.gate.e_score_correction_bias", "LE", "E"),

@@ -13,7 +13,15 @@ from jaxpar.convert.hf.deepseek_families import (
     KIMI_K2,
     OF_SIGMOID_ROUTERS,
 )
-from jaxpar.convert.hf.dense_families import GEMMA2, GRANITE, MINISTRAL3, PHI3
+from jaxpar.convert.hf.dense_families import (
+    GEMMA2,
+    GPT2,
+    GPT_NEOX,
+    GRANITE,
+    MINISTRAL3,
+    PHI3,
+    STARCODER2,
+)
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     EXPERTS,
@@ -69,7 +77,7 @@ QWEN2 = Family(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    required=_SILU,
+    required=_SILU | {"use_mrope": False},
     sliding=True,
 )
 QWEN3 = Family(
@@ -372,4 +380,5 @@ FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5),
     *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
+    *(GPT2, GPT_NEOX, STARCODER2),
 )

@@ -62,6 +62,8 @@ class Family:
     """Kinds of RoPE, if the family has only some; `default` is plain RoPE."""
     query_beta: bool = False
     """Whether scaled RoPE may have `query_beta`."""
+    rope: bool = True
+    """Whether models have rotary embeddings."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False
@@ -77,5 +79,10 @@ class Family:
     mtp_key: str | None = None
     """Key with the number of layers for multi-token prediction, which come last in the files. They
     are left out: without them, a model computes the same."""
+    heads_alike: bool = False
+    """Whether config.json has only the number of heads: num_kv_heads is num_heads, and head_dim is
+    d_model / num_heads."""
+    prefix: str = ""
+    """Prefix of all tensors but the head, which some files leave out."""
     heads_fill_model: bool = False
     """Whether num_heads * head_dim must be d_model."""

@@ -35,8 +35,12 @@ CARRIED_FILES = (
 #: Files that can only be unpickled, which may run arbitrary code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-#: Tensors that are not weights: rotary frequencies, in files of 2023.
-DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+#: Tensors that are not weights: rotary frequencies and causal masks, in files of 2023 and before.
+DERIVED = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+    r"|gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"
+)
 
 #: Tensors that are float32 beside weights of 16 bits: a rounded bias would choose other experts.
 FLOAT32 = re.compile(r".*\.e_score_correction_bias")
@@ -86,16 +90,17 @@ class Tensors:
         return same[0] if same else "float32"
 
 
-def find_tensors(folder: Path) -> Tensors:
+def find_tensors(folder: Path, prefix: str = "") -> Tensors:
     """Find all tensors with weights in a folder, from the headers of its files.
 
+    Args:     prefix: of all names but the head's; added if no tensor of the files has it.
     Raises:   ConfigError that names the file that is missing, truncated or a pickle, or the tensor
               that is not in the file given by the index.
     """
     if (folder / INDEX_FILE).is_file():
-        return Tensors(_weights_of(_indexed(folder)))
+        return Tensors(_with_prefix(_weights_of(_indexed(folder)), prefix))
     if (folder / SINGLE_FILE).is_file():
-        return Tensors(_weights_of(read_header(folder / SINGLE_FILE)))
+        return Tensors(_with_prefix(_weights_of(read_header(folder / SINGLE_FILE)), prefix))
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
         rule = "is a pickle, which may run arbitrary code when it is read"
@@ -103,6 +108,12 @@ def find_tensors(folder: Path) -> Tensors:
         raise ConfigError("DIR", str(folder / pickles[0]), rule, fix)
     rule = f"contains neither {SINGLE_FILE} nor {INDEX_FILE}"
     raise ConfigError("DIR", str(folder), rule, "use the folder of a published model")
+
+
+def _with_prefix(stored: Mapping[str, Readable], prefix: str) -> Mapping[str, Readable]:
+    if any(name.startswith(prefix) for name in stored):
+        return stored
+    return {n if n.startswith("lm_head.") else prefix + n: where for n, where in stored.items()}
 
 
 def _weights_of(stored: dict[str, Stored]) -> dict[str, Readable]:
@@ -150,6 +161,7 @@ def check_tensors(
     Args:     by: what describes the model, for messages.
     Raises:   ConfigError that names the first tensors that are missing, extra or of another shape.
     """
+    entries = list(entries)
     there = {name: s.shape for name, s in tensors.stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in entries:
@@ -158,11 +170,12 @@ def check_tensors(
     if missing:
         rule = "is missing from the model's files"
         raise ConfigError(_some(missing), None, rule, "download the folder again")
-    tied = "head" not in {entry.path for entry in entries}
     extra = [name for name in there if name not in wanted]
-    if tied and extra == ["lm_head.weight"]:
-        _check_tied(tensors)
-        extra = []
+    if extra in (["lm_head.weight"], ["embed_out.weight"]):
+        embed = [entry.name for entry in entries if entry.path == "embed"]
+        if "head" not in {entry.path for entry in entries} and embed:
+            _check_tied(tensors, extra[0], embed[0])
+            extra = []
     if extra:
         rule = f"belongs to no parameter of the model that {by} describes"
         fix = f"use the {by} that was published with these files"
@@ -173,13 +186,13 @@ def check_tensors(
             raise ConfigError(name, list(there[name]), rule, f"use the {by} of these files")
 
 
-def _check_tied(tensors: Tensors) -> None:
+def _check_tied(tensors: Tensors, name: str, embedding: str) -> None:
     """Check that the head of a tied model, if it is in the files, equals the embedding."""
-    head, embed = tensors.open("lm_head.weight"), tensors.open("model.embed_tokens.weight")
+    head, embed = tensors.open(name), tensors.open(embedding)
     if head.shape != embed.shape or not all(map(np.array_equal, head, embed)):
         rule = "must be the embedding: config.json has tie_word_embeddings"
         fix = "set tie_word_embeddings to false in config.json if the head is separate"
-        raise ConfigError("lm_head.weight", list(head.shape), rule, fix)
+        raise ConfigError(name, list(head.shape), rule, fix)
 
 
 def _some(names: list[str]) -> str:

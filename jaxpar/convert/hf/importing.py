@@ -108,7 +108,7 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     values = read_config_json(folder)
     family = family_of(values)
     dtype_of(values)
-    tensors = find_tensors(folder)
+    tensors = find_tensors(folder, family.prefix)
     # The dtype in config.json often differs from that of the files, or is missing.
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     check_count(values, family, len(tensors.stored))
@@ -140,7 +140,7 @@ def _mtp_tensors(values: Values, family: Family, tensors: Tensors) -> tuple[str,
     if not isinstance(count, int) or not 0 <= count <= MAX_MTP_LAYERS:
         rule = f"must be a number from 0 to {MAX_MTP_LAYERS}"
         raise refuse(str(family.mtp_key), count, rule, "download the file again")
-    layers = values["num_hidden_layers"]
+    layers = values.get("num_hidden_layers", 0)
     if family.mtp_prefix is not None:
         return tuple(name for name in tensors.stored if name.startswith(family.mtp_prefix))
     prefixes = tuple(f"model.layers.{layers + i}." for i in range(count))
@@ -182,7 +182,7 @@ def config_for(model: ModelConfig, values: Values) -> Config:
 
     Raises:   ConfigError if the model is invalid.
     """
-    longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
+    longest = model.max_positions or values.get("max_position_embeddings") or MAX_SEQ_LEN
     differ = model.global_every or model.nope_every or model.dense_layers
     loop: Literal["scan", "unroll"] = "unroll" if differ else "scan"
     cfg = Config(

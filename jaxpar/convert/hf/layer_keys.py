@@ -26,6 +26,8 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
+    if not family.rope:
+        return set()
     found = {"rope_theta", "rope_scaling"} | ({*latent_keys.FIELDS} if family.latent else set())
     if family.rope_fraction is not None:
         found |= {"rope_fraction"}
@@ -45,6 +47,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
 
     Raises:   ConfigError that names the key that is not supported.
     """
+    if not family.rope:
+        return {}
     kinds = values.get("layer_types")
     if (
         kinds is not None
@@ -206,6 +210,8 @@ def _read_alike(values: Values, num_layers: int) -> int | None:
 
 def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
+    if not family.rope:
+        return {}
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
         return windows | _write_two_ropes(m, family.two_ropes)

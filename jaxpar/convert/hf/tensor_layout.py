@@ -101,6 +101,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "K": m.head_dim,
         "F": m.d_ff,
         "V": m.vocab_size,
+        "Z": m.max_positions,
         "E": m.num_experts,
         "S": m.num_shared_experts * m.d_ff,
         "Q": m.q_lora_rank or 0,

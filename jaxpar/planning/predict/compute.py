@@ -99,7 +99,7 @@ def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int])
     wide = _dense_width(cfg)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = projections(m, t) | {
-        "gate_up": [Projection(m.d_model, wide, times=2)],
+        "gate_up": [Projection(m.d_model, wide, times=2 if m.mlp_gate else 1)],
         "down": [Projection(wide, m.d_model)],
     }
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
@@ -200,6 +200,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
     forward = 10 * stream + 2 * both + 3 * f
     backward = 12 * stream + 2 * both + 2 * w.out + 5 * w.query + 2 * (both + w.value) + 5 * f
+    if not m.mlp_gate:  # read and write one value each, not two and one
+        forward, backward = forward - f, backward - 2 * f
     again = 4 * stream + 2 * both + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     forward, backward = forward + 2 * w.latents, backward + 6 * w.latents

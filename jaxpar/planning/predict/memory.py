@@ -186,8 +186,8 @@ def factors_per_token(cfg: Config, shard: Shard) -> float:
     sites = [site for of in projections(m, t).values() for site in of]
     elements = sum(site.share * (site.inner + site.out) for site in sites)
     if not m.num_experts:
-        gate_up = 1 if shard.execution.fused_gate_up else 2
-        elements += (gate_up + 1) * m.d_model + 3 * f
+        apart = m.mlp_gate and not shard.execution.fused_gate_up
+        elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
     return shard.width * elements
 
 
@@ -275,7 +275,7 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
         "attn_lse": 4 * m.num_heads / tensor * (w.query > 0),
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
-        "gate_up": 2 * width * f,
+        "gate_up": (2 if m.mlp_gate else 1) * width * f,
         "mlp_hidden": width * f,
     }
     if m.matmul_dtype == "float8" and m.float8_scaling == "tensor":

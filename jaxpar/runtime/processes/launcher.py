@@ -16,6 +16,7 @@ import tyro
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import as_called, asks_help, read_config
+from jaxpar.config.model_source import ModelReader
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES, MAX_SECONDS, Range
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
@@ -45,11 +46,11 @@ class LaunchOptions:
 
 
 def read_command(
-    argv: Sequence[str], doc: str | None = None
+    argv: Sequence[str], doc: str | None = None, model_from: ModelReader | None = None
 ) -> tuple[LaunchOptions, list[str], Config]:
     """Return the options, the arguments for `jaxpar.train`, and their config.
 
-    Args:     doc: the text of --help.
+    Args:     doc: the text of --help. model_from: as in `read_config`.
     Raises:   ConfigError for invalid options or an invalid config.
     """
     args, prog = list(argv), as_called("python -m jaxpar.launch")
@@ -74,7 +75,7 @@ def read_command(
     _check_places(rest)
     if options.devices_per_process:
         rest += ["--run.cpu-devices", str(options.devices_per_process)]
-    return options, rest, read_config(rest, "jaxpar.train", None)
+    return options, rest, read_config(rest, "jaxpar.train", None, model_from=model_from)
 
 
 def _check_places(rest: Sequence[str]) -> None:

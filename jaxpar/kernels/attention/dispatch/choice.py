@@ -129,7 +129,9 @@ def _pick(backend: str, request: Request) -> _Pick:
     preferred = [name for name in named if not is_last_resort(name, request)] or named
     chosen = preferred[0] if row is None else row.backend
     blocks = _default_blocks(chosen, request) if row is None else row.blocks
-    if backend == "auto":
+    if backend == "auto" and request.platform.name != "gpu":
+        why = [f"the others need an NVIDIA GPU, and the platform is {request.platform.name}"]
+    elif backend == "auto":
         why = [f"not {name}: {no}" for name, no in refused.items() if no is not None]
     else:
         why = ["as configured"]

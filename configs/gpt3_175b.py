@@ -1,0 +1,53 @@
+"""GPT-3 175B on 512 GPUs, or 64 times any power of two: python -m jaxpar.train gpt3_175b
+
+Shape and schedule: GPT-3 (2005.14165), table 2.1 and appendix B, with dense attention in every
+layer, and a vocabulary padded from 50,257 as in Megatron-LM. Never run at full size.
+"""
+
+from jaxpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+MODEL = ModelConfig(
+    num_layers=96,
+    d_model=12288,
+    num_heads=96,
+    num_kv_heads=96,
+    head_dim=128,
+    d_ff=49152,
+    vocab_size=51200,
+    norm="layer",
+    activation="gelu",
+    mlp_gate=False,
+    positions="learned",
+    max_positions=2048,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tie_embeddings=True,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/gpt3_175b"),
+        model=MODEL,
+        data=DataConfig(seq_len=2048),
+        train=TrainConfig(num_steps=95_000, global_batch_size=1536),
+        parallel=ParallelConfig(
+            data=-1,
+            pipeline=8,
+            tensor=8,
+            num_microbatches=96,
+            zero=1,
+            remat="attn_out",
+            layer_loop="unroll",
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.6e-4, warmup_steps=120, decay_steps=82_500),
+    )

@@ -1,0 +1,85 @@
+"""The model of a published config.json, to train it from scratch: `--model.from`.
+
+Only config.json is read. Unlike an import of weights, every key must be known: one that is not may
+change the model.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, REQUIRED, family_of, model_of, named_family
+from jaxpar.convert.hf.config_file import CONFIG_FILE, HOLDS, Values, read_config_json, refuse
+from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.model.flops import num_params
+from jaxpar.runtime import hub
+
+#: Keys of config.json that do not change what a model computes, but for dropout, which there is
+#: none of.
+HARMLESS = frozenset(
+    """_name_or_path _sliding_window_pattern experts_per_token hidden_act
+    initial_context_length activation_dropout architectures aux_loss_alpha attention_dropout
+    attn_pdrop auto_map
+    bos_token_id cache_implementation classifier_dropout dtype embd_pdrop embedding_dropout
+    eos_token_id ep_size head_dropout hidden_dropout id2label initializer_range is_decoder label2id
+    max_position_embeddings model_type n_ctx n_positions original_max_position_embeddings
+    output_router_logits pad_token_id pretraining_tp reorder_and_upcast_attn resid_pdrop
+    residual_dropout return_dict router_aux_loss_coef router_jitter_noise seq_aux
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id
+    use_cache""".split()
+)
+
+
+def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
+    """Return the model of a published config.json, and print its fields on standard error.
+
+    Args:     named: folder, or name on the Hugging Face Hub. family: `model_type` that it must
+              have; None for any. like: model with the fields that config.json does not determine,
+              such as the compute dtype.
+    Raises:   ConfigError that names the key or the option that is wrong or not supported.
+    """
+    rule = "is not a folder"
+    fix = f"use a folder with {CONFIG_FILE}, or org/model of the Hugging Face Hub"
+    found = hub.find(named, "model.from", (CONFIG_FILE,), rule, fix)
+    values = read_config_json(Path(found.folder))
+    table = family_of(values)
+    if family is not None and named_family(family, "model.family") is not table:
+        rule = f"is not the family of {named}, which is {table.model_type}"
+        raise ConfigError("model.family", family, rule, f"use --model.family {table.model_type}")
+    _refuse_unknown(values, table)
+    published = model_of(values, table)
+    free = {name: getattr(like, name) for name in FREE_MODEL_FIELDS if name in _OF_COMPUTATION}
+    model = dataclasses.replace(published, **free)
+    print(in_words(found.name, table, model), file=sys.stderr, flush=True)
+    return model
+
+
+#: The fields of `FREE_MODEL_FIELDS` that say how the model is computed, and begins.
+_OF_COMPUTATION = FREE_MODEL_FIELDS - {"experts_per_token", "normalize_experts"}
+
+
+def in_words(name: str, family: Family, model: ModelConfig) -> str:
+    """Describe a model's fields that are not the defaults, in one line."""
+    shown = []
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(model, field.name)
+        if value != field.default and field.name not in FREE_MODEL_FIELDS:
+            words = value.kind if isinstance(value, RopeScaling) else value
+            shown.append(f"{field.name} {words}")
+    size = f"{num_params(model):,} parameters"
+    return f"model from {name} (family {family.model_type}): {size}; {', '.join(shown)}"
+
+
+def _refuse_unknown(values: Values, family: Family) -> None:
+    """Raises:   ConfigError that names the first key that the family does not have."""
+    known = {*family.fields.values(), *family.required, *family.aliases, *family.defaults}
+    known |= HARMLESS | REQUIRED.keys() | HOLDS.keys() | set(COMMON.values())
+    known |= {"n_group", "topk_group"} if "topk_method" in family.required else set()
+    known |= {family.mtp_key or ""} | ({"no_rope_layers"} if family.nope else set())
+    for key, value in values.items():
+        if key not in known and value is not None:
+            rule = f"is not a key of {family.model_type} that jaxpar knows: it may change the model"
+            fix = "use a config.json without it, if it does not"
+            raise refuse(key, value, rule, fix)

@@ -1,0 +1,26 @@
+"""Attention beside the feed-forward: x + attention(norm(x)) + feed_forward(norm(x)).
+
+Source:   Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022 (2204.06745), GPT-NeoX, section 2.1.
+"""
+
+import jax
+
+from jaxpar.execution.decisions import Execution
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.layer import Weights, branches_with_weights
+
+
+def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
+    """Apply a layer whose branches read the same residual stream. As `layer` otherwise."""
+    branches = branches_with_weights(w)
+    norms = []
+    for branch, vectors, _ in branches:
+        with jax.named_scope(branch.name):
+            x, h = branch.normalize(x, vectors, ex)
+            norms.append(h)
+    for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
+        with jax.named_scope(branch.name):
+            h = branch.receive(h, matrices, branch.norm, ex)
+            out = branch.function(h, matrices, context, ex)
+            x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
+    return x

@@ -1,0 +1,113 @@
+"""A tiny model of each published family: the plain model's loss and gradients on three meshes."""
+
+import functools
+import math
+
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.convert.hf.config import family_of, model_of
+from jaxpar.convert.hf.families import FAMILIES
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.convert import tiny
+from tests.slow import slow_but
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+#: Tensor, sequence and pipeline parallelism, each beside another axis.
+DENSE = (
+    "data=2,tensor=2",
+    "sequence=2,tensor=2,context=ring",
+    "pipeline=2,num_microbatches=2,tensor=2,zero=1",
+)
+#: The same beside the expert axis.
+EXPERTS = (
+    "expert=2,tensor=2",
+    "expert=2,sequence=2",
+    "pipeline=2,num_microbatches=2,expert=2,zero=1",
+)
+#: With dense first layers, which no pipeline has.
+DENSE_FIRST = (*EXPERTS[:2], "data=2,expert=2,tensor=2")
+
+#: One model of each family; the other models differ in what other tests compare.
+MODELS = {family_of(values).model_type: name for name, values in tiny.MODELS.items()}
+
+
+def config_of(name: str) -> Config:
+    """The tiny model in float32, with a window and a stretched RoPE within the short sequence."""
+    values = tiny.MODELS[name]
+    m = model_of(values, family_of(values))
+    fields: dict = {"model.dtype": "float32", "model.attention_backend": "reference"}
+    fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
+    if m.sliding_window is not None:
+        fields["model.sliding_window"] = 5
+    if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
+        fields["model.rope_scaling.original_max_position"] = 8
+    if m.num_kv_heads == 1:  # meshes have two tensor ranks
+        fields["model.num_kv_heads"] = 2
+    if m.layer_pattern:  # of which each stage has one
+        fields["model.num_layers"] = 2 * len(m.layer_pattern)
+    if m.num_experts:
+        fields["train.balance_loss"] = 1e-2
+    return replace(TINY, model=m, **fields)
+
+
+def meshes_of(name: str) -> tuple[str, ...]:
+    m = config_of(name).model
+    return DENSE_FIRST if m.dense_layers else EXPERTS if m.num_experts else DENSE
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batch = traces.random_batch(cfg, 0)
+    return batch, weights.plain_gradients(cfg, batch)
+
+
+def test_every_family_has_a_model():
+    """Or another one with its class, as Kimi K2 has that of DeepSeek-V3."""
+    tested = {family_of(tiny.MODELS[name]).architecture for name in MODELS.values()}
+    assert {family.architecture for family in FAMILIES} == tested
+
+
+def has_adapters(name: str) -> bool:
+    """Models with several stacks of layers have none."""
+    m = config_of(name).model
+    return not m.dense_layers and not m.layer_pattern and not m.kv_lora_rank
+
+
+ADAPTED = list(filter(has_adapters, MODELS.values()))
+
+CASES = [(name, mesh) for name in MODELS.values() for mesh in meshes_of(name)]
+QUICK = [("gemma2", DENSE[2]), ("ministral3", DENSE[1])]
+
+
+@pytest.mark.parametrize(("name", "mesh"), slow_but(QUICK, CASES))
+def test_gradients(name, mesh, devices):
+    compare(config_of(name), mesh, devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
+def test_gradients_of_adapters(name, devices):
+    m = config_of(name).model
+    feed_forward = ["gate_proj"] * m.mlp_gate + ["up_proj", "down_proj"]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *feed_forward * (not m.num_experts)]
+    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
+    compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
+
+
+def compare(cfg: Config, mesh: str, devices) -> None:
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batch, wanted = reference_of(cfg)
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    zero = distances.zero_gradients(cfg.model)
+    assert not distances.compare(found, wanted, TOLERANCE, zero).mismatches()

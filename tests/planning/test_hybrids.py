@@ -1,0 +1,49 @@
+"""Plans of models with layers of several kinds, and their FLOPs."""
+
+import pytest
+
+from jaxpar.config import replace
+from jaxpar.config.command_line import load_config
+from jaxpar.config.layout.layer_kinds import kinds
+from jaxpar.config.validate import resolve
+from jaxpar.model import flops
+from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.memory import memory_of, saved_per_token
+from jaxpar.planning.predict.shard import shard_of
+from tests.meshes.test_recurrent_layers import DELTA_NET, NEMOTRON_H
+
+ONE = {"parallel.data": 1}
+
+
+@pytest.mark.parametrize("cfg", [DELTA_NET, NEMOTRON_H], ids=["delta_net", "nemotron_h"])
+def test_a_stage_has_the_parameters_of_its_layers(cfg):
+    deeper = replace(cfg, **{"model.num_layers": 2 * cfg.model.num_layers})
+    of_layers = flops.num_params(deeper.model) - flops.num_params(cfg.model)
+    whole = resolve(replace(cfg, **ONE), 1)
+    assert shard_of(whole).stack.everything == of_layers
+    staged = replace(deeper, **ONE, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2})
+    assert shard_of(resolve(staged, 2)).stack.everything == of_layers
+
+
+def test_kinds_have_their_share_of_the_layers():
+    shares = {kind.cfg.model.layer_pattern: kind.share for kind in layer_kinds(NEMOTRON_H)}
+    assert shares == {"M": 0.25, "-": 0.5, "*": 0.25}
+    assert kinds(NEMOTRON_H.model) == "M-*-"
+
+
+def test_attention_alone_grows_with_the_sequence():
+    m = load_config("qwen3_next_80b_a3b").model
+    per_token = [flops.train_flops_per_token(m, length) for length in (4096, 8192)]
+    assert per_token[1] - per_token[0] == 6 * 12 * 16 * 256 * 4096
+    recurrences = 36 * 32 * 18 * 128 * 128
+    assert per_token[0] - 6 * flops.num_matmul_params(m) == 6 * 12 * 16 * 256 * 4096 + recurrences
+
+
+def test_layers_without_attention_save_none_of_its_values():
+    """Per token: the layer's input, its norms' scales and what the policy names."""
+    cfg = resolve(replace(NEMOTRON_H, **ONE, **{"parallel.remat": "attn_out"}), 1)
+    m = cfg.model
+    of_attention = 4 * m.num_heads * m.head_dim + 4 * m.num_heads
+    of_mamba = 4 * m.mamba_num_heads * m.mamba_head_dim
+    assert saved_per_token(cfg) == 4 * m.d_model + 8 + (of_attention + of_mamba) / 4
+    assert memory_of(cfg).total > 0
