@@ -36,7 +36,7 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
-from jaxpar.config.rules.run import places, profile, saving, schedule
+from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
@@ -76,6 +76,7 @@ def _each_rule(cfg: Config) -> None:
     first = (
         numbers,
         places,
+        initial_weights,
         data,
         schedule,
         moments,

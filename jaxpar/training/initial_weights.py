@@ -29,6 +29,8 @@ class Origin:
     """The published model; None for a run."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     """The adapters in a run's checkpoint."""
+    changes: str = ""
+    """The fields of the model that differ, in words; only those of `run.init_changes` may."""
 
     def __str__(self) -> str:
         if self.source is not None:
@@ -47,15 +49,13 @@ def find(cfg: Config) -> Origin | None:
     if folder.is_dir() and checkpoint.saved_steps(folder):
         load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
         step, there = checkpoint.read_whole(folder, None, load)
-        _require_same_model(cfg, there)
-        return Origin(folder, step, None, there.lora)
+        return Origin(folder, step, None, there.lora, _changes(cfg, there))
     if not (folder / CONFIG_FILE).is_file() and not hub.is_name(cfg.run.init_from):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError("run.init_from", cfg.run.init_from, rule, fix)
     source = open_source(cfg.run.init_from, "run.init_from")
-    _require_same_model(cfg, source.config)
-    return Origin(source.folder, None, source)
+    return Origin(source.folder, None, source, changes=_changes(cfg, source.config))
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
@@ -68,8 +68,10 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     """
     if origin is None:
         return init_state(cfg, mesh)
+    if origin.changes:
+        log(f"the model of the initial weights is changed: {origin.changes}")
     if origin.source is not None:
-        params = load_params(origin.source, cfg, mesh, log)
+        params = load_params(origin.source, _as_there(cfg, origin.source.config), mesh, log)
     else:
         there = replace(cfg, lora=origin.lora)
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
@@ -77,11 +79,23 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
 
-def _require_same_model(cfg: Config, there: Config) -> None:
-    """Raises:   ConfigError that names every field that differs, and the flags that fix it."""
-    differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
+def _as_there(cfg: Config, there: Config) -> Config:
+    """Return the config with the fields of `run.init_changes` as the weights' model has them."""
+    names = cfg.run.init_changes.split(",") if cfg.run.init_changes else ()
+    fields = {name: getattr(there.model, name) for name in names}
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **fields))
+
+
+def _changes(cfg: Config, there: Config) -> str:
+    """Describe the fields of `run.init_changes` that differ from those of the weights.
+
+    Raises:   ConfigError that names every other field that differs, and the flags that fix it.
+    """
+    every = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
+    allowed = {f"model.{name}" for name in cfg.run.init_changes.split(",")}
+    differing = [path for path in every if path not in allowed]
     if not differing:
-        return
+        return ", ".join(f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
     short = lambda path: path.removeprefix("model.")  # noqa: E731
     differences = ", ".join(
         f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing

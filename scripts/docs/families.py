@@ -24,7 +24,10 @@ GOLDENS = ROOT / "tests" / "convert" / "goldens"
 
 #: By `model_type`: the models, and the configs of jaxpar with their shape.
 ROWS: dict[str, tuple[str, str]] = {
-    "llama": ("Llama 2 to 3.3", "llama_1b llama3_8b llama3_70b llama3_3_70b llama3_405b"),
+    "llama": (
+        "Llama 2 to 3.3",
+        "llama_1b llama3_8b llama3_70b llama3_3_70b llama3_405b llama_1b_long/128k",
+    ),
     "mistral": ("Mistral 7B and similar", ""),
     "qwen2": ("Qwen2, Qwen2.5", ""),
     "qwen3": ("Qwen3 (dense)", ""),

@@ -46,7 +46,7 @@ QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", 
 QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gpt_oss", "olmo3"]
 QUICK += ["deepseek_v3_whole"]
 QUICK += ["qwen3_next", "nemotron_h"]
-QUICK += ["phi4_mini", "granite", "gemma2", "ministral3", "gpt2", "pythia", "starcoder2"]
+QUICK += ["phi4_mini", "granite", "gemma2", "ministral3", "gpt2", "pythia"]
 
 
 def silent(_: str) -> None:

@@ -85,7 +85,7 @@ def has_adapters(name: str) -> bool:
 ADAPTED = list(filter(has_adapters, MODELS.values()))
 
 CASES = [(name, mesh) for name in MODELS.values() for mesh in meshes_of(name)]
-QUICK = [("gemma2", DENSE[2]), ("ministral3", DENSE[1])]
+QUICK = [("gemma2", DENSE[2]), ("pythia", DENSE[0])]
 
 
 @pytest.mark.parametrize(("name", "mesh"), slow_but(QUICK, CASES))

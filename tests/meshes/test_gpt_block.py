@@ -42,7 +42,7 @@ STAGES = {"model.num_layers": 4, "parallel.layer_loop": "unroll"}
 
 CASES = [
     ("data=2,sequence=2,tensor=2", GPT3 | {"model.tie_embeddings": True}),
-    ("pipeline=2,num_microbatches=2,tensor=2,zero=1", NEOX | STAGES),
+    slow("pipeline=2,num_microbatches=2,tensor=2,zero=1", NEOX | STAGES),
     slow("data=2,tensor=2", GPT_J),
     slow("sequence=2,tensor=2,context=ring", NEOX | {"parallel.remat": "full"}),
     slow("sequence=2,context=ulysses", GPT3 | {"data.document_mask": False}),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
+from jaxpar.config.validate import check
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.model.lora import is_adapter
 from jaxpar.sharding.mesh import make_mesh
@@ -141,3 +142,29 @@ def test_what_cannot_be_begun_with(run_of, tmp_path):
         with pytest.raises(ConfigError, match=r"run\.init_from = .*is neither a run .* nor a "):
             run_of(["--run.init-from", str(folder)])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, capsys):
+    args = [*flags_to_fit, "--run.init-from", str(published), "--model.rope-theta", "777"]
+    with pytest.raises(ConfigError, match=r"contains a model with rope_theta 1000000\.0, not 777"):
+        run_of(args).start()
+    with pytest.raises(ConfigError, match=r"contains a model with rope_theta .*not 777"):
+        run_of([*args, "--run.init-changes", "sliding_window"]).start()
+    run_of([*args, "--run.init-changes", "rope_theta,rope_scaling"]).start()
+    said = "the model of the initial weights is changed: model.rope_theta 1000000.0 -> 777.0"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "origin", "said"),
+    [
+        ("d_model", "x", r"init_changes = 'd_model': must be names from rope_theta, "),
+        ("rope_theta, rope_scaling", "x", r"must be names from rope_theta, "),
+        ("rope_theta", "", r"init_changes = 'rope_theta': needs run\.init_from"),
+    ],
+)
+def test_names_that_cannot_be(names, origin, said):
+    cfg = replace(Config(), **{"run.init_changes": names, "run.init_from": origin})
+    with pytest.raises(ConfigError, match=said):
+        check(cfg)

@@ -17,6 +17,25 @@ def places(cfg: Config) -> None:
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
 
 
+#: Fields of the model that do not belong to its weights, and may change when another run starts.
+CHANGEABLE = (
+    *("rope_theta", "rope_scaling", "local_rope_theta", "local_rope_scaling"),
+    "sliding_window",
+)
+
+
+def initial_weights(cfg: Config) -> None:
+    """Check the fields that may differ from those of the initial weights."""
+    path, names = "run.init_changes", cfg.run.init_changes
+    if not names:
+        return
+    rule = f"must be names from {', '.join(CHANGEABLE)}, separated by commas"
+    ways = flag(path, "rope_theta,rope_scaling"), flag(path, "")
+    require(set(names.split(",")) <= set(CHANGEABLE), cfg, path, rule, *ways)
+    rule = "needs run.init_from, which is empty"
+    require(bool(cfg.run.init_from), cfg, path, rule, flag(path, ""))
+
+
 def schedule(cfg: Config) -> None:
     """Check that the schedule has a decay whose steps can be set."""
     o, path = cfg.optimizer, "optimizer.decay_steps"
