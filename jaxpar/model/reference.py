@@ -106,19 +106,8 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
     x = first_stream(params, tokens, positions, m)
     for i in range(m.num_layers):
-        x = block(x, _weights_of(params, i, m), positions, segments, of_layer(m, i))
+        x = block(x, recurrent.weights_of(params, i, m), positions, segments, of_layer(m, i))
     return output(x, params, m)
-
-
-def _weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
-    if m.layer_pattern:
-        letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
-        names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
-        stack = names[letters[i]]
-        return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
-    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
-    kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
-    return jax.tree.map(lambda a: a[i], params[kind])
 
 
 def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
@@ -126,7 +115,7 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
-        w, of_i = _weights_of(params, i, m), of_layer(m, i)
+        w, of_i = recurrent.weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             routers.append(_router_of(x, w, positions, segments, of_i))
         x = block(x, w, positions, segments, of_i)

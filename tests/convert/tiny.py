@@ -35,6 +35,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     if values["model_type"] in ("gpt2", "gpt_neox", "starcoder2"):
         return tiny_gpt.shapes(values)
     kind, D = values["model_type"], values["hidden_size"]
+    if kind == "nemotron_h":
+        return _nemotron_h(values)
     H = values["num_attention_heads"]
     G = values["num_key_value_heads"] or H
     K, F, V = values.get("head_dim", D // H), values["intermediate_size"], values["vocab_size"]
@@ -83,6 +85,36 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     if not values["tie_word_embeddings"]:
         found["lm_head.weight"] = (V, D)
     return found
+
+
+def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
+    D, V, F = (values[key] for key in ("hidden_size", "vocab_size", "intermediate_size"))
+    H, G, K = values["num_attention_heads"], values["num_key_value_heads"], values["head_dim"]
+    t, p = values["mamba_num_heads"], values["mamba_head_dim"]
+    mixed = t * p + 2 * values["n_groups"] * values["ssm_state_size"]
+    of_kind = {
+        "M": {
+            "in_proj.weight": (t * p + mixed + t, D),
+            "conv1d.weight": (mixed, 1, values["conv_kernel"]),
+            "conv1d.bias": (mixed,),
+            "norm.weight": (t * p,),
+            "out_proj.weight": (D, t * p),
+        }
+        | dict.fromkeys(("A_log", "dt_bias", "D"), (t,)),
+        "*": {
+            "q_proj.weight": (H * K, D),
+            "k_proj.weight": (G * K, D),
+            "v_proj.weight": (G * K, D),
+            "o_proj.weight": (D, H * K),
+        },
+        "-": {"up_proj.weight": (F, D), "down_proj.weight": (D, F)},
+    }
+    found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (V, D)}
+    for i, letter in enumerate(values["hybrid_override_pattern"]):
+        layer = f"backbone.layers.{i}."
+        found[layer + "norm.weight"] = (D,)
+        found |= {f"{layer}mixer.{name}": shape for name, shape in of_kind[letter].items()}
+    return found | {"backbone.norm_f.weight": (D,), "lm_head.weight": (V, D)}
 
 
 def _module(values: dict, layer: str, D: int) -> dict[str, tuple[int, ...]]:
@@ -181,7 +213,8 @@ def _experts(moe: str, count: int, D: int, of: dict) -> dict[str, tuple[int, ...
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    near_one = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+    of_norms = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "norm_f.weight")
+    near_one = name.endswith(of_norms)
     # A recurrence's norm divides by the length of its output, which small values make 0.
     scale = 1.0 if name.endswith(("sinks", "conv1d.weight")) else 0.15
     return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)

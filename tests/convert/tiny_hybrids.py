@@ -18,6 +18,24 @@ def _model(model_type: str, architecture: str, **values) -> dict:
 
 #: By name.
 HYBRIDS = {
+    "nemotron_h": _model(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        num_hidden_layers=4,
+        hybrid_override_pattern="M*-M",
+        layer_norm_epsilon=0.1,
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        ssm_state_size=8,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=32,
+        time_step_min=0.001,
+        mlp_hidden_act="relu2",
+        attention_bias=False,
+        pad_token_id=0,
+    ),
     "qwen3_next": _model(
         "qwen3_next",
         "Qwen3NextForCausalLM",

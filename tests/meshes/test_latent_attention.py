@@ -140,3 +140,40 @@ def test_generation_with_a_cache_of_latents(tensor, values, devices):
 def test_the_cache_has_latents_for_all_heads_together():
     m = BASE.model
     assert cache_bytes(m, 3, 5) == cache_bytes(m, 3, 5, tensor=2) == 4 * m.num_layers * 15 * 12
+
+
+FLOAT8 = {
+    "model.d_model": 32,
+    "model.head_dim": 32,
+    "model.qk_rope_head_dim": 16,
+    "model.v_head_dim": 16,
+    "model.kv_lora_rank": 32,
+    "model.q_lora_rank": 16,
+    "model.d_ff": 32,
+    "model.vocab_size": 64,
+    "model.dtype": "bfloat16",
+    "data.seq_len": 64,
+    "parallel.layer_loop": "unroll",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [{"model.mtp_depth": 1}, NO_QUERY_LATENT])
+@pytest.mark.parametrize("mesh", [{"parallel.data": 2}, {"parallel.data": 2, "parallel.tensor": 2}])
+def test_float8(mesh, values, devices):
+    """With the norm in the quantizer, and with gathered latents: close to the compute dtype."""
+    found = []
+    for dtype in ("compute", "float8"):
+        cfg = replace(BASE, **FLOAT8 | values | mesh, **{"model.matmul_dtype": dtype})
+        n = cfg.parallel.data * cfg.parallel.tensor
+        on_mesh = resolve(cfg, n)
+        batch = traces.random_batch(on_mesh, 0)
+        mesh_of_n = make_mesh(on_mesh.parallel, devices[:n])
+        found.append(weights.first_gradients(on_mesh, mesh_of_n, batch))
+    plain, rounded = found
+    assert 0 < abs(plain.loss - rounded.loss) < 0.01
+    for name in plain.gradients:
+        if name.startswith("layers/w"):
+            a, b = plain.gradients[name].ravel(), rounded.gradients[name].ravel()
+            # Three bits of mantissa in every operand; an error of a matmul would leave no angle.
+            assert a @ b > 0.9 * np.linalg.norm(a) * np.linalg.norm(b), name

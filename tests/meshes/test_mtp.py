@@ -11,7 +11,7 @@ from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state
-from jaxpar.step.train_step import make_train_step
+from jaxpar.step.train_step import make_eval_step, make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
@@ -89,3 +89,5 @@ def test_a_step_with_experts_has_the_types_of_its_state(devices):
     after, metrics = jax.eval_shape(make_train_step(cfg, mesh), state, batch)
     assert jax.tree.map(lambda a: a.shape, after) == jax.tree.map(lambda a: a.shape, state)
     assert metrics.mtp_loss.shape == ()
+    held_out = jax.eval_shape(make_eval_step(cfg, mesh), state.params, batch)
+    assert [a.shape for a in held_out] == [(), ()]

@@ -57,6 +57,8 @@ NEMOTRON_H = replace(
         "model.recurrent_chunk": 5,
         "model.norm_eps": 1e-2,
         "model.rope_fraction": 0.0,
+        "model.mlp_gate": False,
+        "model.activation": "relu_squared",
         "parallel.layer_loop": "unroll",
     },
 )

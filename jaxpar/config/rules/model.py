@@ -222,5 +222,6 @@ def _mixers(cfg: Config) -> None:
             continue
         for other, default in others.items():
             ok = value_of(cfg, other) == default
+            ok = ok or (mixer, other) == ("model.layer_pattern", "model.mlp_gate")  # Nemotron-H
             rule = f"is not supported with {mixer} = {given}"
             require(ok, cfg, other, rule, flag(other, default), flag(mixer, none))

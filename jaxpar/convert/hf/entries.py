@@ -195,21 +195,24 @@ def of_modules(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 _IN_LINEAR = LAYER + "linear_attn."
 
 
-def _sections(
-    names: tuple[tuple[str, str], ...], tensor: str, theirs: str, sections: tuple[str, ...]
+def sections(
+    names: dict[str, str], tensor: str, theirs: str, of_each: tuple[str, ...]
 ) -> tuple[Entry, ...]:
-    """Return the entries of parameters that follow one another in a tensor."""
+    """Return the entries of parameters that follow one another in a tensor.
+
+    Args:     names: the dimensions of each parameter, by path. of_each: `Entry.sections`.
+    """
     return tuple(
-        Entry(path, tensor, ours, theirs, part=part, sections=sections)
-        for part, (path, ours) in enumerate(names)
+        Entry(path, tensor, ours, theirs, part=part, sections=of_each)
+        for part, (path, ours) in enumerate(names.items())
     )
 
 
 #: A head's queries, then its output gate.
 GATED_ATTENTION = (
     ATTENTION[0],
-    *_sections(
-        (("layers/wq", "LDHK"), ("layers/w_attn_gate", "LDHK")),
+    *sections(
+        {"layers/wq": "LDHK", "layers/w_attn_gate": "LDHK"},
         IN_ATTENTION + "q_proj.weight",
         "H+ D",
         ("K", "K"),
@@ -225,8 +228,8 @@ QWEN3_NEXT_EXPERTS = (
 )
 #: What Gated DeltaNet has of its own. Each key head's rows are together in the first two.
 _DELTA_NET = (
-    *_sections(
-        tuple((f"layers/delta_conv_{n}", f"Lg{d}w") for n, d in zip("qkv", "kkm", strict=True)),
+    *sections(
+        {f"layers/delta_conv_{n}": f"Lg{d}w" for n, d in zip("qkv", "kkm", strict=True)},
         _IN_LINEAR + "conv1d.weight",
         "+ 1 w",
         ("gk", "gk", "gm"),
@@ -236,16 +239,17 @@ _DELTA_NET = (
     Entry("layers/delta_norm", _IN_LINEAR + "norm.weight", "Lv", "v"),
     Entry("layers/delta_out", _IN_LINEAR + "out_proj.weight", "LhvD", "D hv"),
 )
-_QKVZ = tuple((f"layers/delta_{n}", f"LDg{d}") for n, d in zip("qkvz", "kkmm", strict=True))
-_BA = (("layers/delta_b", "LDgr"), ("layers/delta_a", "LDgr"))
+_QKV = {f"layers/delta_{n}": f"LDg{d}" for n, d in zip("qkv", "kkm", strict=True)}
+_QKVZ = _QKV | {"layers/delta_z": "LDgm"}
+_BA = {"layers/delta_b": "LDgr", "layers/delta_a": "LDgr"}
 #: Each key head's rows are together.
 QWEN3_NEXT_DELTA_NET = (
-    *_sections(_QKVZ, _IN_LINEAR + "in_proj_qkvz.weight", "g+ D", ("k", "k", "m", "m")),
-    *_sections(_BA, _IN_LINEAR + "in_proj_ba.weight", "g+ D", ("r", "r")),
+    *sections(_QKVZ, _IN_LINEAR + "in_proj_qkvz.weight", "g+ D", ("k", "k", "m", "m")),
+    *sections(_BA, _IN_LINEAR + "in_proj_ba.weight", "g+ D", ("r", "r")),
     *_DELTA_NET,
 )
 QWEN3_5_DELTA_NET = (
-    *_sections(_QKVZ[:3], _IN_LINEAR + "in_proj_qkv.weight", "+ D", ("gk", "gk", "gm")),
+    *sections(_QKV, _IN_LINEAR + "in_proj_qkv.weight", "+ D", ("gk", "gk", "gm")),
     Entry("layers/delta_z", _IN_LINEAR + "in_proj_z.weight", "LDgm", "gm D"),
     Entry("layers/delta_b", _IN_LINEAR + "in_proj_b.weight", "LDgr", "gr D"),
     Entry("layers/delta_a", _IN_LINEAR + "in_proj_a.weight", "LDgr", "gr D"),

@@ -45,6 +45,8 @@ class Family:
     """Alternative names of keys in some versions of `transformers`: {other: key}."""
     equal_keys: dict[str, str] = field(default_factory=dict)
     """Keys whose value must be that of another key: {key: other}."""
+    letters: bool = False
+    """Whether hybrid_override_pattern has a letter for each layer."""
     hybrid: bool = False
     """Whether layers may have linear attention: Gated DeltaNet."""
     mtp_prefix: str | None = None

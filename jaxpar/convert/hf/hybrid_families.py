@@ -1,5 +1,7 @@
 """The published hybrid families: attention in some layers, a recurrence in the others."""
 
+import dataclasses
+
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     GATED_ATTENTION,
@@ -11,8 +13,10 @@ from jaxpar.convert.hf.entries import (
     QWEN3_NEXT_EXPERTS,
     TOP,
     of_delta_layers,
+    sections,
 )
 from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.convert.hf.tensor_layout import Entry
 
 SILU = {"hidden_act": "silu"}
 
@@ -83,5 +87,91 @@ QWEN3_5 = Family(
     required=SILU | {"attention_bias": False},
     rope_fraction=0.25,
     hybrid=True,
+    mtp_prefix="mtp.",
+)
+
+
+_BLOCK = "backbone.layers.{L}."
+_MIXER = _BLOCK + "mixer."
+_MAMBA, _MLP = _MIXER.replace("{L}", "{M}"), _MIXER.replace("{L}", "{U}")
+_NEMOTRON_H_ATTENTION = tuple(
+    dataclasses.replace(entry, name=f"{_MIXER}{entry.name.rpartition('self_attn.')[2]}")
+    for entry in ATTENTION[1:]
+)
+_MAMBA_CHANNELS = {"x": "tp", "b": "sn", "c": "sn"}
+_MAMBA_COLUMNS = {"z": "tp"} | _MAMBA_CHANNELS | {"dt": "t"}
+_NEMOTRON_H_MAMBA = (
+    *sections(
+        {f"mamba_layers/mamba_{n}": f"MD{dims}" for n, dims in _MAMBA_COLUMNS.items()},
+        _MAMBA + "in_proj.weight",
+        "+ D",
+        tuple(_MAMBA_COLUMNS.values()),
+    ),
+    *sections(
+        {f"mamba_layers/mamba_conv_{n}": f"M{dims}w" for n, dims in _MAMBA_CHANNELS.items()},
+        _MAMBA + "conv1d.weight",
+        "+ 1 w",
+        tuple(_MAMBA_CHANNELS.values()),
+    ),
+    *sections(
+        {f"mamba_layers/mamba_bias_{n}": f"M{dims}" for n, dims in _MAMBA_CHANNELS.items()},
+        _MAMBA + "conv1d.bias",
+        "+",
+        tuple(_MAMBA_CHANNELS.values()),
+    ),
+    Entry("mamba_layers/mamba_a_log", _MAMBA + "A_log", "Mt", "t"),
+    Entry("mamba_layers/mamba_dt_bias", _MAMBA + "dt_bias", "Mt", "t"),
+    Entry("mamba_layers/mamba_d", _MAMBA + "D", "Mt", "t"),
+    Entry("mamba_layers/mamba_norm", _MAMBA + "norm.weight", "Mtp", "tp"),
+    Entry("mamba_layers/mamba_out", _MAMBA + "out_proj.weight", "MtpD", "D tp"),
+)
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    entries=(
+        Entry("embed", "backbone.embeddings.weight", "VD", "V D"),
+        Entry("final_norm", "backbone.norm_f.weight", "D", "D"),
+        TOP[2],
+        Entry("layers/attn_norm", _BLOCK + "norm.weight", "LD", "D"),
+        *_NEMOTRON_H_ATTENTION,
+        Entry("mamba_layers/attn_norm", "backbone.layers.{M}.norm.weight", "MD", "D"),
+        *_NEMOTRON_H_MAMBA,
+        Entry("mlp_layers/mlp_norm", "backbone.layers.{U}.norm.weight", "UD", "D"),
+        Entry("mlp_layers/w_up", _MLP + "up_proj.weight", "UDF", "F D"),
+        Entry("mlp_layers/w_down", _MLP + "down_proj.weight", "UFD", "D F"),
+    ),
+    fields=COMMON
+    | {
+        "norm_eps": "layer_norm_epsilon",
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "mamba_state_size": "ssm_state_size",
+        "mamba_num_groups": "n_groups",
+        "mamba_min_step": "time_step_min",
+        "conv_kernel_size": "conv_kernel",
+    },
+    fixed={"mlp_gate": False, "activation": "relu_squared", "rope_fraction": 0.0},
+    defaults={
+        "num_key_value_heads": 8,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "time_step_min": 0.001,
+    },
+    required={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    aliases={"attention_head_dim": "head_dim"},
+    rope=False,
+    letters=True,
     mtp_prefix="mtp.",
 )

@@ -7,7 +7,7 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 """
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET
+from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, FEED_FORWARD, MAMBA
 from jaxpar.config.layout.layer_kinds import kinds as kinds_of
 from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
@@ -27,7 +27,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
     if not family.rope:
-        return set()
+        return {"layer_pattern"} if family.letters else set()
     found = {"rope_theta", "rope_scaling"} | ({*latent_keys.FIELDS} if family.latent else set())
     if family.rope_fraction is not None:
         found |= {"rope_fraction"}
@@ -47,6 +47,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
 
     Raises:   ConfigError that names the key that is not supported.
     """
+    if family.letters:
+        return {"layer_pattern": _read_letters(values, num_layers)}
     if not family.rope:
         return {}
     kinds = values.get("layer_types")
@@ -82,6 +84,31 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
 
 
+def _read_letters(values: Values, num_layers: int) -> str:
+    """Return the shortest pattern of the letters of layers, or of their names."""
+    key, by_name = "hybrid_override_pattern", "layers_block_type"
+    names = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, FULL: ATTENTION}
+    names |= {"mlp": FEED_FORWARD}
+    given, named = values.get(key), values.get(by_name)
+    if given is None and isinstance(named, list):
+        key, given = by_name, "".join(names.get(str(name), "?") for name in named)
+    letters = {MAMBA, ATTENTION, FEED_FORWARD}
+    if not isinstance(given, str) or len(given) != num_layers:
+        rule = f"must have a letter for each of num_hidden_layers = {num_layers} layers"
+        raise refuse(key, given, rule, "download the file again")
+    if set(given) != letters:
+        rule = "must have layers of Mamba-2 (M), of attention (*) and of an MLP (-), and no other"
+        raise refuse(key, given, rule, "use a model with these kinds of layers")
+    return _period(given)
+
+
+def _period(letters: str) -> str:
+    """Return the shortest pattern that is repeated."""
+    count = len(letters)
+    lengths = (n for n in range(1, count + 1) if count % n == 0)
+    return letters[: next(n for n in lengths if letters == letters[:n] * (count // n))]
+
+
 def _read_pattern(values: Values, num_layers: int) -> str:
     """Return the shortest pattern of layers with full and linear attention."""
     key, every = "full_attention_interval", values.get("full_attention_interval")
@@ -99,8 +126,7 @@ def _read_pattern(values: Values, num_layers: int) -> str:
     if DELTA_NET not in whole or ATTENTION not in whole:
         rule = f"must have layers with {FULL} and with {LINEAR}"
         raise refuse("layer_types", given, rule, "use a model with both")
-    lengths = (n for n in range(1, num_layers + 1) if num_layers % n == 0)
-    return whole[: next(n for n in lengths if whole == whole[:n] * (num_layers // n))]
+    return _period(whole)
 
 
 def _write_pattern(m: ModelConfig) -> Values:
@@ -210,6 +236,8 @@ def _read_alike(values: Values, num_layers: int) -> int | None:
 
 def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
+    if family.letters:
+        return {"hybrid_override_pattern": kinds_of(m)}
     if not family.rope:
         return {}
     windows = _write_windows(m) if family.two_kinds else {}

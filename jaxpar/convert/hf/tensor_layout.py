@@ -22,7 +22,8 @@ another.
 
 Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
-and a kernel of width w.
+and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
+of width n. U is the layer with a feed-forward branch alone.
 """
 
 import math
@@ -33,7 +34,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, kinds, num_attention_layers
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    FEED_FORWARD,
+    MAMBA,
+    kinds,
+    num_attention_layers,
+)
 from jaxpar.sharding.grid import Box, grid
 
 #: Tile sizes of the dimensions contiguous in the source and the destination: 64 KB of float32.
@@ -86,6 +93,12 @@ def sizes_of(m: ModelConfig) -> Sizes:
     return {
         "L": num_attention_layers(m) - m.dense_layers,
         "J": kinds(m).count(DELTA_NET),
+        "M": kinds(m).count(MAMBA),
+        "U": kinds(m).count(FEED_FORWARD),
+        "t": m.mamba_num_heads,
+        "p": m.mamba_head_dim,
+        "s": m.mamba_num_groups,
+        "n": m.mamba_state_size,
         "g": key_heads,
         "k": m.linear_key_head_dim,
         "h": heads,
@@ -160,7 +173,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & {"L", "J", "P"}:
+    for letter in set(index) & set("LJMPU"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     return entry.name.format(**index)
 

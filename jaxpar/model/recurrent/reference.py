@@ -13,6 +13,18 @@ from jaxpar.config import ModelConfig
 type Tree = dict[str, Any]
 
 
+def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
+    """Return the parameters of layer i, from the stack of its kind."""
+    if m.layer_pattern:
+        letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
+        names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
+        stack = names[letters[i]]
+        return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
+    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
+    kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
+    return jax.tree.map(lambda a: a[i], params[kind])
+
+
 def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute Gated DeltaNet without its projection to the residual stream.
 
