@@ -75,9 +75,13 @@ def in_words(name: str, family: Family, model: ModelConfig) -> str:
 def _refuse_unknown(values: Values, family: Family) -> None:
     """Raises:   ConfigError that names the first key that the family does not have."""
     known = {*family.fields.values(), *family.required, *family.aliases, *family.defaults}
+    known |= family.equal_keys.keys()
     known |= HARMLESS | REQUIRED.keys() | HOLDS.keys() | set(COMMON.values())
     known |= {"n_group", "topk_group"} if "topk_method" in family.required else set()
     known |= {family.mtp_key or ""} | ({"no_rope_layers"} if family.nope else set())
+    if family.letters:  # Mamba's steps: of the initialization, or for decoding
+        known |= {"hybrid_override_pattern", "layers_block_type", "time_step_min", "time_step_max"}
+        known |= {"time_step_floor", "time_step_rank", "chunk_size"}
     for key, value in values.items():
         if key not in known and value is not None:
             rule = f"is not a key of {family.model_type} that jaxpar knows: it may change the model"
