@@ -1,9 +1,9 @@
 """One layer of the decoder: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Each term is a `Branch` with the steps normalize, receive, compute and send; experts also dispatch
-tokens before they compute, and collect them afterwards. This code is the same
-for every `Execution`. Differences are in the types of the values: `Shards` of the sequence, whose
-parts are `NormOutput`s, and weights that implement their own matmul. Shape letters are those of
+Each term is a `Branch` with the steps normalize, receive, compute and send. Experts also dispatch
+tokens before they compute, and collect them afterwards. This code is the same for every
+`Execution`. Differences are in the types of the values: `Shards` of the sequence, whose parts are
+`NormOutput`s, and weights that implement their own matmul. Shape letters are those of
 `sharding/axes.py`; B counts a device's rows.
 """
 
@@ -90,7 +90,6 @@ class Branch:
     """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """Result of `collect` -> the sum for this device's tokens."""
-
     dispatch: Callable[[Any, Weights, AttentionContext, Execution], Any] = _as_received
     """Result of `receive` -> input of `compute`: communication over EXPERT."""
     collect: Callable[[Any], Any] = _as_computed
