@@ -55,7 +55,7 @@ def load(path: str, step: int | None = None) -> LoadedProfile:
         programs = xspace.programs(files[0])
         name = hlo.module_name(text) if text else ""
         read = _read(files, name)
-        program = programs.get(read.module)
+        program = xspace.program_of(programs.get(read.module, ()), text)
         text = text or (program.hlo_text() if program is not None else "")
         module = hlo.parse(text) if text else None
     except ValueError as error:

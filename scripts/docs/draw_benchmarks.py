@@ -25,7 +25,7 @@ STYLE = """
 """
 
 #: Sizes in pixels: chart width, start of the bars, torchtitan's bar, row and bar heights, top.
-WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 170, 46, 15, 70
+WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 120, 46, 15, 70
 
 
 def label(card: dict[str, Any]) -> tuple[str, str]:

@@ -6,12 +6,15 @@ import shutil
 import signal
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpar import profile
 from jaxpar.config import ConfigError
 from jaxpar.monitoring import metrics
 from jaxpar.profiling import folder, in_run
+from jaxpar.profiling.trace import xspace
 from jaxpar.runtime import exit_codes
 from tests import ranks
 from tests.e2e.test_train import records_of
@@ -100,6 +103,17 @@ def test_a_cpus_profile(shown, profiled):
     text = shown["text"]
     assert f"{profiled}/profiles/step_00000005: steps 5 to 6 on 2 x cpu, mesh data=2" in text
     assert "note: this is a CPU trace" in text and "compiled memory per device" in text
+
+
+def test_of_programs_of_one_name_the_one_that_was_profiled():
+    """A process that has trained two models has two programs, as in a notebook."""
+    compiled = [jax.jit(jnp.sin).lower(jnp.zeros(n)).compile() for n in (3, 5)]
+    modules = [one.runtime_executable().hlo_modules()[0] for one in compiled]
+    programs = [xspace.TracedProgram(m.as_serialized_hlo_module_proto(), None) for m in modules]
+    for program, one in zip(programs, compiled, strict=True):
+        assert xspace.program_of(programs, one.as_text()) is program
+    assert xspace.program_of(programs, "") is programs[-1]
+    assert xspace.program_of([], compiled[0].as_text()) is None
 
 
 def test_which_profile(profiled, capsys):

@@ -9,7 +9,7 @@ Source:   openxla/xla, xla/tsl/profiler/protobuf/xplane.proto and xla/service/hl
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,29 +115,43 @@ def message_classes(messages: Mapping[str, str]) -> dict[str, Any]:
     return {name: message_factory.GetMessageClass(find(f"t.{name}")) for name in messages}
 
 
-def programs(path: str | Path) -> dict[str, TracedProgram]:
+def programs(path: str | Path) -> dict[str, list[TracedProgram]]:
     """Return the programs of a trace file by module name, such as jit_train_step.
+
+    A process that has trained several models has several programs of that name.
 
     Raises:   NotATrace if the file cannot be parsed.
     """
     try:
         space = _classes()["XSpace"].FromString(read_bytes(path))
-        found: dict[str, TracedProgram] = {}
+        found: dict[str, list[TracedProgram]] = {}
         for plane in space.planes:
             if plane.name == "/host:metadata":
-                found |= _programs_of(plane)
+                for name, program in _programs_of(plane):
+                    found.setdefault(name, []).append(program)
         return found
     except message.DecodeError as error:
         raise not_a_trace(path, error) from error
 
 
-def _programs_of(plane: Any) -> dict[str, TracedProgram]:
+def program_of(candidates: Sequence[TracedProgram], text: str) -> TracedProgram | None:
+    """Return the program with an HLO text, of those with its name; None if there is none.
+
+    Args:     text: of which only the layout of the arguments and results is compared, the first
+              line as far as the trace has it. "": the last program.
+    """
+    if len(candidates) > 1 and text:
+        headers = [one.hlo_text().partition("\n")[0] for one in candidates]
+        pairs = zip(candidates, headers, strict=True)
+        candidates = [one for one, header in pairs if header and text.startswith(header)]
+    return candidates[-1] if candidates else None
+
+
+def _programs_of(plane: Any) -> Iterator[tuple[str, TracedProgram]]:
     names = {entry.key: entry.value.name for entry in plane.stat_metadata}
-    found = {}
     for entry in plane.event_metadata:
         for stat in entry.value.stats:
             if names.get(stat.metadata_id) == _HLO_STAT:
                 proto = _classes()["HloProto"].FromString(stat.bytes_value)
                 name = re.sub(r"\(\d+\)$", "", entry.value.name)
-                found[name] = TracedProgram(proto.hlo_module, proto.buffer_assignment)
-    return found
+                yield name, TracedProgram(proto.hlo_module, proto.buffer_assignment)
