@@ -1,11 +1,11 @@
 """Lists the kinds of a model's layers: attention or not, experts or not, and the remat policy."""
 
 import dataclasses
+import functools
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import has_feed_forward, kinds
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
@@ -32,13 +32,21 @@ def layer_kinds(cfg: Config) -> list[LayerKind]:
     if not cfg.model.dense_layers:
         return [LayerKind(cfg, remat, share) for remat, share in shares_of_policies(cfg).items()]
     m, policies = cfg.model, of_layers(cfg.parallel, cfg.model.num_layers)
-    dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff, dense_layers=0)
-    models = {True: dense, False: dataclasses.replace(m, dense_layers=0)}
+    models = dict(zip((True, False), _dense_and_others(m), strict=True))
     counts = Counter((i < m.dense_layers, remat) for i, remat in enumerate(policies))
     return [
         LayerKind(dataclasses.replace(cfg, model=models[is_dense]), remat, count / m.num_layers)
         for (is_dense, remat), count in counts.items()
     ]
+
+
+# A plan has thousands of layouts of one model. Making a changed copy of it is a third of a
+# prediction.
+@functools.lru_cache(maxsize=8)
+def _dense_and_others(m: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
+    """Return models all of whose layers are like the first ones, or like the others."""
+    dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff, dense_layers=0)
+    return dense, dataclasses.replace(m, dense_layers=0)
 
 
 def _of_pattern(cfg: Config) -> list[LayerKind]:
@@ -52,10 +60,13 @@ def _of_pattern(cfg: Config) -> list[LayerKind]:
 
 def of_one_kind(cfg: Config, kind: str) -> Config:
     """Return a config all of whose layers are of a kind. Its width is 0 without a feed-forward."""
-    of_kind: dict[str, Any] = {"model.layer_pattern": kind}
-    if not has_feed_forward(cfg.model, kind):
-        of_kind |= {"model.d_ff": 0}
-    return replace(cfg, **of_kind)
+    return dataclasses.replace(cfg, model=_model_of_one_kind(cfg.model, kind))
+
+
+@functools.lru_cache(maxsize=32)
+def _model_of_one_kind(m: ModelConfig, kind: str) -> ModelConfig:
+    width = m.d_ff if has_feed_forward(m, kind) else 0
+    return dataclasses.replace(m, layer_pattern=kind, d_ff=width)
 
 
 def shares_of_policies(cfg: Config) -> dict[str, float]:

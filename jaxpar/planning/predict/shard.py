@@ -4,6 +4,7 @@ Letters as in docs/parallelism.md: N parameters, f their FSDP shards, t tensor, 
 c sequence.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
+from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
@@ -47,7 +48,7 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     They are exact. With `optimizer.offload`, they include the moments in host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
-    model = replace(cfg, **{"model.num_layers": num_slots(cfg)}).model
+    model = dataclasses.replace(cfg.model, num_layers=num_slots(cfg))
     return _bytes_on_device(model, cfg.lora, cfg.optimizer, sizes)
 
 
@@ -192,7 +193,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     dense, module = (_of_a_layer(m, n, p.tensor, p.expert) for n in ("dense_layers", "mtp"))
     of_kinds = {kind: _of_a_layer(m, STACKS[kind], p.tensor, p.expert) for kind in set(kinds(m))}
     layer = max(of_kinds.values(), key=lambda one: one.everything)
-    counts = Counter(kinds(replace(cfg, **{"model.num_layers": layers - m.dense_layers}).model))
+    counts = Counter(kinds(dataclasses.replace(m, num_layers=layers - m.dense_layers)))
     stack = functools.reduce(operator.add, (of_kinds[kind].times(n) for kind, n in counts.items()))
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
