@@ -133,7 +133,7 @@ def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
-    """Return the sizes of the recurrent layers that there are, and the eps of norms beside them."""
+    """Return the sizes of the recurrent layers, and the eps of the model's norms."""
     if not is_recurrent(m):
         return {}
     of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}

@@ -1,1 +1,1 @@
-"""The GPT-3 block: a feed-forward without a gate, attention beside it, and learned positions."""
+"""The GPT-3 block: a feed-forward without a gate, the parallel block, and learned positions."""

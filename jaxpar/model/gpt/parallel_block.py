@@ -1,4 +1,4 @@
-"""Attention beside the feed-forward: x + attention(norm(x)) + feed_forward(norm(x)).
+"""The parallel block: x + attention(norm(x)) + feed_forward(norm(x)).
 
 Source:   Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022 (2204.06745), GPT-NeoX, section 2.1.
 """
