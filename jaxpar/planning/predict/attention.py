@@ -41,7 +41,7 @@ def widths(m: ModelConfig, tensor: int) -> Widths:
 
 
 class Projection(NamedTuple):
-    """The number of matmuls [tokens * share, inner] x [inner, out]."""
+    """`times` matmuls of [tokens * share, inner] x [inner, out]."""
 
     inner: float
     out: float
