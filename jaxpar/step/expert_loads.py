@@ -89,10 +89,12 @@ def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, ja
     if (n := cfg.parallel.expert) == 1:
         return {}
     of_rank = jnp.sum(share.reshape(len(share), n, -1), axis=2)
-    fullest = lax.pmax(jnp.max(of_rank) * n, PIPELINE)
+    fullest = jnp.max(of_rank, axis=1) * n  # of each layer; 0 in an empty slot
+    sums = psum(jnp.stack([jnp.sum(fullest), jnp.sum(loads.further_rounds)]), PIPELINE)
     return {
-        "fullest_rank": fullest,
-        "further_rounds": psum(jnp.sum(loads.further_rounds), PIPELINE),
+        "fullest_rank": lax.pmax(jnp.max(fullest), PIPELINE),
+        "fullest_rank_mean": sums[0] / (cfg.model.num_layers - cfg.model.dense_layers),
+        "further_rounds": sums[1],
     }
 
 

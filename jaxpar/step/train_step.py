@@ -74,6 +74,8 @@ class StepMetrics:
     """Load of the fullest expert of any layer, relative to the mean."""
     fullest_rank: jax.Array | None = None
     """Load of the fullest rank of the expert axis in any layer, relative to the mean."""
+    fullest_rank_mean: jax.Array | None = None
+    """Mean over layers of the load of a layer's fullest rank, for which the other ranks wait."""
     further_rounds: jax.Array | None = None
     """Rounds beyond the first of an expert axis, summed over layers, microbatches and devices."""
     dropped_rows: jax.Array | None = None
