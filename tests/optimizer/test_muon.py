@@ -163,6 +163,7 @@ LATENT = {
     [
         ("replica=2,data=2,expert=2,tensor=2", {}),
         slow("data=4,tensor=2", {}),
+        slow("expert=2,tensor=2,expert_tensor=1", {}),
         slow("pipeline=2,data=2,sequence=2,num_microbatches=2,zero=1", {}),
         slow("pipeline=2,virtual_stages=2,num_microbatches=2,data=2", {"model.num_layers": 4}),
         slow("data=2,sequence=2,tensor=2", LATENT),

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.config import ParallelConfig
 from jaxpar.parallel.matrices import layout_of, map_matrices
+from jaxpar.sharding.axes import RULES
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import ParamSpec, map_specs, partition_specs
 from tests.slow import slow
@@ -25,6 +26,11 @@ SPECS = {
         "out of heads": ((6, 4, 3, 16), ("layer", "heads", "head_dim", "embed"), 1),
         "experts": ((6, 4, 8, 12), ("layer", "experts", "expert_embed", "mlp"), 1),
         "experts' outputs": ((6, 4, 12, 8), ("layer", "experts", "mlp", "expert_embed"), 1),
+        "spread experts": (
+            (2, 8, 8, 12),
+            ("layer", "spread_experts", "expert_embed", "whole_mlp"),
+            1,
+        ),
         "complete over tensor": ((6, 16, 5), ("layer", "embed", "rank"), 1),
         "of every stage": ((3, 2, 8, 8), ("depth", "rank", "rank", "embed"), 1),
         "whole": ((6, 2, 3), ("layer", "rank", "rank"), 1),
@@ -79,11 +85,10 @@ def test_a_function_of_whole_matrices(mesh, devices):
         np.testing.assert_array_equal(found[name], whole(name, a), err_msg=name)
     counts = map_specs(lambda s: math.prod(s.shape[: s.lead]), SPECS)
     for name, spec in SPECS.items():
-        stages = sizes.get("pipeline", 1) if spec.axes[0] == "layer" else 1
-        here = counts[name] // stages // (sizes.get("expert", 1) if "experts" in spec.axes else 1)
-        split = stages * (sizes.get("expert", 1) if "experts" in spec.axes else 1)
-        ranks = math.prod(sizes.values()) // split
-        assert seen[name] == -(-here // ranks), name
+        of_lead = [axis for logical in spec.axes[: spec.lead] for axis in RULES[logical]]
+        parts = math.prod(sizes.get(axis, 1) for axis in of_lead)
+        ranks = math.prod(sizes.values()) // parts
+        assert seen[name] == math.ceil(counts[name] / parts / ranks), name
 
 
 def test_parameters_of_one_layout_are_exchanged_together():

@@ -20,7 +20,6 @@ from jaxpar.planning.predict.layer_kinds import shares_of_policies
 from jaxpar.planning.predict.shard import Shard, ways
 from jaxpar.sharding.axes import (
     AXES,
-    EXPERT,
     EXPERT_FSDP_AXES,
     FSDP_AXES,
     PIPELINE,
@@ -158,7 +157,7 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     """Tokens or rows to the devices of their experts, and sums home."""
-    ranks, here = span(cfg, (EXPERT,), cluster.per_host)
+    ranks, here = span_with_gaps(cfg, shard.execution.expert_axes, cluster.per_host)
     sent = experts.sent_bytes(cfg, shard)
     if not sent:
         return None
@@ -210,7 +209,7 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (TENSOR,), cluster.per_host)
     if ranks == 1:
         return None
-    messages = _average(cfg, functools.partial(tensor_messages, cfg.model))
+    messages = _average(cfg, functools.partial(tensor_messages, cfg))
     moved = messages * _layer_units(cfg, shard) + 4 * p.num_microbatches
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks
