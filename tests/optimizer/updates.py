@@ -22,8 +22,8 @@ from jaxpar.step.state import (
 from jaxpar.verification import traces
 
 
-def weights_after(cfg: Config, mesh: Mesh, steps: int) -> list[traces.Arrays]:
-    """Weights after each of some updates of all parameters, logical, by name."""
+def update_step(cfg: Config, mesh: Mesh) -> Any:
+    """The jitted update of all parameters: (state, gradients) -> (parameters, optax state)."""
     specs, to = state_specs(cfg), state_shardings(cfg, mesh)
 
     def update(state, grads):
@@ -35,7 +35,12 @@ def weights_after(cfg: Config, mesh: Mesh, steps: int) -> list[traces.Arrays]:
     inside = jax.shard_map(
         update, mesh=mesh, in_specs=(specs, specs.params), out_specs=(specs.params, specs.opt_state)
     )
-    step = jax.jit(inside, out_shardings=(to.params, to.opt_state))
+    return jax.jit(inside, out_shardings=(to.params, to.opt_state))
+
+
+def weights_after(cfg: Config, mesh: Mesh, steps: int) -> list[traces.Arrays]:
+    """Weights after each of some updates, logical, by name."""
+    step, to = update_step(cfg, mesh), state_shardings(cfg, mesh)
     state, after = init_state(cfg, mesh), []
     for i in range(steps):
         like = abstract_logical(cfg, mesh).params
