@@ -15,7 +15,6 @@ from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.kernels.platform import Platform
-from jaxpar.sharding.axes import EXPERT, SPREAD_EXPERT_AXES
 
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
 #: slower than one gather and one matmul on shorter shards. 8 layers of 8B on two H200s: 1% faster
@@ -83,11 +82,6 @@ class Execution:
         """Whether layers gather the matrices of experts, along D (ZeRO-3)."""
         p = self.cfg.parallel
         return self.gathers_per_layer and p.data * p.sequence != 1
-
-    @property
-    def expert_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which experts are divided."""
-        return SPREAD_EXPERT_AXES if spreads_experts(self.cfg.parallel) else (EXPERT,)
 
     @property
     def expert_dispatch(self) -> Literal["tokens", "rows"]:

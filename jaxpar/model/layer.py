@@ -91,9 +91,9 @@ class Branch:
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """Result of `collect` -> the sum for this device's tokens."""
     dispatch: Callable[[Any, Weights, AttentionContext, Execution], Any] = _as_received
-    """Result of `receive` -> input of `compute`: communication over `Execution.expert_axes`."""
+    """Result of `receive` -> input of `compute`: communication over EXPERT, and TENSOR."""
     collect: Callable[[Any], Any] = _as_computed
-    """Result of `compute` -> input of `send`: communication over `Execution.expert_axes`."""
+    """Result of `compute` -> input of `send`: communication over EXPERT, and TENSOR."""
 
     def function(self, h: Any, w: Weights, context: AttentionContext, ex: Execution) -> Any:
         """Return the input of `send` from the result of `receive`."""

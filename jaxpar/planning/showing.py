@@ -16,7 +16,8 @@ from jaxpar.planning.layouts import describe, values_of
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
 from jaxpar.planning.predict.matrices import iteration_flops
-from jaxpar.planning.predict.memory import MemoryForecast, host_bytes
+from jaxpar.planning.predict.memory import host_bytes
+from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
 

@@ -12,7 +12,7 @@ distributed. Without an expert axis, every device has all experts of a layer, ga
 matrices, and processes its own tokens. On an expert axis, each device has E/n of the experts, and
 receives their tokens. F is split over TENSOR, so that its ranks have complete sequences; or else
 (`parallel.expert_tensor` 1) its ranks have different experts, and each routes its own tokens, which
-then travel over EXPERT and TENSOR (`Execution.expert_axes`). The backward is written out, so that
+then travel over EXPERT and TENSOR (`group_axes`). The backward is written out, so that
 only the inputs, gate and up are saved, and the router's gradient needs no output of the experts.
 
 Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.15841), MegaBlocks:
@@ -40,6 +40,7 @@ from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
 from jaxpar.model.moe.recorded import RECORD, REPEAT, recorded
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
+from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.parallel.gradient_buffers import buffers_of_use
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -145,13 +146,13 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     """Route tokens, and send them to the devices of their experts.
 
     Args:     w: router [D, E]; w_gate [E/n, D, F], if n devices share the experts.
-    Communication: over `Execution.expert_axes`, as `Dispatch.out`.
+    Communication: over `group_axes`, as `Dispatch.out`.
     """
     m, p, x = ex.cfg.model, ex.cfg.parallel, h.tokens
     routing = router.route(x, w, m, context.rows)
     _, D, F = w["w_gate"].shape
     ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
-    how = p.expert_slack, ex.expert_dispatch, ex.expert_axes
+    how = p.expert_slack, ex.expert_dispatch, group_axes(p)
     plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
     weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
@@ -192,7 +193,7 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
 def collected(out: Mixed) -> Summed:
     """Return the sum for each token that this device routed.
 
-    Communication: over `Execution.expert_axes`, as `Dispatch.home`.
+    Communication: over `group_axes`, as `Dispatch.home`.
     """
     total = out.plan.home(out.partial).reshape(out.shape)
     if out.here is not None:

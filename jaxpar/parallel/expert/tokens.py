@@ -10,9 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.config import ParallelConfig
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.parallel.collectives import Axes
 from jaxpar.parallel.tensor import permutes
-from jaxpar.sharding.axes import EXPERT, PIPELINE
+from jaxpar.sharding.axes import EXPERT, PIPELINE, SPREAD_EXPERT_AXES
+
+
+def group_axes(p: ParallelConfig) -> tuple[str, ...]:
+    """Return the mesh axes over which experts are divided."""
+    return SPREAD_EXPERT_AXES if spreads_experts(p) else (EXPERT,)
 
 
 def group_size(axes: Axes) -> int:

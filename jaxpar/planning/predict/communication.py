@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import num_attention_layers
+from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -157,7 +158,7 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     """Tokens or rows to the devices of their experts, and sums home."""
-    ranks, here = span_with_gaps(cfg, shard.execution.expert_axes, cluster.per_host)
+    ranks, here = span_with_gaps(cfg, group_axes(cfg.parallel), cluster.per_host)
     sent = experts.sent_bytes(cfg, shard)
     if not sent:
         return None
