@@ -26,6 +26,7 @@ def float32(cfg: Config) -> Config:
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
             "optimizer.second_moment_dtype": "float32",
+            "optimizer.muon_dtype": "float32",
         },
     )
 

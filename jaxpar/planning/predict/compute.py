@@ -7,7 +7,7 @@ from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import (
     Projection,
     flops_per_pair,
@@ -348,7 +348,9 @@ def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
 
-    They move 20 bytes per parameter for gradients and weights, and read and write the moments.
+    They move 20 bytes per parameter for gradients and weights, and read and write the moments. A
+    rule that needs matrices also iterates on them.
     """
     weights, moments = state_bytes(cfg)
-    return (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    moved = (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    return moved + matrices.iteration_seconds(cfg, gpu)
