@@ -39,7 +39,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
 
 
-def _seeing_as_in_training(cfg: Config) -> Config:
+def seeing_as_in_training(cfg: Config) -> Config:
     """Return a config in which a token attends to no more tokens than in training.
 
     Global layers between layers with a sliding window still attend to all tokens.
@@ -100,15 +100,37 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     logits = logits[:, :vocab_size]
     if how.temperature < MIN_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / how.temperature
-    count = min(how.top_k or vocab_size, vocab_size)
-    likely, ids = lax.top_k(logits, count)
-    if how.top_p < 1:
-        chances = jax.nn.softmax(likely, axis=-1)
-        before = jnp.cumsum(chances, axis=-1) - chances
-        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # always keeps the first
+    likely, ids = _likely(logits, how)
     place = jax.vmap(jax.random.categorical)(keys, likely)
     return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
+
+
+def chances(logits: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
+    """Return the probabilities with which `draw` samples each token, float32 [B, vocab_size]."""
+    logits = logits[:, :vocab_size]
+    if how.temperature < MIN_TEMPERATURE:
+        return jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab_size)
+    likely, ids = _likely(logits, how)
+    of_likely = jax.nn.softmax(likely, axis=-1)
+    return jnp.put_along_axis(jnp.zeros_like(logits), ids, of_likely, axis=-1, inplace=False)
+
+
+def _likely(logits: jax.Array, how: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Return the likeliest tokens' logits, -inf for those left out, and their ids."""
+    logits, vocab_size = logits / how.temperature, logits.shape[-1]
+    likely, ids = lax.top_k(logits, min(how.top_k or vocab_size, vocab_size))
+    if how.top_p < 1:
+        of_likely = jax.nn.softmax(likely, axis=-1)
+        before = jnp.cumsum(of_likely, axis=-1) - of_likely
+        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # always keeps the first
+    return likely, ids
+
+
+def row_keys(how: Sampling, position: jax.Array) -> jax.Array:
+    """Return the random key of each row's token at `position`, int32 [B]."""
+    root, number = jax.random.key(how.seed), jnp.arange(len(position))
+    one = lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p)  # noqa: E731
+    return jax.vmap(one)(number, position)
 
 
 # ------------------------------------------------------------------------------ with the cache
@@ -149,14 +171,15 @@ class Programs:
         return self.compiled[shape]
 
 
-def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
+def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh, *, modules: bool = False) -> Any:
     """Convert the weights to the fused layout and the compute dtype, and gather them, once.
 
+    Args:     modules: with those of multi-token prediction, for `speculative.generate`.
     Returns:  the fused weights; each array has a leading dim over TENSOR, one entry per device.
     """
 
     def fuse(params):
-        used = {name: a for name, a in params.items() if name != "mtp"}  # only training uses those
+        used = {name: a for name, a in params.items() if modules or name != "mtp"}
         weights = gather_once(fused_weights.fuse(used, execution_of(cfg)), cfg)
         return jax.tree.map(lambda a: a[None], weights)
 
@@ -172,17 +195,15 @@ def make_programs(
     cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
-    cfg = _seeing_as_in_training(cfg)
+    cfg = seeing_as_in_training(cfg)
     cache = decode.cache_specs(cfg.model)
     rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
 
     def next_token(weights, h, position):
-        root = jax.random.key(how.seed)
-        number = jnp.arange(len(position))
-        keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p))
-        return draw(decode.logits(weights, h, cfg.model), keys(number, position), how, vocab_size)
+        logits = decode.logits(weights, h, cfg.model)
+        return draw(logits, row_keys(how, position), how, vocab_size)
 
     def start(weights, tokens, lengths):
         weights = own(weights)
@@ -229,11 +250,8 @@ def generate(
               everything is compiled.
     Raises:   ConfigError if a text would have more tokens than the model has learned positions.
     """
-    lengths = np.array([len(ids) for ids in prompts], np.int32)
-    _check_positions(cfg, int(lengths.max()), max_tokens)
-    tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
-    for row, ids in zip(tokens, prompts, strict=True):
-        row[: len(ids)] = ids
+    tokens, lengths = padded(prompts)
+    check_positions(cfg, int(lengths.max()), max_tokens)
     size = {"slots": slots_for(int(lengths.max()), max_tokens), "vocab_size": vocab_size}
     programs = make_programs(cfg, mesh, how, **size)
     rows = programs.start(weights, tokens, lengths)
@@ -246,7 +264,7 @@ def generate(
         new = new[:, : max_tokens - made]
         made += new.shape[1]
         yield [
-            _until_stop(ids, stop) if going else []
+            until_stop(ids, stop) if going else []
             for ids, going in zip(new, open_rows, strict=True)
         ]
         open_rows &= ~np.isin(new, list(stop)).any(axis=1)
@@ -256,7 +274,17 @@ def generate(
         new = np.asarray(tokens)
 
 
-def _check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the prompts as one array, int32 [B, T], with zeros after them, and their lengths."""
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+def check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
+    """Raises:   ConfigError if a text would have more tokens than there are learned positions."""
     most = cfg.model.max_positions
     if cfg.model.positions == "learned" and longest + max_tokens > most:
         rule = f"makes texts of up to {longest + max_tokens} tokens, and the model has learned "
@@ -273,5 +301,6 @@ def _rounded(length: Any) -> int:
     return -(-int(length) // SLOTS) * SLOTS
 
 
-def _until_stop(ids: np.ndarray, stop: Collection[int]) -> list[int]:
+def until_stop(ids: np.ndarray, stop: Collection[int]) -> list[int]:
+    """Return the tokens before the first of `stop`."""
     return list(itertools.takewhile(lambda i: i not in stop, map(int, ids)))

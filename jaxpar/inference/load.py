@@ -47,28 +47,36 @@ class LoadedModel:
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
-def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
+def load(
+    folder: str,
+    step: int | None,
+    tensor: int,
+    log: Callable[[str], None],
+    *,
+    modules: bool = False,
+) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
+              modules: keep those of multi-token prediction, for speculative decoding.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
     _start(tensor, log)
     if _is_run(folder):
-        return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor))
+        return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor, modules))
     source = _published(folder, step)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
         params = load_params(source, cfg, mesh, log)
-        weights = weights_for_sampling(params, cfg, mesh)
+        weights = weights_for_sampling(params, cfg, mesh, modules=modules)
     return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
 
 
-def _of_run(folder: str, step: int, tensor: int) -> LoadedModel:
+def _of_run(folder: str, step: int, tensor: int, modules: bool) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
     cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
     tokenizer = tokenizer_of_run(folder, cfg)
@@ -76,7 +84,7 @@ def _of_run(folder: str, step: int, tensor: int) -> LoadedModel:
     with stage(f"reading the weights in {folder}"):
         params = checkpoint.restore_params(folder, cfg, mesh, step)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
-        weights = weights_for_sampling(params, cfg, mesh)
+        weights = weights_for_sampling(params, cfg, mesh, modules=modules)
     return LoadedModel(cfg, mesh, weights, tokenizer, begin, step)
 
 

@@ -1,13 +1,14 @@
 """Generates text with the model of a run or of a published folder."""
 
 import dataclasses
+import functools
 import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -17,7 +18,7 @@ from jaxpar.config.rules.limits import DEVICES, STEP, Range
 from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import load
 from jaxpar.inference.memory import check_cache
-from jaxpar.model import decode
+from jaxpar.inference.speculative import generation as speculative
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers
@@ -44,6 +45,9 @@ class SampleOptions:
     """Checkpoint to read. None: the latest intact one."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
+    speculate: Literal["auto", "off"] = "auto"
+    """Draft tokens with the model's modules of multi-token prediction, and verify them together.
+    auto: if it has modules. off: one token at a time."""
     save: bool = False
     """Append prompts and texts to RUN/samples.jsonl, for `python -m jaxpar.report`."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
@@ -88,17 +92,20 @@ def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
 def sample(options: SampleOptions) -> None:
     """Print each prompt, followed by the text that the model generates."""
     check(options)
-    model = load(options.run, options.step, options.tensor, log)
+    speculate = options.speculate == "auto"
+    model = load(options.run, options.step, options.tensor, log, modules=speculate)
     cfg, tokenizer = model.cfg, model.tokenizer
+    speculate &= cfg.model.mtp_depth > 0
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
-    check_cache(cfg, len(prompts), slots, options.max_tokens)
-    held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
+    held = check_cache(cfg, len(prompts), slots, options.max_tokens, modules=speculate)
     log(f"[KV cache of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB per device]")
     if longest + options.max_tokens > cfg.data.seq_len:
         log(f"[each token attends to the last {cfg.data.seq_len}, as in training]")
-    made = generate(
+    drafts = speculative.Drafts()
+    write_on = functools.partial(speculative.generate, drafts=drafts) if speculate else generate
+    made = write_on(
         model.weights,
         cfg,
         model.mesh,
@@ -117,6 +124,8 @@ def sample(options: SampleOptions) -> None:
         for text, ids in zip(options.prompt, rows, strict=True):
             write(f"--- {text}{tokenizer.decode(ids)}\n")
     log(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    if speculate:
+        log(f"[{drafts.rate:.0%} of {drafts.drafted} drafted tokens accepted]")
     if options.save and peers.rank() == 0:
         assert model.step is not None  # `check` requires a run
         _save(options, model.step, [tokenizer.decode(ids) for ids in rows])

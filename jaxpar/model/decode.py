@@ -55,6 +55,15 @@ class Cache:
         """S."""
         return next(a.shape[1] for a in self.keys if a is not None)
 
+    def layers(self) -> list[tuple[Any, Any, Any]]:
+        """Return what each layer holds: (keys, values, state)."""
+        return list(zip(self.keys, self.values, self.states, strict=True))
+
+    @classmethod
+    def of_layers(cls, held: list[tuple[Any, Any, Any]]) -> "Cache":
+        """Return the cache of what each layer holds."""
+        return cls(*zip(*held, strict=True))
+
 
 def cache_specs(m: ModelConfig) -> Cache:
     """Return how the arrays of a cache are split over a mesh."""
@@ -114,11 +123,14 @@ def prompt(
 def step(
     weights: Tree, tokens: jax.Array, position: jax.Array, cache: Cache, cfg: Config
 ) -> tuple[jax.Array, Cache]:
-    """Run the decoder on one more token of each row.
+    """Run the decoder on the next tokens of each row: one, or several to verify drafts.
 
-    Args:     tokens: int32 [B, 1]. position: int32 [B], of the tokens. weights, cache: as in
-              `prompt`.
-    Returns, Communication: as `prompt`, with T = 1.
+    Tokens after the first may be wrong. What the cache holds of them is in the future of the right
+    ones, which overwrite it: a text goes back by its position alone.
+
+    Args:     tokens: int32 [B, T]. position: int32 [B], of the first ones. weights, cache: as in
+              `prompt`. Recurrent layers take one token at a time, T = 1.
+    Returns, Communication: as `prompt`.
     """
     return _through(weights, tokens, position, cache, cfg, None)
 
@@ -134,32 +146,68 @@ def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
 
 def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None):
     """Run all layers. With `lengths`, tokens see only each other, so the cache is not read."""
-    B, T = tokens.shape
-    positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
-    batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = attention_context(batch, cfg, max_segments=1, length=cache.slots)
-    x = _embed(weights["top"], tokens, positions, cfg.model)
+    positions, described = context_of(tokens, first, cache.slots, cfg)
+    x = embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]
     contexts = [
         of_these
         for alike, of_these in transformer.runs_of_layers(chunk, described, cfg)
         for _ in alike
     ]
-    keys, values, states = list(cache.keys), list(cache.values), list(cache.states)
+    held = cache.layers()
     for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
-        before = x
-        if keys[i] is not None:
-            held, alone = (keys[i], values[i]), lengths is not None
-            x, (keys[i], values[i]) = _attention(x, w, kind, held, first, cfg.model, alone)
-        elif states[i] is not None:
-            x, states[i] = _recurrence(x, w, positions, states[i], cfg.model, lengths)
-        if "w_down" in w:
-            x = _feed_forward(x, before if cfg.model.parallel_block else x, w, kind, cfg)
+        x, held[i] = layer(x, w, kind, held[i], first, cfg, lengths)
     h = transformer.before_logits(weights["top"], x, cfg.model)
-    return h, Cache(tuple(keys), tuple(values), tuple(states))
+    return h, Cache.of_layers(held)
 
 
-def _embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+def layer(
+    x: jax.Array,
+    w: Tree,
+    context: AttentionContext,
+    held: tuple[Any, Any, Any],
+    first: jax.Array,
+    cfg: Config,
+    lengths: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+    """Run one layer on new tokens of each row.
+
+    Args:     x: [B, T, D]. w: fused. held: of the layer, from `Cache.layers`. first: int32 [B],
+              positions of the first tokens. lengths: int32 [B], of complete prompts, whose tokens
+              see only each other; None to read the cache.
+    Returns:  (x, held).
+    """
+    (key, value, state), before = held, x
+    if key is not None:
+        x, (key, value) = _attention(
+            x, w, context, (key, value), first, cfg.model, lengths is not None
+        )
+    elif state is not None:
+        positions = _positions(first, x.shape[1])
+        x, state = _recurrence(x, w, positions, state, cfg.model, lengths)
+    if "w_down" in w:
+        x = _feed_forward(x, before if cfg.model.parallel_block else x, w, context, cfg)
+    return x, (key, value, state)
+
+
+def context_of(
+    tokens: jax.Array, first: jax.Array, slots: int, cfg: Config
+) -> tuple[jax.Array, AttentionContext]:
+    """Return the positions and the attention context of new tokens, int32 [B, T]."""
+    positions = _positions(first, tokens.shape[1])
+    batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
+    return positions, attention_context(batch, cfg, max_segments=1, length=slots)
+
+
+def _positions(first: jax.Array, count: int) -> jax.Array:
+    return first[:, None] + jnp.arange(count, dtype=jnp.int32)
+
+
+def embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+    """Compute the residual stream before the first layer, [B, T, D].
+
+    Communication: an all-reduce over TENSOR.
+    """
     look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
     x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
     if m.positions == "learned":

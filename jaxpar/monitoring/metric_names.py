@@ -22,6 +22,7 @@ METRICS = {
     "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
     "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
     "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),
+    "fullest_rank_mean": Metric("experts", "", "the mean over layers of a layer's fullest rank"),
     "further_rounds": Metric("experts", "rounds", "beyond the first, of an expert axis; 0 is best"),
     "dropped_rows": Metric("experts", "", "pairs of token and expert left out; always 0"),
     "balance_loss": Metric("experts", "", "before its weight, mean over layers; 1 is balanced"),

@@ -93,7 +93,10 @@ def parser(doc: str | None = None) -> Parser:
         metavar="FIELD=VALUE,...",
         help=f"fix fields of the layout: {', '.join(layout_fields.FIELDS)}",
     )
-    told = f"load of the fullest rank of an expert axis, relative to the mean ({EXPERT_IMBALANCE})"
+    told = (
+        "load of the fullest rank of an expert axis, relative to the mean, in the mean layer: "
+        f"fullest_rank_mean of a run ({EXPERT_IMBALANCE})"
+    )
     add("--expert-imbalance", type=float, default=EXPERT_IMBALANCE, help=told)
     add(
         "--quick",

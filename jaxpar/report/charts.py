@@ -48,6 +48,7 @@ SHOWN = (
     Shown("loss_scale", "Loss scale", log=True),
     Shown("fullest_expert", "Fullest expert"),
     Shown("fullest_rank", "Fullest rank of the expert axis"),
+    Shown("fullest_rank_mean", "Fullest rank in the mean layer"),
     Shown("expert_entropy", "Entropy of the experts' loads"),
     Shown("further_rounds", "Further rounds of the expert axis"),
 )

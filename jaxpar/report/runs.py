@@ -31,7 +31,7 @@ SMOOTH = 1 / 50
 DRAWN = frozenset(
     """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
     data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
-    further_rounds""".split()
+    fullest_rank_mean further_rounds""".split()
 )
 
 #: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and

@@ -30,7 +30,12 @@ BESIDE = {
     "qwen3_30b_a3b_6_layers-h200x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
     "qwen3_30b_a3b_6_layers-h200x2-fsdp": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
     "qwen3_30b_a3b-h200x8-expert4": "torchtitan-qwen3_30b_a3b-h200x8-recompute",
+    "qwen3_30b_a3b_24_layers-h200x4-expert4": (
+        "torchtitan-qwen3_30b_a3b_24_layers-h200x4-recompute"
+    ),
+    "qwen3_30b_a3b_24_layers-h200x4-fsdp": "torchtitan-qwen3_30b_a3b_24_layers-h200x4-recompute",
     "olmoe_1b_7b-h200x2-expert2": "torchtitan-olmoe_1b_7b-h200x2",
+    "olmoe_1b_7b-h200x4-expert4": "torchtitan-olmoe_1b_7b-h200x4",
     "mixtral_8x7b_4_layers-h100x2-expert2": "torchtitan-mixtral_8x7b_4_layers-h100x2",
     "mixtral_8x7b_4_layers-h100x2-tensor2": "torchtitan-mixtral_8x7b_4_layers-h100x2",
 }
@@ -121,7 +126,7 @@ def name_of(card: dict[str, Any]) -> str:
 def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
-    exposed = card["profile"]["ms"]["exposed"] if "profile" in card else None
+    exposed = profile["ms"]["exposed"] if (profile := card.get("profile")) else None
     cells = [
         model_of(card),
         mesh_of(card),

@@ -28,15 +28,15 @@ def test_a_model_without_experts_has_no_entry():
 
 
 def test_an_entry_has_the_spread_of_each_metric():
-    on_axis = [{"fullest_rank": 1.5, "further_rounds": n, "fullest_expert": 4} for n in (0, 2, 7)]
-    card = experts.of_steps(steps(*on_axis))
+    ranks = {"fullest_rank": 1.5, "fullest_rank_mean": 1.2, "fullest_expert": 4}
+    card = experts.of_steps(steps(*({**ranks, "further_rounds": n} for n in (0, 2, 7))))
     assert card["experts"]["routing"] == "fresh router"
     assert card["experts"]["further_rounds"] == {"median": 2, "least": 0, "most": 7}
     assert card["experts"]["expert_entropy"]["median"] == 0.5
     said = experts.in_words(card)
     assert said == (
-        "experts: fullest expert 4.00 times the mean, fullest rank 1.50 times, 2 further rounds, "
-        "dropped 0 per step; routing fresh router"
+        "experts: fullest expert 4.00 times the mean, fullest rank 1.50 times "
+        "(1.20 in the mean layer), 2 further rounds, dropped 0 per step; routing fresh router"
     )
 
 
@@ -46,7 +46,7 @@ def test_an_entry_says_how_long_the_router_learned(before, said):
     assert card["experts"]["routing"] == said
 
 
-@pytest.mark.parametrize("name", ["fullest_rank", "further_rounds"])
+@pytest.mark.parametrize("name", ["fullest_rank", "fullest_rank_mean", "further_rounds"])
 def test_without_an_expert_axis_there_are_no_ranks(name):
     card = experts.of_steps(steps({"fullest_expert": 2}))
     assert name not in card["experts"]

@@ -62,6 +62,10 @@ def test_the_reference_is_what_autodiff_gives():
 
 def test_which_backends_take_them():
     h200, a100 = Platform("gpu", "H200", "9.0"), Platform("gpu", "A100", "8.0")
-    taking = lambda on: {name for name in CAPABILITIES if takes_narrow_values(name, on)}  # noqa: E731
-    assert taking(h200) == {"cudnn", "reference"}
-    assert taking(a100) == taking(Platform("cpu", "cpu")) == {"reference"}
+    cpu = Platform("cpu", "cpu")
+    taking = lambda on, packed: {  # noqa: E731
+        name for name in CAPABILITIES if takes_narrow_values(name, on, packed)
+    }
+    assert taking(h200, False) == {"cudnn", "reference"}
+    assert taking(h200, True) == {"reference"}  # offsets of documents are q's, also of the output
+    assert all(taking(on, packed) == {"reference"} for on in (a100, cpu) for packed in (0, 1))

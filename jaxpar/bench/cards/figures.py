@@ -50,6 +50,7 @@ TRAINING = (
     CardFigure("loss, last step", "loss/last", ".4f"),
     CardFigure("fullest expert", "experts/fullest_expert/median", ".2f"),
     CardFigure("fullest rank", "experts/fullest_rank/median", ".2f"),
+    CardFigure("  mean of layers", "experts/fullest_rank_mean/median", ".2f"),
     CardFigure("further rounds", "experts/further_rounds/median"),
     CardFigure("GB sent per step", "collective_bytes/bytes", ",.3f", 1e-9),
     CardFigure("profiled step ms", "profile/ms/step"),

@@ -15,7 +15,14 @@ FRESH = "fresh router"
 LEARNED = 20
 
 #: Metrics of a step that a card has, if the step has them.
-METRICS = ("expert_entropy", "fullest_expert", "fullest_rank", "further_rounds", "dropped_rows")
+METRICS = (
+    "expert_entropy",
+    "fullest_expert",
+    "fullest_rank",
+    "fullest_rank_mean",
+    "further_rounds",
+    "dropped_rows",
+)
 
 
 def of_steps(
@@ -47,7 +54,8 @@ def in_words(card: dict[str, Any]) -> str:
     median = lambda name: found[name]["median"]  # noqa: E731
     parts = [f"fullest expert {median('fullest_expert'):.2f} times the mean"]
     if "fullest_rank" in found:
-        parts.append(f"fullest rank {median('fullest_rank'):.2f} times")
+        mean = f"{median('fullest_rank_mean'):.2f} in the mean layer"
+        parts.append(f"fullest rank {median('fullest_rank'):.2f} times ({mean})")
         parts.append(f"{median('further_rounds'):,.0f} further rounds")
     parts.append(f"dropped {found['dropped_rows']['most']:,.0f}")
     return f"experts: {', '.join(parts)} per step; routing {found['routing']}"

@@ -67,7 +67,7 @@ def attention(
 def forward(q, k, v, mask: AttentionMask, choice: Choice) -> tuple[jax.Array, jax.Array]:
     """`attention` without a derivative, for callers that call `backward` themselves."""
     options = _options(choice, choice.forward_blocks)
-    (wide,) = widen(choice.forward, q, v)
+    (wide,) = widen(choice.forward, mask, q, v)
     out, lse = BACKENDS[choice.forward].forward(q, k, wide, mask, **options)
     return out[..., : v.shape[-1]], lse
 
@@ -78,7 +78,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choic
     if CAPABILITIES[choice.backward].deterministic == "on request":
         options["deterministic"] = choice.deterministic
     module = BACKENDS[choice.backward]
-    wide, out, d_out = widen(choice.backward, q, v, out, d_out)
+    wide, out, d_out = widen(choice.backward, mask, q, v, out, d_out)
     dq, dk, dv = module.backward(q, k, wide, mask, out, lse, d_out, d_lse, **options)
     return dq, dk, dv[..., : v.shape[-1]]
 

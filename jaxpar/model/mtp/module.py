@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.model import norm
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.mtp.parameters import DIMS
 from jaxpar.parallel.collectives import all_gather
 from jaxpar.parallel.context import token_order
 from jaxpar.sharding.axes import SEQUENCE
@@ -46,12 +47,19 @@ def module(
               predicts, like x. w: the module's weights, complete over FSDP_AXES. layer: (x, weights
               of a layer, context) -> x.
     """
-    m = cfg.model
-    own = {n: w[n] for n in ("embed_norm", "hidden_norm", "w_join", "out_norm")}
-    normed = norm.norm(embedded, own["embed_norm"], m), norm.norm(x, own["hidden_norm"], m)
-    x = jnp.concatenate(normed, axis=-1) @ own["w_join"]
-    x = layer(x, {n: a for n, a in w.items() if n not in own}, context)
-    return norm.norm(x, own["out_norm"], m)
+    x = layer(joined(x, embedded, w, cfg.model), of_layer(w), context)
+    return norm.norm(x, w["out_norm"], cfg.model)
+
+
+def joined(x: jax.Array, embedded: jax.Array, w: Tree, m: ModelConfig) -> jax.Array:
+    """Compute the input of a module's layer. Args: as `module`."""
+    normed = norm.norm(embedded, w["embed_norm"], m), norm.norm(x, w["hidden_norm"], m)
+    return jnp.concatenate(normed, axis=-1) @ w["w_join"]
+
+
+def of_layer(w: Tree) -> Tree:
+    """Select the weights of a module's layer."""
+    return {n: a for n, a in w.items() if n not in DIMS}
 
 
 def shifted(batch: Batch, cfg: Config) -> Batch:

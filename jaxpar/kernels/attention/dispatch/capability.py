@@ -38,6 +38,8 @@ class Capability:
     softcap              It can cap the scores.
     narrow_values_since  The first compute capability for which the head dim of v may be smaller
                          than that of q and k; 0: any platform. Elsewhere v is padded (`values.py`).
+    narrow_packed        This also holds for packed documents. JAX gives cuDNN one list of offsets
+                         for both q and the output, counted in elements of q.
     last_resort          "auto" takes it only if no other kernel serves the request, or if it was
                          measured to be the fastest.
     deterministic        When the backward is reproducible bit for bit: always, on request, or only
@@ -55,6 +57,7 @@ class Capability:
     lse_gradient: bool
     softcap: bool
     narrow_values_since: float | None
+    narrow_packed: bool
     last_resort: bool
     deterministic: Literal["always", "on request", "by XLA flag"]
 
@@ -73,6 +76,7 @@ CAPABILITIES: dict[str, Capability] = {
         lse_gradient=False,
         softcap=False,
         narrow_values_since=9.0,
+        narrow_packed=False,
         last_resort=False,
         deterministic="by XLA flag",
     ),
@@ -88,6 +92,7 @@ CAPABILITIES: dict[str, Capability] = {
         lse_gradient=True,
         softcap=False,
         narrow_values_since=None,
+        narrow_packed=False,
         last_resort=False,
         deterministic="on request",
     ),
@@ -103,6 +108,7 @@ CAPABILITIES: dict[str, Capability] = {
         lse_gradient=True,
         softcap=True,
         narrow_values_since=None,
+        narrow_packed=False,
         last_resort=True,
         deterministic="always",
     ),
@@ -118,6 +124,7 @@ CAPABILITIES: dict[str, Capability] = {
         lse_gradient=True,
         softcap=True,
         narrow_values_since=0,
+        narrow_packed=True,
         last_resort=True,
         deterministic="always",
     ),
@@ -204,10 +211,15 @@ def refusal(backend: str, request: Request) -> str | None:
     return "; ".join(reason for reason in reasons if reason) or None
 
 
-def takes_narrow_values(backend: str, platform: Platform) -> bool:
-    """Return whether v's head dim may be smaller than that of q and k, without padding."""
-    since = CAPABILITIES[backend].narrow_values_since
-    return since is not None and float(platform.compute_capability or 0) >= since
+def takes_narrow_values(backend: str, platform: Platform, packed: bool) -> bool:
+    """Return whether v's head dim may be smaller than that of q and k, without padding.
+
+    Args:     packed: whether rows have several documents.
+    """
+    able = CAPABILITIES[backend]
+    if able.narrow_values_since is None or (packed and not able.narrow_packed):
+        return False
+    return float(platform.compute_capability or 0) >= able.narrow_values_since
 
 
 def is_last_resort(backend: str, request: Request) -> bool:
