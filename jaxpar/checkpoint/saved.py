@@ -26,6 +26,7 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
+    "recurrent_backend",
 }
 
 #: All other fields: a new value would change shapes, or the function of the model.

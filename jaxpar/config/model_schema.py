@@ -250,6 +250,9 @@ class ModelConfig:
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""
+    recurrent_backend: Literal["auto", "reference", "triton"] = "auto"
+    """Kernels of recurrent layers. reference: plain JAX. auto: the fastest where it was measured,
+    else reference (docs/kernels.md#recurrences)."""
     attention_deterministic: bool = False
     """Make the attention backward bitwise deterministic, at a cost in speed."""
 

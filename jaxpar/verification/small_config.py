@@ -14,7 +14,7 @@ from jaxpar.sharding.params import count
 
 
 def float32(cfg: Config) -> Config:
-    """Return the config in float32, with the reference attention, which runs on all devices."""
+    """Return the config in float32, with the reference kernels, which run on all devices."""
     return replace(
         cfg,
         **{
@@ -22,6 +22,7 @@ def float32(cfg: Config) -> Config:
             "model.matmul_dtype": "compute",
             "model.float8_scaling": "tensor",
             "model.attention_backend": "reference",
+            "model.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
