@@ -26,6 +26,15 @@ from jaxpar.runtime.progress import meter
 #: Allowed suffixes of the file's name.
 ENDINGS = (".pt", ".pth")
 
+#: Fields that `torch_model.py` does not read, and their only values.
+FIXED = {
+    "attention": "softmax",
+    "attention_chunk": None,
+    "qk_norm_gain": True,
+    "nope_query_beta": 0.0,
+    "router_scales_input": False,
+}
+
 _LAYER = "layers.{L}."
 
 #: The names in `torch_model.py`, for all parameters that a model can have.
@@ -76,8 +85,8 @@ PLAIN = Family(
         Entry("layers/b_up", _LAYER + "mlp.experts.{E}.up.bias", "LEF", "F"),
         Entry("layers/b_down", _LAYER + "mlp.experts.{E}.down.bias", "LED", "D"),
     ),
-    fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name != "attention"},
-    fixed={"attention": "softmax"},
+    fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name not in FIXED},
+    fixed=FIXED,
     defaults={},
     sliding=True,
     query_beta=True,

@@ -70,6 +70,8 @@ class Family:
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False
     """Whether every Nth layer may have no RoPE."""
+    chunked: bool = False
+    """Whether layers with RoPE attend within chunks, and queries of the others grow (Llama 4)."""
     mxfp4: bool = False
     """Whether weights may be in MXFP4, which are dequantized."""
     float8_blocks: bool = False

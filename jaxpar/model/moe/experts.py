@@ -124,10 +124,13 @@ def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Executi
     plan = named_plan(plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch))
     weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
-    sent, sent_weights = plan.out(_by_token(x)), plan.pairs_out(_by_token(weights))
+    to_experts, of_sums = x, weights
+    if m.router_scales_input:  # a token has one expert, and so one weight
+        to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)
+    sent, sent_weights = plan.out(_by_token(to_experts)), plan.pairs_out(_by_token(of_sums))
     sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
     here = x if SHARED[0] in w else None
-    return SentTokens(here, sent, sent_weights, routing.experts, weights, plan, x.shape)
+    return SentTokens(here, sent, sent_weights, routing.experts, of_sums, plan, x.shape)
 
 
 def _by_token(a: jax.Array) -> jax.Array:
