@@ -137,6 +137,9 @@ class ParallelConfig:
     expert: int = 1
     """Shards of the experts (EP): each device has some experts, and receives the tokens of all
     devices of the axis. Everything else treats it as a larger `data`."""
+    expert_tensor: int = 0
+    """Tensor ranks over which each expert is split (Megatron's expert tensor parallel size). 0: all
+    of them. 1: none; experts are whole, and spread over the tensor ranks of an expert rank too."""
     expert_dispatch: Literal["auto", "tokens", "rows"] = "auto"
     """What devices of an expert axis send. tokens: each token to all of them. rows: a row for each
     expert of a token, to the device of that expert. auto: whichever sends fewer bytes."""

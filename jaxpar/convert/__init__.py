@@ -8,6 +8,7 @@ peft/importing    from-peft                       peft/exporting    to-peft
 megatron/importing from-megatron                 megatron/tensors  its fused tensors
 megatron/checkpoint   torch_dist                 megatron/pickle_tree   pickles, not run
 hf/mesh_load      a published folder to a mesh    torch_file        to-torch
+torch_names       names in its files              torch_model       the model in plain PyTorch
 selfcheck         compares logits
 """
 

@@ -20,6 +20,7 @@ from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.megatron import importing as megatron_import
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
+from jaxpar.convert.torch_names import PLAIN
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
@@ -232,7 +233,7 @@ def to_peft(options: ToPeft, step: int) -> None:
 def to_torch(options: ToTorch, step: int) -> None:
     """Run `to-torch` on a checkpoint."""
     torch_file.require_torch()
-    export = exporting.open_export(options.run, step, options.dtype, torch_file.PLAIN)
+    export = exporting.open_export(options.run, step, options.dtype, PLAIN)
     torch_file.to_torch(export, Path(options.file), log)
     log(f"{options.file}: {export.dtype}, of step {export.step}")
 

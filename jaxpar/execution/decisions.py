@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.kernels.platform import Platform
@@ -84,7 +85,7 @@ class Execution:
 
     @property
     def expert_dispatch(self) -> Literal["tokens", "rows"]:
-        """What the n devices of an expert axis send: by default, whichever is fewer bytes.
+        """What the n devices that share experts send: by default, whichever is fewer bytes.
 
         tokens  Each token to all others: n - 1 copies of it. A permute each, by copy engines.
         rows    A row for each of its k experts, of which (n - 1) / n have another device, and the
@@ -92,7 +93,8 @@ class Execution:
         p, m = self.cfg.parallel, self.cfg.model
         if p.expert_dispatch != "auto":
             return p.expert_dispatch
-        return "tokens" if p.expert <= max(p.expert_slack, 1.0) * m.experts_per_token else "rows"
+        copies = max(p.expert_slack, 1.0) * m.experts_per_token
+        return "tokens" if expert_ways(p) <= copies else "rows"
 
     @property
     def postpones_weight_gradients(self) -> bool:
@@ -122,8 +124,9 @@ class Execution:
             yield "weights: gathered per layer, one layer ahead"
         elif self.scatters_per_layer:
             yield "gradients: scattered per layer"
-        if self.cfg.model.num_experts and p.expert > 1:
-            yield f"experts: dispatch by {self.expert_dispatch}"
+        if self.cfg.model.num_experts and expert_ways(p) > 1:
+            over = " over expert and tensor" if spreads_experts(p) else ""
+            yield f"experts: dispatch by {self.expert_dispatch}{over}"
         if p.num_microbatches > 1 or p.pipeline > 1:
             how = "in the matmuls" if self.float32_weight_gradients else "in a separate pass"
             yield f"float32 gradient sums: {how}"

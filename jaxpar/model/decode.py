@@ -28,6 +28,7 @@ from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
 from jaxpar.model.loss import softcapped
+from jaxpar.model.moe import experts
 from jaxpar.model.recurrent import decode as recurrent
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -240,9 +241,12 @@ def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array 
 
 def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
     """Add the layer's feed-forward branch to x. of: the residual stream that it reads."""
-    branch = branches(w)[-1]
-    whole = Shards((_normalized(of, w, branch.norm, cfg.model),))
-    (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
+    branch, ex = branches(w)[-1], execution_of(cfg)
+    h = _normalized(of, w, branch.norm, cfg.model)
+    if "router" in w:
+        partial = branch.function(experts.whole(h, w), w, context, ex).partial
+    else:
+        (partial,) = branch.function(Shards((h,)), w, context, ex).parts
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
 

@@ -91,9 +91,9 @@ class Branch:
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """Result of `collect` -> the sum for this device's tokens."""
     dispatch: Callable[[Any, Weights, AttentionContext, Execution], Any] = _as_received
-    """Result of `receive` -> input of `compute`: communication over EXPERT."""
+    """Result of `receive` -> input of `compute`: communication over EXPERT, and TENSOR."""
     collect: Callable[[Any], Any] = _as_computed
-    """Result of `compute` -> input of `send`: communication over EXPERT."""
+    """Result of `compute` -> input of `send`: communication over EXPERT, and TENSOR."""
 
     def function(self, h: Any, w: Weights, context: AttentionContext, ex: Execution) -> Any:
         """Return the input of `send` from the result of `receive`."""
@@ -173,6 +173,7 @@ EXPERTS = dataclasses.replace(
     receive=experts.received,
     dispatch=experts.dispatched,
     collect=experts.collected,
+    send=experts.summed,
     bias=None,  # that of each row's expert is part of `compute`
 )
 

@@ -1,11 +1,13 @@
 """The model's parameters: their specs, and which are trainable."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
@@ -24,7 +26,9 @@ from jaxpar.sharding.params import ParamSpec, split
 type Tree = dict[str, Any]
 
 
-def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
+def param_specs(
+    m: ModelConfig, adapters: LoraConfig | None = None, *, spread: bool = False
+) -> Tree:
     """Return the specs of the model's parameters: shapes, logical axes, initial distributions.
 
     Weights are initialized from a normal distribution with standard deviation `init_std`. The two
@@ -36,20 +40,28 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     The modules of multi-token prediction are "mtp".
 
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
+              spread: `spreads_experts`, which only shardings depend on.
     """
     of_kinds = kinds(m)
-    specs = blocks_with_top(m, _layers(m, of_kinds.count(ATTENTION) - m.dense_layers))
+    layers = functools.partial(_layers, m, spread=spread)
+    specs = blocks_with_top(m, layers(of_kinds.count(ATTENTION) - m.dense_layers))
     for kind in sorted(set(of_kinds) - {ATTENTION}):
-        specs[STACKS[kind]] = _layers(m, of_kinds.count(kind), kind)
+        specs[STACKS[kind]] = layers(of_kinds.count(kind), kind)
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = _layers(dense, m.dense_layers)
     if m.mtp_depth:
-        specs["mtp"] = mtp.specs(m, _layers(m, m.mtp_depth))
+        specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
-def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
+def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:
+    """Return the specs of a run's parameters. Args:     adapters: include those that it has."""
+    lora_or_none = cfg.lora if adapters else None
+    return param_specs(cfg.model, lora_or_none, spread=spreads_experts(cfg.parallel))
+
+
+def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool = False) -> Tree:
     """Return the specs of `count` stacked layers of one kind."""
     D, F = m.d_model, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
@@ -85,7 +97,7 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION) -> Tree:
     if not feeds_forward:
         return blocks
     if m.num_experts:
-        blocks |= _experts(m, matrix, vector, deep)
+        blocks |= _experts(m, matrix, vector, deep, spread)
     else:
         into = ("w_gate", "w_up") if m.mlp_gate else ("w_up",)
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in into}
@@ -135,13 +147,16 @@ def _experts(
     matrix: Callable[..., ParamSpec],
     vector: Callable[..., ParamSpec],
     deep: float,
+    spread: bool,
 ) -> Tree:
     """Return the specs of stacked layers' routers and experts.
 
     Args:     matrix, vector: shape and axes of a layer's array, and its distribution -> its spec.
-              deep: standard deviation of the matrices that write to the residual stream.
+              deep: standard deviation of the matrices that write to the residual stream. spread: as
+              in `param_specs`.
     """
     D, E, F = m.d_model, m.num_experts, m.d_ff
+    which, wide = ("spread_experts", "whole_mlp") if spread else ("experts", "mlp")
     blocks: Tree = {"router": matrix((D, E), ("embed", "router"))}
     if m.router_bias:  # no gradient: a step updates it from the load of each expert
         bias = vector((E,), ("router",), "zeros")
@@ -149,11 +164,10 @@ def _experts(
     if m.router_linear_bias:
         blocks["b_router"] = vector((E,), ("router",), "zeros")
     for name in ("w_gate", "w_up"):
-        blocks[name] = matrix((E, D, F), ("experts", "expert_embed", "mlp"))
-    blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "expert_embed"), deep)
+        blocks[name] = matrix((E, D, F), (which, "expert_embed", wide))
+    blocks["w_down"] = matrix((E, F, D), (which, wide, "expert_embed"), deep)
     if m.expert_bias:
-        sharded = ("experts", "mlp")
-        blocks |= {n: vector((E, F), sharded, "zeros") for n in ("b_gate", "b_up")}
+        blocks |= {n: vector((E, F), (which, wide), "zeros") for n in ("b_gate", "b_up")}
         # Every device adds those of its tokens, whichever device has the experts.
         blocks["b_down"] = vector((E, D), ("router", "norm"), "zeros")
     if shared := m.num_shared_experts * F:
@@ -168,7 +182,7 @@ def _experts(
 
 def trainable_specs(cfg: Config) -> Tree:
     """Return the specs of the parameters that training updates: all, or only the adapters."""
-    specs = param_specs(cfg.model, cfg.lora)
+    specs = specs_of(cfg)
     return split(specs, specs)[0]
 
 

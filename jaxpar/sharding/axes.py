@@ -35,6 +35,9 @@ FSDP_AXES = (DATA, EXPERT, SEQUENCE)
 #: The same for the matrices of experts, whose experts are split over EXPERT.
 EXPERT_FSDP_AXES = (DATA, SEQUENCE)
 
+#: Axes over which experts are split, if those of an expert rank are spread over its tensor ranks.
+SPREAD_EXPERT_AXES = (EXPERT, TENSOR)
+
 #: Axes over which the vocabulary is split. They include the pipeline, so that all stages share the
 #: work of the head.
 VOCAB_AXES = (TENSOR, PIPELINE)
@@ -46,7 +49,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": (TENSOR,),
     "kv_heads": (TENSOR,),
     "mlp": (TENSOR,),
+    "whole_mlp": (),
     "experts": (EXPERT,),
+    "spread_experts": SPREAD_EXPERT_AXES,
     "expert_embed": EXPERT_FSDP_AXES,
     "router": (),
     "vocab": VOCAB_AXES,

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, LoraConfig, replace
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.model import lora
-from jaxpar.model.parameters import param_specs, trainable_specs
+from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step.state import init_params
 
@@ -39,7 +39,7 @@ def merge(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """
     if not cfg.lora.rank:
         return params
-    whole, specs = partition_specs(param_specs(cfg.model)), param_specs(cfg.model, cfg.lora)
+    whole, specs = partition_specs(specs_of(cfg, adapters=False)), specs_of(cfg)
     local = jax.shard_map(
         lambda frozen, trainable: lora.merge(join(frozen, trainable), factor(cfg)),
         mesh=mesh,

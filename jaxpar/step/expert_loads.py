@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
+from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.moe.router import LOSSES
 from jaxpar.parallel.collectives import psum
@@ -81,12 +82,12 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
 
 
 def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, jax.Array]:
-    """Compute the metrics of an expert axis. Empty without one.
+    """Compute the metrics of the devices that share experts. Empty if none do.
 
     Args:     share: float32 [layers, E], of a layer's rows.
     Communication: two all-reduces over PIPELINE.
     """
-    if (n := cfg.parallel.expert) == 1:
+    if (n := expert_ways(cfg.parallel)) == 1:
         return {}
     of_rank = jnp.sum(share.reshape(len(share), n, -1), axis=2)
     fullest = jnp.max(of_rank, axis=1) * n  # of each layer; 0 in an empty slot

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import is_equal
-from jaxpar.model.parameters import param_specs, trainable_specs
+from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
@@ -40,7 +40,7 @@ class TrainState:
     step: Any
     """int32 scalar: number of optimizer steps taken."""
     params: Any
-    """float32 master weights, with the structure of `parameters.param_specs`."""
+    """float32 master weights, with the structure of `parameters.specs_of`."""
     opt_state: Any
     """optax state. Moments have the shapes and shardings of the trainable parameters."""
     guard: Any = ()
@@ -54,12 +54,12 @@ def optimizer_for(cfg: Config) -> optax.GradientTransformation:
 
 def abstract_state(cfg: Config) -> TrainState:
     """Return the running state's global shapes and dtypes without allocating arrays."""
-    return _abstract(cfg, with_slots(param_specs(cfg.model, cfg.lora), cfg))
+    return _abstract(cfg, with_slots(specs_of(cfg), cfg))
 
 
 def abstract_logical(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes, dtypes and shardings of `to_logical`, those of a checkpoint's arrays."""
-    arrays, running = _abstract(cfg, param_specs(cfg.model, cfg.lora)), state_shardings(cfg, mesh)
+    arrays, running = _abstract(cfg, specs_of(cfg)), state_shardings(cfg, mesh)
     place = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     return jax.tree.map(place, arrays, logical_shardings(arrays, running, cfg))
 
@@ -75,7 +75,7 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
     """Return the initial optax state for the given parameters."""
-    trainable, _ = split(params, param_specs(cfg.model, cfg.lora))
+    trainable, _ = split(params, specs_of(cfg))
     return moments.in_storage_dtype(optimizer_for(cfg).init(trainable), cfg.optimizer)
 
 
@@ -91,7 +91,7 @@ def state_specs(cfg: Config) -> TrainState:
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_none,
     )
-    params = partition_specs(param_specs(cfg.model, cfg.lora))
+    params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     return TrainState(PartitionSpec(), params, opt_state, guard)
 
@@ -134,7 +134,7 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
 
     Parameters depend only on (train.seed, path), so they are equal bit for bit on every mesh.
     """
-    params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
+    params = init_params(specs_of(cfg), cfg, mesh)
     return state_of(params, cfg, mesh)
 
 

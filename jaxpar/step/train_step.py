@@ -174,7 +174,7 @@ def train_step(
         ex, max_segments, state.params, batch, scale, record=record
     )
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
-    trainable, frozen = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
+    trainable, frozen = split(state.params, parameters.specs_of(cfg))
     with jax.named_scope("optimizer"):
         grads = clip(grads, metrics.grad_norm, cfg.optimizer.clip_norm)
         specs, layers = parameters.trainable_specs(cfg), layers_here(cfg)
@@ -223,7 +223,7 @@ def loss_gradients_and_loads(
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
-    trainable, frozen = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
+    trainable, frozen = split(varying(params), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
     weights = weights_of_step(shards, cfg)
     if frozen:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
-from jaxpar.model.parameters import param_specs, trainable_specs
+from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -89,7 +89,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
 
     Args:     batches: at least one; the first gives the gradients. steps: number of steps.
     """
-    specs = param_specs(cfg.model, cfg.lora)
+    specs = specs_of(cfg)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
     if cfg.optimizer.clip_norm > 0:
         rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
@@ -129,7 +129,7 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     more = ("train.z_loss", "train.balance_loss", "train.router_z_loss", "train.mtp_loss")
     no_more = dict.fromkeys(more, 0.0)
     plain = replace(cfg, **no_more)
-    trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
+    trainable, frozen = split(params, specs_of(cfg))
 
     def both(trainable):
         params = join(trainable, frozen)

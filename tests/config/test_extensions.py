@@ -13,7 +13,7 @@ from jaxpar.config import Config, ConfigError, registry, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.hf.families import FAMILIES, LLAMA
-from jaxpar.convert.torch_file import PLAIN
+from jaxpar.convert.torch_names import PLAIN
 from jaxpar.inference import generation
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer

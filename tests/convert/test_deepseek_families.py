@@ -20,7 +20,7 @@ from jaxpar.convert.hf.folder import find_tensors
 from jaxpar.convert.hf.tensor_layout import shape_of, sizes_of, tensor_shape
 from jaxpar.convert.peft.exporting import adapter_entries
 from jaxpar.convert.safetensors_file import read_header
-from jaxpar.convert.torch_file import PLAIN
+from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.batch import Batch
@@ -192,10 +192,10 @@ def test_what_is_refused(name, change, said):
         model_of(values, family_of(values))
 
 
-def test_plain_pytorch_has_no_latents():
-    m = dataclasses.replace(command_line.load_config("moonlight_16b_a3b").model, dense_layers=0)
-    assert "no tensor for layers/kv_a_norm" in why_not(PLAIN, m)
-    with pytest.raises(ConfigError, match=r"deepseek_v3: model.norm_offset .*Fix: train a model"):
+def test_what_no_family_has_is_exported_to_plain_pytorch():
+    m = command_line.load_config("moonlight_16b_a3b").model
+    assert why_not(PLAIN, dataclasses.replace(m, norm_offset=True)) is None
+    with pytest.raises(ConfigError, match=r"deepseek_v3: model.norm_offset .*Fix: .*`to-torch`"):
         choose_family(dataclasses.replace(m, norm_offset=True))
 
 

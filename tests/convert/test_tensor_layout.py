@@ -11,7 +11,7 @@ from jaxpar.convert.hf import tensor_layout
 from jaxpar.convert.hf.entries import PHI3_LAYERS
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.tensor_layout import Entry
-from jaxpar.convert.torch_file import PLAIN
+from jaxpar.convert.torch_names import PLAIN
 from jaxpar.sharding import grid
 
 SIZES = tensor_layout.sizes_of(

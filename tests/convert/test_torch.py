@@ -14,7 +14,7 @@ from jaxpar.convert import torch_file
 from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import entry_table, why_not
-from jaxpar.convert.torch_file import PLAIN
+from jaxpar.convert.torch_names import PLAIN
 from tests.convert import tiny
 from tests.slow import slow_but
 
@@ -31,6 +31,10 @@ def test_every_parameter_has_a_name():
         ModelConfig(num_experts=4, router_linear_bias=True, expert_bias=True),
         ModelConfig(attention_sinks=True),
         ModelConfig(pre_norms=False, post_norms=True),
+        ModelConfig(attention_gate=True, layer_pattern="GM*", post_norms=True, num_experts=4),
+        ModelConfig(kv_lora_rank=16, num_experts=4, dense_layers=1, mtp_depth=1),
+        ModelConfig(kv_lora_rank=16, q_lora_rank=16, layer_pattern="M*-"),
+        ModelConfig(num_experts=4, num_shared_experts=1, shared_expert_gate=True),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
@@ -76,12 +80,13 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-#: Models without dense first layers, which `to-torch` refuses.
-WRITTEN = [name for name, m in tiny.MODELS.items() if not m.get("first_k_dense_replace")]
+#: One of each kind of layer.
+QUICK = ["llama3_1", "gemma3", "qwen3_moe", "deepseek_v2", "deepseek_v3_whole", "nemotron_h"]
+QUICK += ["qwen3_next"]
 
 
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
-@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "qwen3_moe"], WRITTEN))
+@pytest.mark.parametrize("name", slow_but(QUICK, list(tiny.MODELS)))
 def test_torch_computes_the_same_logits(name, tmp_path):
     import torch
 
@@ -99,6 +104,24 @@ def test_torch_computes_the_same_logits(name, tmp_path):
     assert json.loads(file.with_suffix(".json").read_text())["num_layers"] == wanted.num_layers
     with pytest.raises(ConfigError, match=r"FILE = .*already exists"):
         main(["to-torch", str(run), str(file)])
+
+
+@pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
+def test_multi_token_prediction_is_left_out(tmp_path, capsys):
+    import torch
+
+    from jaxpar.convert import torch_model
+
+    values = tiny.MODELS["deepseek_v3_whole"] | {"num_nextn_predict_layers": 1}
+    published = tiny.write_folder(tmp_path / "model", values)
+    importing.from_hf(published, tmp_path / "run", lambda _: None, tolerance=None)
+    assert main(["to-torch", str(tmp_path / "run"), str(tmp_path / "model.pt")]) == 0
+    assert "left out multi-token prediction" in capsys.readouterr().out
+    with torch.no_grad():
+        model = torch_model.load(tmp_path / "model.pt")
+        found = model(torch.from_numpy(tiny.tokens(values)))[0].numpy()
+    golden = np.load(Path(__file__).parent / "goldens" / "deepseek_v3_whole.npy")
+    assert np.abs(found - golden).max() <= 1e-5
 
 
 #: Options of experts, as DeepSeek-V3 and gpt-oss have them.
@@ -125,11 +148,11 @@ GPT_OSS = {
 def test_torch_computes_experts_as_the_model_does(options):
     import torch
 
-    from jaxpar.convert import torch_model
+    from jaxpar.convert.torch_model.feed_forward import Experts
     from jaxpar.model import reference
 
     m = ModelConfig(d_model=16, d_ff=8, num_experts=8, experts_per_token=3, **options)
-    experts = torch_model.Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
+    experts = Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
     rng = np.random.default_rng(0)
     state = {n: rng.normal(size=w.shape).astype("f") for n, w in experts.state_dict().items()}
     experts.load_state_dict({name: torch.from_numpy(w) for name, w in state.items()})

@@ -58,10 +58,16 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"expert": 4}, {"expert": 2, "data": 2}, {"expert": 2, "tensor": 2, "sequence": 2}]
+    "mesh",
+    [
+        {"expert": 4},
+        {"expert": 2, "data": 2},
+        {"expert": 2, "tensor": 2, "sequence": 2},
+        {"expert": 2, "tensor": 2, "data": 2, "expert_tensor": 1},
+    ],
 )
 def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
-    count = 8 if len(mesh) == 3 else 4
+    count = 8 if len(mesh) > 2 else 4
     cfg = on(count, replace(SMALL, **{"model.dense_layers": 1}), **{"data": 1} | mesh)
     to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:count]))
     placed = jax.tree.map(
@@ -108,6 +114,18 @@ def test_an_expert_axis_sends_tokens_and_no_experts():
     assert sent["data"] == pytest.approx(2 * 7 / 8 * (3 * others + 2 * 2 * shard.table), rel=0.01)
     whole = {t.axis: t.sent for t in traffic_of(on(8), shard_of(on(8)), cluster(8))}
     assert "expert" not in whole and whole["data"] > 10 * sent["data"]
+
+
+def test_whole_experts_on_tensor_ranks_send_to_both_axes_and_gather_nothing():
+    split = on(8, expert=4, tensor=2, data=1)
+    whole = on(8, expert=4, tensor=2, data=1, expert_tensor=1)
+    sizes = [
+        {t.axis: t.sent for t in traffic_of(c, shard_of(c), cluster(8))} for c in (split, whole)
+    ]
+    N = 32 * 4096 // 4
+    assert [experts.dispatched(c).sent for c in (split, whole)] == [3 * N, 7 * N // 2]
+    assert sizes[1]["tensor"] < 0.6 * sizes[0]["tensor"]
+    assert experts.saved_rows(whole) == pytest.approx(experts.saved_rows(split), rel=0.02)
 
 
 def test_a_dispatch_by_rows_sends_and_stores_its_slots():

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, in_zigzag_order
 
 
@@ -55,7 +56,10 @@ def _divisions(cfg: Config) -> list[_Division]:
         table += _float8_divisions(cfg)
     if cfg.model.num_experts:
         why = "devices of the expert axis get equal numbers of experts"
-        table.append(_Division("model.num_experts", (expert,), why))
+        by: tuple[str, ...] = (expert,)
+        if spreads_experts(p):
+            why, by = "whole experts are spread over the devices of both axes", (expert, tensor)
+        table.append(_Division("model.num_experts", by, why))
     if p.virtual_stages > 1:
         why = "interleaved stages work in whole rounds"
         table.append(_Division("parallel.num_microbatches", (pipeline,), why))

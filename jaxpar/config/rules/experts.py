@@ -1,6 +1,7 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
 #: Fields that only a model with experts reads.
@@ -9,7 +10,7 @@ model.num_shared_experts model.shared_expert_gate model.dense_layers
 model.router_score model.router_linear_bias model.router_bias model.router_groups
 model.router_groups_per_token model.router_scale model.router_scales_input
 train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
-parallel.expert_dispatch run.record_routing""".split()
+parallel.expert_dispatch parallel.expert_tensor run.record_routing""".split()
 
 COUNT = "model.num_experts"
 
@@ -25,8 +26,9 @@ def experts(cfg: Config) -> None:
     path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
     ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    _placement(cfg)
     path, axis = "parallel.expert_dispatch", "parallel.expert"
-    if cfg.parallel.expert == 1:
+    if expert_ways(cfg.parallel) == 1:
         _needs(cfg, path, f"needs an expert axis, but {axis} is 1", flag(axis, 2))
     path, slack = "parallel.expert_slack", cfg.parallel.expert_slack
     require(slack > 0, cfg, path, "must be above 0", flag(path, default_of(path)))
@@ -46,6 +48,13 @@ def experts(cfg: Config) -> None:
     require(ok, cfg, path, f"needs {needed}, which is 0", flag(path, False), flag(needed, 1))
     path, none = "model.mlp_bias", flag(COUNT, 0)
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
+
+
+def _placement(cfg: Config) -> None:
+    """Check how many tensor ranks split an expert."""
+    path, p = "parallel.expert_tensor", cfg.parallel
+    rule = f"must be 0 or parallel.tensor = {p.tensor} (all tensor ranks), or 1 (whole experts)"
+    require(p.expert_tensor in (0, 1, p.tensor), cfg, path, rule, flag(path, 0), flag(path, 1))
 
 
 def _dense_layers(cfg: Config) -> None:

@@ -229,7 +229,8 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         return (
             f"model.num_heads * model.head_dim = {wide}, but its models have d_model, {m.d_model}"
         )
-    missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
+    missing = {path for path in flat(param_specs(m)) if path.split("/")[0] not in family.without}
+    missing -= {entry.path for entry in entry_table(family, m)}
     return f"no tensor for {', '.join(sorted(missing))}" if missing else None
 
 
@@ -244,11 +245,8 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format, and to-torch has one kind of layer,
-    # with grouped-query attention.
-    one_kind = not m.dense_layers and not m.layer_pattern
-    of_torch = m.attention == "softmax" and one_kind and not m.kv_lora_rank
-    fix = "export it with `to-torch`, or " if of_torch else ""
+    # A registered attention function has no name in any format.
+    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 

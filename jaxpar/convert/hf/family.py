@@ -86,6 +86,8 @@ class Family:
     heads_alike: bool = False
     """Whether config.json has only the number of heads: num_kv_heads is num_heads, and head_dim is
     d_model / num_heads."""
+    without: tuple[str, ...] = ()
+    """Stacks of parameters that its models do not have, and compute the same without."""
     prefix: str = ""
     """Prefix of all tensors but the head, which some files leave out."""
     heads_fill_model: bool = False

@@ -10,8 +10,10 @@
 The result is exact, and no token is dropped: the buffer holds the rows however they are
 distributed. Without an expert axis, every device has all experts of a layer, gathered like other
 matrices, and processes its own tokens. On an expert axis, each device has E/n of the experts, and
-receives their tokens. F is split over TENSOR. The backward is written out, so that only the
-inputs, gate and up are saved, and the router's gradient needs no output of the experts.
+receives their tokens. F is split over TENSOR, so that its ranks have complete sequences; or else
+(`parallel.expert_tensor` 1) its ranks have different experts, and each routes its own tokens, which
+then travel over EXPERT and TENSOR (`group_axes`). The backward is written out, so that
+only the inputs, gate and up are saved, and the router's gradient needs no output of the experts.
 
 Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.15841), MegaBlocks:
           dropless; Guo et al. 2025 (2512.14080), SonicMoE: what the backward saves.
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ModelConfig
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
@@ -37,6 +40,8 @@ from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
 from jaxpar.model.moe.recorded import RECORD, REPEAT, recorded
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
+from jaxpar.parallel.expert.tokens import group_axes
+from jaxpar.parallel.gradient_buffers import buffers_of_use
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
@@ -66,11 +71,21 @@ class ExpertWeights(NamedTuple):
 
 
 @flax.struct.dataclass
+class Received:
+    """The tokens that a device processes: what `received` returns and `dispatched` reads."""
+
+    tokens: jax.Array
+    """[B, T/sequence, D]; of spread experts [B, T/(sequence*tensor), D]: what it routes."""
+    sequences: jax.Array | None
+    """[B, T/sequence, D]: what shared experts read; None if there are none."""
+
+
+@flax.struct.dataclass
 class SentTokens:
     """Tokens on their way to the experts: what `dispatched` returns and `mixture` reads."""
 
     tokens: jax.Array | None
-    """[B, T, D], of this device: what shared experts read; None if there are none."""
+    """[B, T/sequence, D]: what shared experts read; None if there are none."""
     sent: Any
     """`Dispatch.out` of the tokens."""
     sent_weights: Any
@@ -81,7 +96,7 @@ class SentTokens:
     """float32 [B, T, k]"""
     plan: Dispatch
     shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
-    """[B, T, D]."""
+    """[B, T, D], of the tokens that this device routes."""
 
 
 @flax.struct.dataclass
@@ -91,37 +106,60 @@ class Mixed:
     partial: jax.Array
     """For `Dispatch.home`."""
     here: jax.Array | None
-    """[B, T, D]: what this device added for its own tokens."""
+    """[B, T, D]: what this device added for the tokens that it routed."""
+    shared: jax.Array | None
+    """[B, T/sequence, D]: partial sums over TENSOR of the shared experts."""
     plan: Dispatch
     shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
     """[B, T, D]."""
 
 
-def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
-    """Gather a norm's output over TENSOR: the `receive` of experts, which need whole sequences."""
-    return Shards.gather(h.array(), in_shards=False).each(lambda x: NormOutput(named(x, name)))
+@flax.struct.dataclass
+class Summed:
+    """Sums over all experts of a token, on their way to the residual stream."""
+
+    complete: jax.Array | None
+    """[B, T/(sequence*tensor), D]: of spread experts."""
+    partial: jax.Array | None
+    """[B, T/sequence, D]: partial sums over TENSOR, of split experts and shared ones."""
 
 
-def dispatched(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
-    """Route complete sequences, and send the tokens to the devices of their experts.
+def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
+    """Gather a norm's output over TENSOR: the `receive` of experts.
 
-    Returns:  a `SentTokens`.
-    Communication: over EXPERT, as `Dispatch.out`.
+    Spread experts need this device's tokens alone. Shared experts, which are split over TENSOR,
+    need whole sequences.
     """
-    return h.each(lambda part: _dispatched(part.operand, w, context, ex))
+    own = h.array()
+    if not spreads_experts(ex.cfg.parallel):
+        (whole,) = Shards.gather(own, in_shards=False).parts
+        whole = named(whole, name)
+        return Received(whole, whole if SHARED[0] in w else None)
+    if SHARED[0] not in w:
+        return Received(named(own, name), None)
+    (whole,) = Shards.gather(own, in_shards=False).parts
+    return Received(own, named(whole, name))
+
+
+def whole(h: NormOutput, w: Weights) -> Received:
+    """Return what `received` does, of a norm that each rank of TENSOR has complete."""
+    tokens = h.array()
+    return Received(tokens, tokens if SHARED[0] in w else None)
 
 
 @jax.named_scope("experts")
-def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> SentTokens:
-    """Dispatch [B, T, D].
+def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution) -> SentTokens:
+    """Route tokens, and send them to the devices of their experts.
 
-    Args:     w: router [D, E]; w_gate [E/n, D, F], on an expert axis of size n.
+    Args:     w: router [D, E]; w_gate [E/n, D, F], if n devices share the experts.
+    Communication: over `group_axes`, as `Dispatch.out`.
     """
-    m, p = ex.cfg.model, ex.cfg.parallel
+    m, p, x = ex.cfg.model, ex.cfg.parallel, h.tokens
     routing = router.route(x, w, m, context.rows)
     _, D, F = w["w_gate"].shape
     ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
-    plan = named_plan(plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch))
+    how = p.expert_slack, ex.expert_dispatch, group_axes(p)
+    plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
     weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
     to_experts, of_sums = x, weights
@@ -129,29 +167,23 @@ def _dispatched(x: jax.Array, w: Weights, context: AttentionContext, ex: Executi
         to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)
     sent, sent_weights = plan.out(_by_token(to_experts)), plan.pairs_out(_by_token(of_sums))
     sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
-    here = x if SHARED[0] in w else None
-    return SentTokens(here, sent, sent_weights, routing.experts, of_sums, plan, x.shape)
+    return SentTokens(h.sequences, sent, sent_weights, routing.experts, of_sums, plan, x.shape)
 
 
 def _by_token(a: jax.Array) -> jax.Array:
     return a.reshape(-1, a.shape[-1])
 
 
-def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
+@jax.named_scope("experts")
+def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution) -> Mixed:
     """Apply the experts of this device to the tokens that `dispatched` sent.
 
-    Returns:  a `Mixed`. Its sums are partial ones over TENSOR.
+    Args:     w: w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype, if n devices share
+              the experts. With `model.expert_bias`, float32: b_gate and b_up [E/n, F], b_down
+              [E, D].
+    Returns:  weighted sums of the experts here: partial ones over TENSOR, if experts are split.
     """
-    return h.map(_of_shard, w, ex)
-
-
-@jax.named_scope("experts")
-def _of_shard(d: SentTokens, w: Weights, ex: Execution) -> Mixed:
-    """Compute the weighted sums of the experts here.
-
-    Args:     w: w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype, on an expert axis
-              of size n. With `model.expert_bias`, float32: b_gate and b_up [E/n, F], b_down [E, D].
-    """
+    w = buffers_of_use(w, 0)
     m, how = ex.cfg.model, products_of(ex.cfg.model, 1 if ex.gathers_experts else 0)
     matrices = tuple(_named_matrix(w[name]) for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
@@ -160,26 +192,36 @@ def _of_shard(d: SentTokens, w: Weights, ex: Execution) -> Mixed:
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
     partial, here = of_sent(how, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
-        here = _down_biases(d.experts, d.weights, w["b_down"].astype(ex.cfg.model.dtype))
-    if d.tokens is not None:
-        shared = _shared(d.tokens, w, m)
-        here = shared if here is None else here + shared
-    return Mixed(partial, here, d.plan, d.shape)
-
-
-def collected(out: Shards) -> Shards:
-    """Return the sum for each token at its device, [B, T, D]: partial ones over TENSOR.
-
-    Args:     out: a `Mixed`.
-    Communication: over EXPERT, as `Dispatch.home`.
-    """
-    return out.each(_collected)
+        once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
+        here = _down_biases(d.experts, d.weights, w["b_down"].astype(m.dtype), once)
+    shared = None if d.tokens is None else _shared(d.tokens, w, m)
+    return Mixed(partial, here, shared, d.plan, d.shape)
 
 
 @jax.named_scope("experts")
-def _collected(out: Mixed) -> jax.Array:
+def collected(out: Mixed) -> Summed:
+    """Return the sum for each token that this device routed.
+
+    Communication: over `group_axes`, as `Dispatch.home`.
+    """
     total = out.plan.home(out.partial).reshape(out.shape)
-    return total if out.here is None else total + out.here
+    if out.here is not None:
+        total = total + out.here
+    if TENSOR in out.plan.axes:
+        return Summed(total, out.shared)
+    return Summed(None, total if out.shared is None else total + out.shared)
+
+
+def summed(out: Summed) -> jax.Array:
+    """Return the sum for each token of this device: the `send` of experts.
+
+    Returns:  [B, T/(sequence*tensor), D].
+    Communication: a reduce-scatter over TENSOR, unless experts are spread and none is shared.
+    """
+    parts = [] if out.complete is None else [out.complete]
+    if out.partial is not None:
+        parts.append(Shards((out.partial,)).reduce_scatter())
+    return functools.reduce(jnp.add, parts)
 
 
 def _named_matrix(w: Any) -> Any:
@@ -196,17 +238,16 @@ def _led_by(w: Any, dim: int) -> Any:
 
 
 @jax.named_scope("down_bias")
-def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array, once: Any) -> jax.Array:
     """Compute the weighted sum of the biases of each token's experts, [B, T, D].
 
-    A product of few numbers, at the token's device: rows and their rounds do without them. Only the
-    first rank of TENSOR adds them, since its ranks' results are summed.
+    A product of few numbers, at the token's device: rows and their rounds do without them.
 
     Args:     experts: int32 [B, T, k]. weights: float32 [B, T, k]. bias: [E, D], compute dtype.
+              once: whether this device adds them, of those with the same tokens.
     """
     chosen = jax.nn.one_hot(experts, len(bias))
     by_expert = jnp.sum(chosen * weights[..., None], axis=-2)
-    once = lax.axis_index(TENSOR) == 0
     return jnp.where(once, by_expert, 0).astype(bias.dtype) @ bias
 
 

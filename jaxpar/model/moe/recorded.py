@@ -7,8 +7,9 @@
              computes its own choice, the weights of the experts and the losses, so that a step does
              the same work, and its gradients are those of training.
 
-A layer without these weights neither records nor repeats. Both are float32 [b, T, k] for all b rows
-of a device, of which a microbatch, or a row group, has some.
+A layer without these weights neither records nor repeats. Both are float32 [b, T/sequence, k] for
+all b rows of a device, of which a microbatch, or a row group, has some. If experts are spread over
+TENSOR, each of its ranks routes some of the T/sequence tokens.
 """
 
 from typing import Any
@@ -34,6 +35,8 @@ def repeated(chosen: jax.Array, w: dict[str, Any], rows: jax.Array | None) -> ja
     if REPEAT not in w:
         return chosen
     experts = w[REPEAT][rows].astype(chosen.dtype)
+    if (T := chosen.shape[1]) < experts.shape[1]:
+        experts = lax.dynamic_slice_in_dim(experts, lax.axis_index(TENSOR) * T, T, axis=1)
     return jnp.where(experts >= 0, experts, chosen)
 
 
@@ -46,9 +49,14 @@ def recorded(
     """
     if RECORD not in w:
         return weights
-    once = lax.axis_index(TENSOR) == 0  # all its ranks have the same tokens
-    every = jnp.zeros(w[RECORD].shape, jnp.float32)
-    gradient = varying(once * every.at[rows].set(experts.astype(jnp.float32)))
+    b, whole, k = w[RECORD].shape
+    T, rank, chosen = experts.shape[1], lax.axis_index(TENSOR), experts.astype(jnp.float32)
+    if whole == T:
+        chosen = (rank == 0) * chosen  # all its ranks have the same tokens
+    else:
+        empty = varying(jnp.zeros((len(chosen), whole, k), jnp.float32))
+        chosen = lax.dynamic_update_slice_in_dim(empty, chosen, rank * T, axis=1)
+    gradient = varying(jnp.zeros((b, whole, k), jnp.float32).at[rows].set(chosen))
     return _with_gradient(weights, w[RECORD], gradient)
 
 

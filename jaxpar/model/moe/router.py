@@ -6,8 +6,8 @@
               (DeepSeek-V3, GLM-4.5).
 
 With `router_groups`, experts are in groups, and a token chooses groups before experts. Everything
-is float32 and the same on each rank of TENSOR, which has complete tokens. Gradients flow through
-the weights; the choice has none.
+is float32. The ranks of TENSOR have complete sequences, and compute the same; or, if experts are
+spread over them, each has some tokens. Gradients flow through the weights; the choice has none.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.execution.remat import named_plan
 from jaxpar.model.linear import add_bias
 from jaxpar.model.moe.recorded import repeated
@@ -118,7 +119,8 @@ def with_losses(
     """
     if loss_weight is None or TALLY not in w:
         return r.weights
-    once = lax.axis_index(TENSOR) == 0  # all its ranks have the same tokens
+    # All ranks of TENSOR have the same tokens, unless experts are spread over them.
+    once = spreads_experts(cfg.parallel) or lax.axis_index(TENSOR) == 0
     balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
     per_row = jnp.stack([balance, z])
@@ -147,15 +149,18 @@ def balance_loss(r: Routing, cfg: Config) -> jax.Array:
     balanced, E / k if all tokens are sent to the same experts. The set is a sequence, or all tokens
     of a microbatch, on all devices. The shares have no gradient.
 
-    Communication: an all-reduce of the counts over SEQUENCE, or over TOKEN_AXES.
+    Communication: an all-reduce of the counts over SEQUENCE, or over TOKEN_AXES, and over TENSOR if
+              experts are spread over it.
     Source:   Fedus et al. 2021 (2101.03961), equation 4; DeepSeek-AI 2024 (2412.19437), equation
               17, for sequences.
     """
     B, T, k = r.experts.shape
-    counts, devices = r.counts, lax.axis_size(SEQUENCE)
+    counts, devices = r.counts, 1
+    axes: tuple[str, ...] = (SEQUENCE,)
     if cfg.train.balance_over == "batch":
-        counts, devices = jnp.sum(counts, 0, keepdims=True), B * lax.axis_size(TOKEN_AXES)
-    axes = TOKEN_AXES if cfg.train.balance_over == "batch" else SEQUENCE
+        counts, devices, axes = jnp.sum(counts, 0, keepdims=True), B, TOKEN_AXES
+    axes = (*axes, TENSOR) if spreads_experts(cfg.parallel) else axes
+    devices *= lax.axis_size(axes)
     share = psum(lax.stop_gradient(counts), axes).astype(jnp.float32) / (k * T * devices)
     return cfg.model.num_experts * jnp.sum(share * jnp.sum(r.probabilities, axis=1), axis=1)
 

@@ -15,12 +15,18 @@ from typing import Any, Literal, Protocol, Self
 import jax
 
 from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.parallel.collectives import Axes
 from jaxpar.parallel.expert import rows, tokens
 from jaxpar.parallel.expert.plan import plan_tokens
+from jaxpar.sharding.axes import EXPERT
 
 
 class Dispatch(Protocol):
     """Where the rows of a round come from, and where their results go."""
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes over which experts are divided."""
 
     @property
     def tiles(self) -> kernels.Tiles:
@@ -78,15 +84,17 @@ def plan_rows(
     tile: int,
     slack: float = 1.0,
     by: Literal["tokens", "rows"] = "tokens",
+    axes: Axes = (EXPERT,),
 ) -> Dispatch:
     """Give each pair of token and expert a row: sorted by expert, then by token.
 
     Args:     experts: int32 [N, k], of this device's tokens. tile: rows of a tile, of which an
               expert's rows begin a new one. slack: rows of the buffers of an expert axis, as a
-              multiple of equal shares (`parallel.expert_slack`). by: the dispatch.
+              multiple of equal shares (`parallel.expert_slack`). by: the dispatch. axes: over
+              which experts are divided.
     Returns:  the plan of the first round.
-    Communication: over EXPERT, as `plan_tokens` or `rows.plan_exchange`.
+    Communication: over `axes`, as `plan_tokens` or `rows.plan_exchange`.
     """
-    if by == "rows" and tokens.axis_size() > 1:
-        return rows.plan_exchange(experts, num_experts, tile, slack)
-    return plan_tokens(experts, num_experts, tile, slack)
+    if by == "rows" and tokens.group_size(axes) > 1:
+        return rows.plan_exchange(experts, num_experts, tile, slack, axes)
+    return plan_tokens(experts, num_experts, tile, slack, axes)

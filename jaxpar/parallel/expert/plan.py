@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.parallel.collectives import Axes
 from jaxpar.parallel.expert import tokens
 from jaxpar.parallel.expert.rounds import add_rounds
 from jaxpar.sharding.axes import EXPERT
@@ -47,14 +48,16 @@ class RowPlan:
     """For further rounds. None if there can be none."""
     has_all: bool = flax.struct.field(pytree_node=False, default=True)
     """Whether every pair has its row here."""
+    axes: Axes = flax.struct.field(pytree_node=False, default=(EXPERT,))
+    """Of the devices that exchange tokens."""
 
     def out(self, x: jax.Array) -> jax.Array:
         """`Dispatch.out`. Communication: `tokens.tokens_of_all`."""
-        return tokens.tokens_of_all(x)
+        return tokens.tokens_of_all(x, self.axes)
 
     def pairs_out(self, values: jax.Array) -> jax.Array:
         """`Dispatch.pairs_out`. Communication: `tokens.tokens_of_all`."""
-        return tokens.tokens_of_all(values)
+        return tokens.tokens_of_all(values, self.axes)
 
     @jax.named_scope("permute")
     def permuted(self, sent: jax.Array, take: Callable = kernels.rows_taken) -> Any:
@@ -78,7 +81,7 @@ class RowPlan:
 
     def home(self, partial: jax.Array) -> jax.Array:
         """`Dispatch.home`. Communication: `tokens.sent_home`."""
-        return tokens.sent_home(partial)
+        return tokens.sent_home(partial, self.axes)
 
     def gradient_out(self, d_partial: jax.Array) -> jax.Array:
         """`Dispatch.gradient_out`: the transpose of `home` has gathered it."""
@@ -95,7 +98,7 @@ class RowPlan:
             return first
 
         def of_number(r: Any) -> Any:
-            return of_round(of_places(places, r, R, self.tile))
+            return of_round(of_places(places, r, R, self.tile, self.axes))
 
         most = max_rounds(places, R, self.tile)
         return add_rounds(of_number, first, (places.starts[-1] + (R - 1)) // R, most)
@@ -114,12 +117,14 @@ class RowPlan:
 
 
 @jax.named_scope("plan")
-def plan_tokens(experts: jax.Array, num_experts: int, tile: int, slack: float) -> RowPlan:
+def plan_tokens(
+    experts: jax.Array, num_experts: int, tile: int, slack: float, axes: Axes = (EXPERT,)
+) -> RowPlan:
     """Return the plan of the first round, as `dispatch.plan_rows`.
 
     Communication: `tokens_of_all` of k integers per token and E integers.
     """
-    n = tokens.axis_size()
+    n = tokens.group_size(axes)
     N, k = experts.shape
     flat, index = experts.reshape(-1), jnp.arange(N * k, dtype=i32)
     expert, pair = lax.sort((flat, index), num_keys=1, is_stable=True)
@@ -135,9 +140,9 @@ def plan_tokens(experts: jax.Array, num_experts: int, tile: int, slack: float) -
         return RowPlan(tiles, token, _scattered(N * k, pair, row).reshape(N, k))
     before = jnp.cumsum(counts, dtype=i32) - counts
     nth = _scattered(N * k, pair, index - before[expert])
-    places = _places(experts, nth.reshape(N, k), counts, n, tile)
+    places = _places(experts, nth.reshape(N, k), counts, n, tile, axes)
     R = buffer_rows(N * k, num_experts, n, tile, slack)
-    plan = of_places(places, 0, R, tile)
+    plan = of_places(places, 0, R, tile, axes)
     return dataclasses.replace(plan, places=places) if max_rounds(places, R, tile) > 1 else plan
 
 
@@ -155,7 +160,7 @@ def max_rounds(places: Places, R: int, tile: int) -> int:
     return -(-kernels.max_rows(places.rows.size, len(places.starts) - 1, tile) // R)
 
 
-def of_places(places: Places, r: Any, R: int, tile: int) -> RowPlan:
+def of_places(places: Places, r: Any, R: int, tile: int, axes: Axes) -> RowPlan:
     """Return the plan of a round: of the rows from r R on, R of them."""
     first = r * R
     rows = jnp.where((places.rows >= first) & (places.rows < first + R), places.rows - first, -1)
@@ -164,10 +169,13 @@ def of_places(places: Places, r: Any, R: int, tile: int) -> RowPlan:
     first_rows = jnp.arange(R // tile, dtype=i32) * tile
     expert = jnp.sum(first_rows[:, None] >= starts[1:], axis=1, dtype=i32)
     tiles = kernels.Tiles(jnp.minimum(expert, len(starts) - 2), starts, starts[-1:] // tile)
-    return RowPlan(tiles, _scattered(R, rows, token, False), rows, has_all=False)
+    token = _scattered(R, rows, token, False)
+    return RowPlan(tiles, token, rows, has_all=False, axes=axes)
 
 
-def _places(experts: jax.Array, nth: jax.Array, counts: jax.Array, n: int, tile: int) -> Places:
+def _places(
+    experts: jax.Array, nth: jax.Array, counts: jax.Array, n: int, tile: int, axes: Axes
+) -> Places:
     """Return the places of all devices' pairs whose experts this device has.
 
     Args:     experts: int32 [N, k], of this device's tokens. nth: int32 [N, k]: how many of this
@@ -175,14 +183,14 @@ def _places(experts: jax.Array, nth: jax.Array, counts: jax.Array, n: int, tile:
     """
     (N, k), num_here = experts.shape, len(counts) // n
     pairs = (experts * N + nth).reshape(-1)  # nth < N: a token has an expert once
-    every = tokens.tokens_of_all(jnp.concatenate([pairs, counts])[None])
+    every = tokens.tokens_of_all(jnp.concatenate([pairs, counts])[None], axes)
     pairs, counts = jnp.split(every, [N * k], axis=1)
-    expert, nth = lax.div(pairs, i32(N)) - lax.axis_index(EXPERT) * num_here, lax.rem(pairs, i32(N))
+    expert, nth = lax.div(pairs, i32(N)) - lax.axis_index(axes) * num_here, lax.rem(pairs, i32(N))
     is_here = (expert >= 0) & (expert < num_here)
-    counts = lax.dynamic_slice_in_dim(counts, lax.axis_index(EXPERT) * num_here, num_here, axis=1)
+    counts = lax.dynamic_slice_in_dim(counts, lax.axis_index(axes) * num_here, num_here, axis=1)
     ends = jnp.cumsum((jnp.sum(counts, 0) + tile - 1) // tile * tile, dtype=i32)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-    rank = tokens.ranks()
+    rank = tokens.ranks(axes)
     comes_first = rank[:, None] > rank
     first = starts[:-1] + jnp.sum(comes_first[..., None] * counts, axis=1, dtype=i32)
     row = jnp.take_along_axis(first, jnp.where(is_here, expert, 0), axis=1) + nth

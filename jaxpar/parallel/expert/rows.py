@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.parallel.collectives import all_gather, all_to_all, varying
+from jaxpar.parallel.collectives import Axes, all_gather, all_to_all, varying
 from jaxpar.parallel.expert.rounds import add_rounds
 from jaxpar.sharding.axes import EXPERT
 
@@ -81,6 +81,8 @@ class Exchange:
     """int32 [R]: the slot of each row at the expert's device; negative for padding."""
     queues: Queues
     is_first: bool = flax.struct.field(pytree_node=False, default=True)
+    axes: Axes = flax.struct.field(pytree_node=False, default=(EXPERT,))
+    """Of the devices that exchange rows."""
 
     @property
     def further_rounds(self) -> jax.Array:
@@ -88,12 +90,12 @@ class Exchange:
         return jnp.maximum(self.queues.rounds - 1, 0)
 
     def out(self, x: jax.Array) -> SentRows:
-        """`Dispatch.out`. Communication: an all-to-all of [n C, D] over EXPERT."""
+        """`Dispatch.out`. Communication: an all-to-all of [n C, D] over `axes`."""
         k = self.slots.shape[1]
         return SentRows(x, self._exchanged(lax.stop_gradient(x), k), k)
 
     def pairs_out(self, values: jax.Array) -> SentRows:
-        """`Dispatch.pairs_out`. Communication: an all-to-all of [n C] over EXPERT."""
+        """`Dispatch.pairs_out`. Communication: an all-to-all of [n C] over `axes`."""
         flat = values.reshape(-1)
         return SentRows(flat, self._exchanged(lax.stop_gradient(flat), 1), 1)
 
@@ -107,12 +109,12 @@ class Exchange:
         return _taken_or_0(self._there(sent), self.source)
 
     def added(self, y: jax.Array) -> jax.Array:
-        """`Dispatch.added`. Communication: an all-to-all of [n C, D] over EXPERT."""
-        return kernels.rows_added(all_to_all(_taken(y, self.row), EXPERT, 0, 0), self.slots)
+        """`Dispatch.added`. Communication: an all-to-all of [n C, D] over `axes`."""
+        return kernels.rows_added(all_to_all(_taken(y, self.row), self.axes, 0, 0), self.slots)
 
     def by_pair(self, values: jax.Array) -> jax.Array:
-        """`Dispatch.by_pair`. Communication: an all-to-all of [n C] over EXPERT."""
-        return _taken_or_0(all_to_all(_taken(values, self.row), EXPERT, 0, 0), self.slots)
+        """`Dispatch.by_pair`. Communication: an all-to-all of [n C] over `axes`."""
+        return _taken_or_0(all_to_all(_taken(values, self.row), self.axes, 0, 0), self.slots)
 
     def home(self, partial: jax.Array) -> jax.Array:
         """`Dispatch.home`: `added` and `by_pair` have brought the results home."""
@@ -135,7 +137,7 @@ class Exchange:
 
         def of_number(r: Any) -> Any:
             plan = _of_round(self.queues, r, C, tile)
-            return of_round(dataclasses.replace(plan, is_first=False))
+            return of_round(dataclasses.replace(plan, is_first=False, axes=self.axes))
 
         return add_rounds(of_number, first, self.queues.rounds, most)
 
@@ -144,23 +146,25 @@ class Exchange:
 
     def _exchanged(self, values: jax.Array, pairs: int) -> jax.Array:
         """Send the value of each slot to the device of its expert."""
-        return all_to_all(_taken(values, self.pair // pairs), EXPERT, 0, 0)
+        return all_to_all(_taken(values, self.pair // pairs), self.axes, 0, 0)
 
 
 @jax.named_scope("plan")
-def plan_exchange(experts: jax.Array, num_experts: int, tile: int, slack: float) -> Exchange:
+def plan_exchange(
+    experts: jax.Array, num_experts: int, tile: int, slack: float, axes: Axes = (EXPERT,)
+) -> Exchange:
     """Return the plan of the first round, as `dispatch.plan_rows`.
 
-    Communication: over EXPERT, an all-gather of E integers.
+    Communication: over `axes`, an all-gather of E integers.
     """
-    n = lax.axis_size(EXPERT)
+    n = lax.axis_size(axes)
     (N, k), num_here = experts.shape, num_experts // n
     C = capacity(N, k, num_here, n, slack)
     flat, index = experts.reshape(-1), jnp.arange(N * k, dtype=i32)
     expert, pairs = lax.sort((flat, index), num_keys=1, is_stable=True)
     # By comparison: `bincount` is a scatter with collisions.
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=i32), axis=0, dtype=i32)
-    every = all_gather(counts[None], EXPERT, 0).reshape(n, n, num_here)
+    every = all_gather(counts[None], axes, 0).reshape(n, n, num_here)
     lengths = jnp.sum(every, axis=2)
     own = jnp.sum(counts.reshape(n, num_here), axis=1, dtype=i32)
     starts = jnp.cumsum(own, dtype=i32) - own
@@ -174,10 +178,10 @@ def plan_exchange(experts: jax.Array, num_experts: int, tile: int, slack: float)
         starts=starts,
         owners=experts // num_here,
         places=places.reshape(N, k),
-        arriving=lax.dynamic_index_in_dim(every, lax.axis_index(EXPERT), 1, keepdims=False),
+        arriving=lax.dynamic_index_in_dim(every, lax.axis_index(axes), 1, keepdims=False),
         rounds=(jnp.max(lengths) + (C - 1)) // C,
     )
-    return _of_round(queues, 0, C, tile)
+    return dataclasses.replace(_of_round(queues, 0, C, tile), axes=axes)
 
 
 def capacity(N: int, k: int, num_here: int, n: int, slack: float) -> int:

@@ -1,61 +1,70 @@
-"""Dispatch by tokens: every device along EXPERT has all their tokens, and adds up its own experts.
+"""Dispatch by tokens: every device of a group has all their tokens, and adds up its own experts.
 
-The gather sends each token to every device of the axis, whichever experts it uses. So shapes are
-static, and nothing can overflow on the way. Without an expert axis, both functions return their
-input.
+The gather sends each token to every device of the group, whichever experts it uses. So shapes are
+static, and nothing can overflow on the way. In a group of one, both functions return their input.
+
+A group is the devices along EXPERT, or along EXPERT and TENSOR if experts are spread over both.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.config import ParallelConfig
+from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.parallel.collectives import Axes
 from jaxpar.parallel.tensor import permutes
-from jaxpar.sharding.axes import EXPERT, PIPELINE
+from jaxpar.sharding.axes import EXPERT, PIPELINE, SPREAD_EXPERT_AXES
 
 
-def axis_size() -> int:
-    """Return the size of EXPERT: 1 outside a mesh, as in self-tests of one device."""
+def group_axes(p: ParallelConfig) -> tuple[str, ...]:
+    """Return the mesh axes over which experts are divided."""
+    return SPREAD_EXPERT_AXES if spreads_experts(p) else (EXPERT,)
+
+
+def group_size(axes: Axes) -> int:
+    """Return the devices of a group: 1 outside a mesh, as in self-tests of one device."""
     in_mesh = EXPERT in jax.sharding.get_abstract_mesh().axis_names
-    return lax.axis_size(EXPERT) if in_mesh else 1
+    return lax.axis_size(axes) if in_mesh else 1
 
 
-def tokens_of_all(x: jax.Array) -> jax.Array:
-    """Gather the tokens of all devices along EXPERT.
+def tokens_of_all(x: jax.Array, axes: Axes) -> jax.Array:
+    """Gather the tokens of all devices of a group.
 
     Args:     x: [N, ...], varying over every axis.
     Returns:  [n N, ...]: this device's tokens first, then those of the next device, cyclically;
               with pipeline stages, in the order of devices.
-    Communication: n - 1 permutes of x over EXPERT; with pipeline stages, which may run different
+    Communication: n - 1 permutes of x over `axes`; with pipeline stages, which may run different
               branches, an all-to-all. The transpose is `sent_home`.
     """
-    if axis_size() == 1:
+    if group_size(axes) == 1:
         return x
     if _staged():
-        return permutes.all_to_all_gather(x, EXPERT, 0)
-    return jnp.concatenate(permutes.gather_shards(x, EXPERT))
+        return permutes.all_to_all_gather(x, axes, 0)
+    return jnp.concatenate(permutes.gather_shards(x, axes))
 
 
-def sent_home(partial: jax.Array) -> jax.Array:
-    """Return what all devices along EXPERT computed for this device's tokens, added in float32.
+def sent_home(partial: jax.Array, axes: Axes) -> jax.Array:
+    """Return what all devices of a group computed for this device's tokens, added in float32.
 
     Args:     partial: [n N, ...], in the order of `tokens_of_all`.
     Returns:  [N, ...].
-    Communication: n - 1 permutes of [N, ...] over EXPERT, or an all-to-all, as `tokens_of_all`.
+    Communication: n - 1 permutes of [N, ...] over `axes`, or an all-to-all, as `tokens_of_all`.
     """
-    n = axis_size()
+    n = group_size(axes)
     if n == 1:
         return partial
     if _staged():
-        return permutes.all_to_all_reduce_scatter(partial, EXPERT, 0)
-    return permutes.reduce_shards(tuple(jnp.split(partial, n)), EXPERT)
+        return permutes.all_to_all_reduce_scatter(partial, axes, 0)
+    return permutes.reduce_shards(tuple(jnp.split(partial, n)), axes)
 
 
-def ranks() -> jax.Array:
-    """Return int32 [n], the positions along EXPERT of the devices, in the order of
+def ranks(axes: Axes) -> jax.Array:
+    """Return int32 [n], the positions in the group of the devices, in the order of
     `tokens_of_all`."""
-    n = lax.axis_size(EXPERT)
+    n = lax.axis_size(axes)
     position = jnp.arange(n, dtype=jnp.int32)
-    return position if _staged() else (lax.axis_index(EXPERT) + position) % n
+    return position if _staged() else (lax.axis_index(axes) + position) % n
 
 
 def _staged() -> bool:

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.parallel.collectives import Axes
 
-def permute_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+
+def permute_all_gather(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     """All-gather by direct permutes: concatenate the shards of `dim` held across `axis`.
 
     Args:     x: varying over every axis, `dim` of size d.
@@ -30,7 +32,7 @@ def permute_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return concatenate_shards(gather_shards(x, axis), axis, dim)
 
 
-def permute_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def permute_reduce_scatter(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     """Reduce-scatter by direct permutes: sum x over `axis` and keep this device's shard of `dim`.
 
     Args:     x: varying over every axis, `dim` of size d * n.
@@ -41,7 +43,7 @@ def permute_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gather_shards(x: jax.Array, axis: str) -> tuple[jax.Array, ...]:
+def gather_shards(x: jax.Array, axis: Axes) -> tuple[jax.Array, ...]:
     """Gather the shards held across `axis` as separate arrays.
 
     Args:     x: varying over every axis.
@@ -53,7 +55,7 @@ def gather_shards(x: jax.Array, axis: str) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def reduce_shards(parts: tuple[jax.Array, ...], axis: str) -> jax.Array:
+def reduce_shards(parts: tuple[jax.Array, ...], axis: Axes) -> jax.Array:
     """Sum the contributions of all devices along `axis` to this device's shard.
 
     Contributions are sent in their own dtype and summed in float32, in one pass.
@@ -71,7 +73,7 @@ def reduce_shards(parts: tuple[jax.Array, ...], axis: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def concatenate_shards(parts: tuple[jax.Array, ...], axis: str, dim: int) -> jax.Array:
+def concatenate_shards(parts: tuple[jax.Array, ...], axis: Axes, dim: int) -> jax.Array:
     """Concatenate arrays in the order of devices. Transpose: `split_shards`.
 
     Args:     parts: one array per device, in cyclic order, starting with this device's.
@@ -86,7 +88,7 @@ def concatenate_shards(parts: tuple[jax.Array, ...], axis: str, dim: int) -> jax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split_shards(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, ...]:
+def split_shards(x: jax.Array, axis: Axes, dim: int) -> tuple[jax.Array, ...]:
     """Split `dim` into one shard per device. Transpose: `concatenate_shards`.
 
     Returns:  the shards in cyclic order of devices, starting with this device's.
@@ -100,7 +102,7 @@ def split_shards(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def all_to_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_to_all_gather(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     """All-gather that synchronizes only the devices along `axis`.
 
     Communication: an all-to-all over `axis` that sends x to every device; its transpose is
@@ -115,7 +117,7 @@ def all_to_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def all_to_all_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_to_all_reduce_scatter(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     """Reduce-scatter that synchronizes only the devices along `axis` and sums in their order.
 
     Communication: an all-to-all of x over `axis`; its transpose is `all_to_all_gather`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import num_attention_layers
+from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -20,7 +21,6 @@ from jaxpar.planning.predict.layer_kinds import shares_of_policies
 from jaxpar.planning.predict.shard import Shard, ways
 from jaxpar.sharding.axes import (
     AXES,
-    EXPERT,
     EXPERT_FSDP_AXES,
     FSDP_AXES,
     PIPELINE,
@@ -158,7 +158,7 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     """Tokens or rows to the devices of their experts, and sums home."""
-    ranks, here = span(cfg, (EXPERT,), cluster.per_host)
+    ranks, here = span_with_gaps(cfg, group_axes(cfg.parallel), cluster.per_host)
     sent = experts.sent_bytes(cfg, shard)
     if not sent:
         return None
@@ -210,7 +210,7 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (TENSOR,), cluster.per_host)
     if ranks == 1:
         return None
-    messages = _average(cfg, functools.partial(tensor_messages, cfg.model))
+    messages = _average(cfg, functools.partial(tensor_messages, cfg))
     moved = messages * _layer_units(cfg, shard) + 4 * p.num_microbatches
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
@@ -227,7 +228,7 @@ def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     are summed. A collective matmul only sums, concatenates queries, keys and values, and splits
     attention's output, both again in the backward.
     """
-    m, p, messages = cfg.model, cfg.parallel, tensor_messages(cfg.model, repeated)
+    m, p, messages = cfg.model, cfg.parallel, tensor_messages(cfg, repeated)
     if p.tensor == 1:
         return 0.0
     if not shard.execution.collective_matmul:
@@ -237,14 +238,17 @@ def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     return added + 4 * (w.query + w.key + w.value) + 4 * w.out
 
 
-def tensor_messages(m: ModelConfig, repeated: set[str]) -> float:
+def tensor_messages(cfg: Config, repeated: set[str]) -> float:
     """Return the gathers and scatters over tensor in a layer (docs/parallelism.md).
 
-    In units of the residual stream. Latent attention gathers latents in its place.
+    In units of the residual stream. Latent attention gathers latents in its place. Experts that are
+    spread over tensor need none, unless others are shared.
     """
-    again = "elementwise" in repeated
+    m, again = cfg.model, "elementwise" in repeated
     latents = (2 + again) * (received_width(m) / m.d_model - 1)
-    return 8 + latents + 2 * again + ("wo" in repeated)
+    alone = m.num_experts > 0 and spreads_experts(cfg.parallel) and m.num_shared_experts == 0
+    branches = 1 if alone else 2
+    return branches * (4 + again) + latents + ("wo" in repeated)
 
 
 def _quantized(cfg: Config) -> float:

@@ -1,6 +1,6 @@
 """Predicts what a layer's experts add: rows, buffers, products, passes and messages.
 
-Letters as in docs/experts.md: n devices of the expert axis, N tokens of a device's microbatch, k
+Letters as in docs/experts.md: n devices that share experts, N tokens of a device's microbatch, k
 experts of a token, E experts, R rows of the buffer. Without an expert axis, n is 1, and each device
 has all experts of the layer that it computes.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config
+from jaxpar.config.layout.expert_placement import expert_parts, expert_ways, token_ways
 from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.kernels.grouped_matmul import max_rows
@@ -56,7 +57,7 @@ class Dispatched:
 def dispatched(cfg: Config) -> Dispatched:
     """Return the sizes of a layer with experts."""
     m, p, N = cfg.model, cfg.parallel, tokens_of(cfg)
-    n, k, pairs = p.expert, m.experts_per_token, N * m.experts_per_token
+    n, k, pairs = expert_ways(p), m.experts_per_token, N * m.experts_per_token
     here = m.num_experts // n
     if n == 1:
         R = max_rows(pairs, m.num_experts, HOPPER_TILE)
@@ -75,13 +76,30 @@ def dispatched(cfg: Config) -> Dispatched:
 
 
 def tokens_of(cfg: Config) -> int:
-    """Return N."""
+    """Return N: tokens that a device routes."""
+    return rows_per_device(cfg) * cfg.data.seq_len // token_ways(cfg.parallel)
+
+
+def _attended(cfg: Config) -> int:
+    """Return the tokens of a device's sequences, to which all sizes per token refer. Spread experts
+    route a part of them."""
     return rows_per_device(cfg) * cfg.data.seq_len // cfg.parallel.sequence
+
+
+def _width(cfg: Config) -> float:
+    """Return the part of F that a device multiplies."""
+    return cfg.model.d_ff / expert_parts(cfg.parallel)
 
 
 def buffer_rows(cfg: Config) -> int:
     """Return R, the rows for which a layer has memory; 0 without experts."""
     return dispatched(cfg).buffer if cfg.model.num_experts else 0
+
+
+def saved_rows(cfg: Config) -> float:
+    """Return the rows per token of gate and up that a policy saves, with F/tensor values each."""
+    whole = cfg.parallel.tensor / expert_parts(cfg.parallel)
+    return whole * buffer_rows(cfg) / _attended(cfg)
 
 
 def needs_rounds(cfg: Config) -> bool:
@@ -95,13 +113,13 @@ def needs_rounds(cfg: Config) -> bool:
 def rows_in_use(cfg: Config, shard: Shard) -> float:
     """Return the rows that the fullest rank multiplies: each expert adds half a tile on average."""
     m = cfg.model
-    pairs = shard.imbalance * shard.tokens * m.experts_per_token
-    return pairs + HOPPER_TILE / 2 * m.num_experts / cfg.parallel.expert
+    pairs = shard.imbalance * tokens_of(cfg) * m.experts_per_token
+    return pairs + HOPPER_TILE / 2 * m.num_experts / expert_ways(cfg.parallel)
 
 
 def plan_bytes(cfg: Config) -> float:
     """Return the bytes per token of the plan, which every policy saves: int32."""
-    return 4 * dispatched(cfg).ints / tokens_of(cfg) if cfg.model.num_experts else 0.0
+    return 4 * dispatched(cfg).ints / _attended(cfg) if cfg.model.num_experts else 0.0
 
 
 def saved_bytes(cfg: Config, remat: str) -> float:
@@ -119,8 +137,8 @@ def saved_bytes(cfg: Config, remat: str) -> float:
         total += received * (width * m.d_model + 4 * m.experts_per_token)
     if "moe_weights" in names:
         byte = 1 if m.matmul_dtype == "float8" else width
-        total += 3 * byte * m.d_model * m.d_ff / p.tensor * m.num_experts / p.expert
-    return total / tokens_of(cfg)
+        total += 3 * byte * m.d_model * _width(cfg) * m.num_experts / expert_ways(p)
+    return total / _attended(cfg)
 
 
 def backward_bytes(cfg: Config, width: int) -> float:
@@ -133,11 +151,11 @@ def backward_bytes(cfg: Config, width: int) -> float:
     m = cfg.model
     if not m.num_experts:
         return 0.0
-    sizes, wide = dispatched(cfg), m.d_ff / cfg.parallel.tensor
+    sizes, wide = dispatched(cfg), _width(cfg)
     values = max(m.d_model + 4 * wide, 3 * m.d_model + 3 * wide)
     elements = sizes.buffer * values + 5 * sizes.received * m.d_model
     in_8_bits = sizes.buffer * 2 * wide if m.matmul_dtype == "float8" else 0
-    return (width * elements + in_8_bits) / tokens_of(cfg)
+    return (width * elements + in_8_bits) / _attended(cfg)
 
 
 # ------------------------------------------------------------------------------------------ time
@@ -145,7 +163,7 @@ def backward_bytes(cfg: Config, width: int) -> float:
 
 def product_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> dict[str, float]:
     """Return the time of a layer's grouped products in a microbatch, by product."""
-    m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
+    m, wide = cfg.model, _width(cfg)
     if not m.num_experts:
         return {}
     times = {
@@ -168,7 +186,7 @@ def router_elements(cfg: Config, shard: Shard) -> float:
     """Return the elements that take as long as a layer's router and plan in a microbatch."""
     m, cost = cfg.model, rates.ROUTER
     each = cost["D"] * m.d_model + cost["E"] * m.num_experts + cost["k"] * m.experts_per_token
-    return shard.tokens * each if m.num_experts else 0.0
+    return tokens_of(cfg) * each if m.num_experts else 0.0
 
 
 def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
@@ -182,7 +200,7 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     activations and with biases over the buffer, as does another pass that rounds gradients; and
     matrices are transposed.
     """
-    m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
+    m, wide = cfg.model, _width(cfg)
     if not m.num_experts:
         return 0.0
     sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
@@ -197,7 +215,7 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
             activation = (2 + byte + 6 + 2 * byte) * used
         else:
             activation = (2 + byte + 2 + 2 * byte) * sizes.buffer + 6 * used
-        turned = 2 * byte * 3 * m.d_model * wide * m.num_experts / cfg.parallel.expert
+        turned = 2 * byte * 3 * m.d_model * wide * m.num_experts / expert_ways(cfg.parallel)
     values = permuted + shard.imbalance * sizes.added + sizes.copied
     activation += 2 * m.expert_bias * used
     return values * m.d_model + wide * activation + turned + router_elements(cfg, shard)
@@ -210,7 +228,7 @@ def sent_bytes(cfg: Config, shard: Shard) -> float:
     pair of token and expert.
     """
     m = cfg.model
-    if cfg.parallel.expert == 1 or not m.num_experts:
+    if expert_ways(cfg.parallel) == 1 or not m.num_experts:
         return 0.0
     small = 3 * 4 * m.experts_per_token
     return dispatched(cfg).sent * (messages(cfg) * shard.width * m.d_model + small)

@@ -229,8 +229,7 @@ def _saved_by(kind: LayerKind, remat: str = "") -> tuple[float, float]:
     Args:     remat: another policy than the kind's.
     """
     cfg = kind.cfg
-    rows = experts.buffer_rows(cfg) / experts.tokens_of(cfg)
-    policy = remat or kind.remat
+    policy, rows = remat or kind.remat, experts.saved_rows(cfg)
     device, host = _saved_per_token(cfg.model, cfg.parallel.tensor, policy, rows)
     return device + experts.plan_bytes(cfg) + experts.saved_bytes(cfg, policy), host
 
@@ -245,7 +244,7 @@ def host_bytes(cfg: Config) -> float:
 def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tuple[float, float]:
     """On the device, and in host memory, without the plan of experts.
 
-    Args:     rows: of the experts' buffer per token.
+    Args:     rows: `experts.saved_rows`.
     """
     on_host = set(names_on_host(remat))
     here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host

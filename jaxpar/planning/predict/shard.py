@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
+from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
@@ -190,8 +191,9 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
-    dense, module = (_of_a_layer(m, n, p.tensor, p.expert) for n in ("dense_layers", "mtp"))
-    of_kinds = {kind: _of_a_layer(m, STACKS[kind], p.tensor, p.expert) for kind in set(kinds(m))}
+    ways_of_layers = p.tensor, p.expert, spreads_experts(p)
+    dense, module = (_of_a_layer(m, n, *ways_of_layers) for n in ("dense_layers", "mtp"))
+    of_kinds = {kind: _of_a_layer(m, STACKS[kind], *ways_of_layers) for kind in set(kinds(m))}
     layer = max(of_kinds.values(), key=lambda one: one.everything)
     counts = Counter(kinds(dataclasses.replace(m, num_layers=layers - m.dense_layers)))
     stack = functools.reduce(operator.add, (of_kinds[kind].times(n) for kind, n in counts.items()))
@@ -212,7 +214,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         width=jnp.dtype(m.dtype).itemsize,
         execution=execution,
         trainable=cfg.lora.rank == 0,
-        imbalance=imbalance if p.expert > 1 else 1.0,
+        imbalance=imbalance if expert_ways(p) > 1 else 1.0,
     )
 
 
@@ -225,11 +227,15 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> int:
 
 
 @functools.cache
-def _of_a_layer(model: ModelConfig, kind: str, tensor: int, expert: int) -> Parameters:
+def _of_a_layer(
+    model: ModelConfig, kind: str, tensor: int, expert: int, spread: bool
+) -> Parameters:
     """Parameters of one layer of a stack ("layers", "dense_layers", "mtp") on one device."""
     everything, matrices, experts = 0, 0, 0
-    for spec in jax.tree.leaves(param_specs(model).get(kind, {}), is_leaf=is_spec):
-        size = _size(spec, {TENSOR: tensor, EXPERT: expert if "experts" in spec.axes else 1})
+    specs = param_specs(model, spread=spread).get(kind, {})
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        of_experts = {"experts", "spread_experts"} & set(spec.axes)
+        size = _size(spec, {TENSOR: tensor, EXPERT: expert if of_experts else 1})
         everything += size
         matrices += size if {"embed", "expert_embed", "latent"} & set(spec.axes) else 0
         experts += size if "expert_embed" in spec.axes else 0

@@ -1,0 +1,79 @@
+"""The complete model, and how it is loaded."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import AttentionLayer, capped
+from .delta_net import DeltaNetLayer
+from .latent_attention import LatentAttentionLayer
+from .layer import FeedForwardLayer, Layer
+from .mamba import MambaLayer
+from .norms import LayerNorm, Norm
+from .rope import frequencies, rotary_factor
+
+
+def load(file: str | Path) -> "Decoder":
+    """Load the model of a file, in float32. Only tensors are unpickled."""
+    m = SimpleNamespace(**json.loads(Path(file).with_suffix(".json").read_text()))
+    with torch.device("meta"):
+        model = Decoder(m)
+    state = torch.load(file, weights_only=True, mmap=True)
+    model.load_state_dict({name: w.float() for name, w in state.items()}, assign=True)
+    return model.eval()
+
+
+def layer(m: SimpleNamespace, i: int) -> Layer:
+    """Layer i of the model. The first ones may be dense, in a model with experts."""
+    if i < m.dense_layers:
+        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
+        m = SimpleNamespace(**vars(m) | dense)
+    pattern = m.layer_pattern or "*"
+    letter = pattern[i % len(pattern)]
+    attention = LatentAttentionLayer if m.kv_lora_rank else AttentionLayer
+    kinds = {"*": attention, "G": DeltaNetLayer, "M": MambaLayer, "-": FeedForwardLayer}
+    return kinds[letter](m, feeds_forward=letter == "-" or "-" not in pattern)
+
+
+class Decoder(nn.Module):
+    """The model: tokens [B, T] to logits [B, T, V]."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
+        self.layers = nn.ModuleList(layer(m, i) for i in range(m.num_layers))
+        self.norm = (LayerNorm if m.norm == "layer" else Norm)(m.d_model, m)
+        learned = m.positions == "learned"
+        self.positions = nn.Embedding(m.max_positions, m.d_model) if learned else None
+        self.head = None if m.tie_embeddings else nn.Linear(m.d_model, m.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
+        back = place[:, None] - place
+        x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
+        x = x * m.embedding_multiplier
+        if self.positions is not None:
+            x = x + self.positions(place)
+        for i, layer in enumerate(self.layers, 1):
+            is_global = m.global_every and i % m.global_every == 0
+            window = None if is_global else m.sliding_window
+            without = m.positions == "learned" or (m.nope_every and i % m.nope_every == 0)
+            rope = None if without or not m.rope_fraction else self.rope(place, is_global)
+            x = layer(x, rope, (back >= 0) & (back < (window or len(place))))
+        logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
+        return capped(logits, m.logits_softcap)
+
+    def rope(self, place: Tensor, is_global: bool) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""
+        m = self.m
+        local = m.global_every and not is_global
+        theta = m.local_rope_theta if local and m.local_rope_theta else m.rope_theta
+        scaled = m.local_rope_scaling or not local
+        angles = place[:, None] * frequencies(m, theta, scaled, len(place)).to(place.device)
+        factor = rotary_factor(m) if scaled else 1.0
+        return angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
