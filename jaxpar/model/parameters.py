@@ -124,10 +124,10 @@ def _attention(
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim"), columns=2),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
     }
-    if m.qk_norm and m.qk_norm_over == "head":
+    if m.qk_norm and m.qk_norm_gain and m.qk_norm_over == "head":
         gain = vector((K,), ("head_dim",), init_of_gains(m))
         blocks |= dict.fromkeys(("q_norm", "k_norm"), gain)
-    elif m.qk_norm:
+    elif m.qk_norm and m.qk_norm_gain:
         blocks["q_norm"] = vector((H, K), ("heads", "head_dim"), init_of_gains(m))
         blocks["k_norm"] = vector((G, K), ("kv_heads", "head_dim"), init_of_gains(m))
     if m.attention_sinks:

@@ -175,9 +175,12 @@ def attended_pairs(cfg: Config) -> float:
     """
     m, length = cfg.model, cfg.data.seq_len
     whole = length * length / 2
-    if m.sliding_window is None or m.sliding_window >= length:
+    if m.attention_chunk is not None:
+        window = length * min(m.attention_chunk, length) / 2
+    elif m.sliding_window is None or m.sliding_window >= length:
         return whole
-    window = m.sliding_window * (length - m.sliding_window / 2)
+    else:
+        window = m.sliding_window * (length - m.sliding_window / 2)
     share = 1 / m.global_every if m.global_every else 0.0
     return share * whole + (1 - share) * window
 
