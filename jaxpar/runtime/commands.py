@@ -22,7 +22,7 @@ GROUPS = {
     "look at a run": {
         "runs": "list runs, the best one first",
         "report": "write an HTML report of one or more runs",
-        "checkpoint": "list, verify and compare checkpoints",
+        "checkpoint": "list, verify and compare checkpoints; branch a run",
         "profile": "show where the time and memory of a step go",
         "replay": "repeat a step of a run and compare it bit by bit",
     },
