@@ -159,18 +159,29 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     before = dense_before_stages(cfg.model, cfg.parallel)
     if before and "dense_layers" in params:
         for k, w in enumerate(_each_layer(params["dense_layers"], before)):
-            top |= with_prefix(dense_prefix(k), _fuse_projections(w, (), ex))
+            top |= with_prefix(dense_prefix(k), _fuse_layer(w, ex, stacked=False))
     v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     split = _split_layers if scan else _unstack
     chunks: tuple = split(params["layers"], v)
     if pattern := cfg.model.layer_pattern:
-        others = {kind: split(params[STACKS[kind]], v) for kind in set(pattern) - {ATTENTION}}
-        chunks = _in_order({ATTENTION: chunks} | others, pattern, v, scan=scan)
+        others = {kind: params.get(STACKS[kind]) for kind in set(pattern) - {ATTENTION}}
+        count = len(chunks[0]) // pattern.count(ATTENTION) if not scan else 0
+        by_kind = {
+            kind: split(w, v) if w else _nothing(count * pattern.count(kind), v, scan=scan)
+            for kind, w in others.items()
+        }
+        chunks = _in_order({ATTENTION: chunks} | by_kind, pattern, v, scan=scan)
     if dense := cfg.model.dense_layers - before:  # unrolled layers, in a single chunk
         first = params.get("dense_layers")
         chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
-    return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
+    of_layer = functools.partial(_fuse_layer, ex=ex, stacked=scan)
+    return {"top": top, "layers": map_layers(of_layer, chunks)}
+
+
+def _nothing(n: int, v: int, *, scan: bool) -> tuple:
+    """Return v chunks of n layers without arrays."""
+    return (({},) * n if not scan else {},) * v
 
 
 def _in_order(
@@ -201,12 +212,11 @@ def _of_period(stacked: Tree, n: int) -> tuple[Tree, ...]:
     return tuple({name: a[:, i] for name, a in by_period.items()} for i in range(n))
 
 
-def _fuse_layer(w: Tree, ex: Execution) -> Tree:
+def _fuse_layer(w: Tree, ex: Execution, *, stacked: bool) -> Tree:
     """Convert one layer's arrays, or stacked ones, to the fused layout."""
     if not w:  # a dense layer has no frozen arrays
         return {}
     cfg = ex.cfg
-    stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others

@@ -12,7 +12,9 @@ Source:   Hu et al. 2021 (2106.09685), section 4.1.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -20,39 +22,50 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import LoraConfig
+from jaxpar.config.layout.layer_kinds import STACKS
 from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]
 
+#: The stacks of layers that may have adapters.
+_STACKS = {"dense_layers", *STACKS.values()}
+
 #: Suffixes of the names of an adapter's two matrices.
 A, B = "_lora_a", "_lora_b"
 
 #: Number of input dims of the matrices that have more than one.
-_INPUTS = {"wo": 2}
+_INPUTS = {"wo": 2, "delta_out": 2, "mamba_out": 2}
 
 #: Matrices with output of size D. The others have input of size D.
-_ROW_PARALLEL = ("wo", "w_down")
+_ROW_PARALLEL = ("wo", "w_down", "delta_out", "mamba_out")
+
+#: The matrices that may have adapters.
+_MATRICES = tuple(name for names in TARGETS.values() for name in names)
 
 #: `fused_weights.LAYER_DIMS` of adapters: the dimension of size D.
 FUSED_DIMS: dict[str, int | None] = {
-    **{name + A: None if name in _ROW_PARALLEL else -2 for name in TARGETS.values()},
-    **{name + B: -1 if name in _ROW_PARALLEL else None for name in TARGETS.values()},
+    **{name + A: None if name in _ROW_PARALLEL else -2 for name in _MATRICES},
+    **{name + B: -1 if name in _ROW_PARALLEL else None for name in _MATRICES},
 }
 
 
 def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
     """Add adapters to a model's specs. Only the adapters are trainable.
 
+    Every stack of layers has those of its matrices.
+
     A is initialized from a normal distribution with the variance of PEFT's uniform distribution,
     1 / (3 in), and B with 0.
     """
     specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
-    blocks = dict(specs["layers"])
-    for target in lora.targets.split(","):
-        name = TARGETS[target]
-        blocks |= _pair(name, blocks[name], lora.rank)
-    return specs | {"layers": blocks}
+    names = [name for target in lora.targets.split(",") for name in TARGETS[target]]
+    found = dict(specs)
+    for stack in sorted(_STACKS & specs.keys()):
+        blocks = specs[stack]
+        pairs = (_pair(name, blocks[name], lora.rank) for name in names if name in blocks)
+        found[stack] = functools.reduce(operator.or_, pairs, blocks)
+    return found
 
 
 def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
@@ -67,7 +80,7 @@ def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
     )
     b = ParamSpec(
         shape=(of.shape[0], rank, *of.shape[cut:]),
-        axes=("layer", "rank", *of.axes[cut:]),
+        axes=(of.axes[0], "rank", *of.axes[cut:]),
         init="zeros",
         columns=len(of.shape) - cut,
     )
@@ -118,10 +131,13 @@ def merge(params: Tree, factor: float) -> Tree:
 
     Args:     params: float32, with adapters: global arrays, or one device's shards of them.
     """
-    blocks = params["layers"]
+    return {name: _merged(w, factor) if name in _STACKS else w for name, w in params.items()}
+
+
+def _merged(blocks: Tree, factor: float) -> Tree:
     merged = {name: w for name, w in blocks.items() if not is_adapter(name)}
     for name in merged:
         if name + A in blocks:
             product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))
             merged[name] += factor * product(blocks[name + A], blocks[name + B])
-    return params | {"layers": merged}
+    return merged

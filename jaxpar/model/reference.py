@@ -93,8 +93,11 @@ def scale_adapters(params: Tree, cfg: Config) -> Tree:
     """Scale the second matrix of each adapter by `lora.alpha`, as `block` expects."""
     r = max(cfg.lora.rank, 1)
     scale = cfg.lora.alpha / (r**0.5 if cfg.lora.rank_stabilized else r)
-    scaled = {n: w * scale if n.endswith("_lora_b") else w for n, w in params["layers"].items()}
-    return params | {"layers": scaled}
+    scaled = lambda n, w: w * scale if n.endswith("_lora_b") else w  # noqa: E731
+    return {
+        name: {n: scaled(n, a) for n, a in w.items()} if isinstance(w, dict) else w
+        for name, w in params.items()
+    }
 
 
 def _segments(batch: Batch, cfg: Config) -> jax.Array:
@@ -189,9 +192,9 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _before(x, w, "attn_norm", m)
     of_kind = _latent_attention if m.kv_lora_rank else _attention
     if "delta_out" in w:
-        o = jnp.tensordot(recurrent.delta_net(h, w, segments, m), w["delta_out"], 2)
+        o = _times(recurrent.delta_net(h, w, segments, m), w, "delta_out")
     elif "mamba_out" in w:
-        o = jnp.tensordot(recurrent.mamba(h, w, segments, m), w["mamba_out"], 2)
+        o = _times(recurrent.mamba(h, w, segments, m), w, "mamba_out")
     else:
         o = of_kind(h, w, positions, segments, m)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
@@ -251,7 +254,7 @@ def _stream_norm(x, w: Tree, name: str, m: ModelConfig):
 
 def _times(x, w: Tree, name: str):
     """Compute x times a matrix, plus x times the product of its adapter's two if it has one."""
-    y = jnp.tensordot(x, w[name], 2 if name == "wo" else 1)
+    y = jnp.tensordot(x, w[name], 2 if name in ("wo", "delta_out", "mamba_out") else 1)
     if name + "_lora_a" not in w:
         return y
     a, b = w[name + "_lora_a"], w[name + "_lora_b"]

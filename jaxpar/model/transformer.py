@@ -93,7 +93,8 @@ def embed_and_dense_layers(
         context = context_of(batch)
         for k in range(cfg.model.dense_layers):
             w = outside_layer(top, dense_prefix(k))
-            x = layer(x, gather(w, outside_dims(w), cfg), context)
+            w = lora.with_frozen_base(gather(w, outside_dims(w), cfg))
+            x = layer(x, w, context)
         return x
 
     x = embed(top, batch, cfg)

@@ -78,7 +78,6 @@ CASES = [
         "matmul_dtype = 'float8': does not support model.dense_layers.*before the stages are not",
     ),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
-    (DENSE | LORA, "lora.rank = 2: does not support model.dense_layers"),
     (
         {"parallel.expert_dispatch": "rows"},
         "dispatch = 'rows': needs an expert axis, but parallel.expert is 1.*auto, or --pa.*rt 2",

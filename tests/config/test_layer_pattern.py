@@ -30,7 +30,6 @@ REFUSED = {
     "model.matmul_dtype": "float8",
     "parallel.remat_group": 2,
     "parallel.layers_per_stage": "2",
-    "lora.rank": 2,
 }
 
 CASES = [
@@ -74,6 +73,10 @@ CASES = [
     (
         KERNELS | MAMBA | {"model.mamba_state_size": 16, "model.mamba_head_dim": 64},
         "state_size = 16: must be 64 or 128",
+    ),
+    (
+        {"lora.rank": 2, "lora.targets": "out_proj"},
+        "targets = 'out_proj': must have a matrix of the layers with attention.*q_proj,out_proj",
     ),
     ({"model.shared_expert_gate": True}, "shared_expert_gate = True: needs experts"),
 ]

@@ -30,10 +30,11 @@ from jaxpar.model import reference
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step import state
-from jaxpar.step.adapters import base_config, merge
+from jaxpar.step.adapters import add_fresh, base_config, merge
 from tests.checkpoint.test_checkpoint import write_dataset
 from tests.convert import tiny
 from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -129,6 +130,50 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
     before, after = (load_file(folder / "model.safetensors") for folder in folders)
     same = [name for name in before if before[name].tobytes() == after[name].tobytes()]
     assert sorted(same) == sorted(n for n in before if "_proj" not in n)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "modules"),
+    [
+        (
+            "nemotron_h",
+            "o_proj,out_proj,up_proj",
+            [f"{i}.mixer.{name}_proj" for i, name in enumerate(("out", "o", "up", "out"))],
+        ),
+        slow(
+            "deepseek_v3_whole",
+            "q_b_proj,kv_b_proj",
+            [f"{i}.self_attn.{name}" for i in range(3) for name in ("kv_b_proj", "q_b_proj")],
+        ),
+        slow("qwen3_5", "k_proj,out_proj,down_proj", None),
+    ],
+)
+def test_adapters_of_several_kinds_of_layers_go_both_ways(
+    name, targets, modules, tmp_path, devices
+):
+    base = tiny.write_folder(tmp_path / "model", tiny.MODELS[name])
+    source = importing.open_source(base)
+    places = {"run.dir": str(tmp_path / "run"), "data.path": write_dataset(tmp_path / "data")}
+    cfg = dataclasses.replace(source.config, lora=LoraConfig(rank=2, targets=targets))
+    cfg = resolve(replace(cfg, **places, **{"parallel.data": 1}), 1)
+    mesh, rng = make_mesh(cfg.parallel, devices[:1]), np.random.default_rng(0)
+    params = add_fresh(load_params(source, cfg, mesh, silent), cfg, mesh)
+    drawn = lambda a: jax.device_put(rng.normal(0, 0.1, a.shape).astype("f"), a.sharding)  # noqa: E731
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: drawn(a) if path[-1].key.endswith("_lora_b") else a, params
+    )
+    with Checkpointer(cfg) as saver:
+        saver.save(state.state_of(params, cfg, mesh), 5, 0)
+    export = exporting.open_export(cfg.run.dir, dtype="float32")
+    peft_folder.to_peft(export, tmp_path / "out", silent, str(base))
+    written = load_file(tmp_path / "out" / peft_folder.ADAPTER_FILE)
+    found = {key.partition("layers.")[2].rpartition(".lora_")[0] for key in written}
+    assert modules is None or sorted(found) == sorted(modules)
+    back = peft_import.from_peft(tmp_path / "out", tmp_path / "back", silent, str(base))
+    back = resolve(replace(back, **{"parallel.data": 1}), 1)
+    again = flat(restore_params(back.run.dir, back, mesh))
+    for path, value in flat(params).items():
+        np.testing.assert_array_equal(again[path], value, err_msg=path)
 
 
 def test_half_precision_is_rounded_once(run, tmp_path):

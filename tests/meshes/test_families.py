@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jaxpar.config import Config, replace
+from jaxpar.config.lists.lora_targets import of_attention, of_recurrence
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.hf.families import FAMILIES
@@ -75,13 +76,7 @@ def test_every_family_has_a_model():
     assert {family.architecture for family in FAMILIES} == tested
 
 
-def has_adapters(name: str) -> bool:
-    """Models with several stacks of layers have none."""
-    m = config_of(name).model
-    return not m.dense_layers and not m.layer_pattern and not m.kv_lora_rank
-
-
-ADAPTED = list(filter(has_adapters, MODELS.values()))
+ADAPTED = list(MODELS.values())
 
 CASES = [(name, mesh) for name in MODELS.values() for mesh in meshes_of(name)]
 QUICK = [("gemma2", DENSE[2]), ("pythia", DENSE[0])]
@@ -97,9 +92,26 @@ def test_gradients(name, mesh, devices):
 def test_gradients_of_adapters(name, devices):
     m = config_of(name).model
     feed_forward = ["gate_proj"] * m.mlp_gate + ["up_proj", "down_proj"]
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *feed_forward * (not m.num_experts)]
+    targets = [*of_attention(m), *of_recurrence(m), *feed_forward * (not m.num_experts)]
     cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "targets", "mesh"),
+    [
+        ("qwen3_5", "q_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
+        ("qwen3_5", "q_proj,out_proj", DENSE[2]),
+        ("nemotron_h", "v_proj,up_proj", "data=2,zero=2,layer_loop=unroll"),
+        ("deepseek_v2", "o_proj,kv_b_proj", EXPERTS[2]),
+        ("dots1", "q_proj,o_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),
+    ],
+)
+def test_gradients_of_adapters_in_some_stacks(name, targets, mesh, devices):
+    """Also where a stack has none, and before the stages of a pipeline."""
+    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": targets})
+    compare(replace(cfg, **{"train.balance_loss": 0.0}), mesh, devices)
 
 
 def compare(cfg: Config, mesh: str, devices) -> None:

@@ -293,7 +293,7 @@ def test_bad_adapters_are_refused(fields, message):
 def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
     for target in (*of_attention(BASE.model), *OF_FEED_FORWARD):
-        name = TARGETS[target]
+        (name,) = TARGETS[target]
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]
         assert all(spec.trainable and 3 in spec.shape for spec in pair), target
         outer = math.prod(pair[0].shape[1:-1]) * math.prod(pair[1].shape[2:])

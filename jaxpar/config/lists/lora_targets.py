@@ -3,22 +3,30 @@
 import math
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
 
-#: Names in `lora.targets` (those of published models), and jaxpar's parameters.
+#: Names in `lora.targets` (those of published models), and jaxpar's parameters: one of each layer
+#: that has such a matrix.
 TARGETS = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "q_a_proj": "wq_a",
-    "q_b_proj": "wq_b",
-    "kv_a_proj_with_mqa": "wkv_a",
-    "kv_b_proj": "wkv_b",
-    "gate_proj": "w_gate",
-    "up_proj": "w_up",
-    "down_proj": "w_down",
+    "q_proj": ("wq",),
+    "k_proj": ("wk",),
+    "v_proj": ("wv",),
+    "o_proj": ("wo",),
+    "q_a_proj": ("wq_a",),
+    "q_b_proj": ("wq_b",),
+    "kv_a_proj_with_mqa": ("wkv_a",),
+    "kv_b_proj": ("wkv_b",),
+    "out_proj": ("delta_out", "mamba_out"),
+    "gate_proj": ("w_gate",),
+    "up_proj": ("w_up",),
+    "down_proj": ("w_down",),
 }
 
+#: The output dims of recurrent layers, by kind.
+_OF_RECURRENCE = {
+    DELTA_NET: ("linear_num_value_heads", "linear_value_head_dim"),
+    MAMBA: ("mamba_num_heads", "mamba_head_dim"),
+}
 
 #: Targets in a dense feed-forward layer.
 OF_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -32,11 +40,21 @@ def of_attention(m: ModelConfig) -> tuple[str, ...]:
     return *query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 
 
+def of_recurrence(m: ModelConfig) -> tuple[str, ...]:
+    """Return the targets in a model's recurrent layers."""
+    return ("out_proj",) if set(_OF_RECURRENCE) & set(m.layer_pattern) else ()
+
+
 def sides(m: ModelConfig, target: str) -> tuple[int, int]:
     """Return the input and output dimension of a target's matrix."""
     D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     query, latent = m.q_lora_rank or 0, m.kv_lora_rank
     of_latent = m.num_heads * (m.qk_nope_head_dim + m.v_head_dim)
+    of_kinds = [
+        getattr(m, heads) * getattr(m, width)
+        for kind, (heads, width) in _OF_RECURRENCE.items()
+        if kind in m.layer_pattern
+    ]
     return {
         "q_proj": (D, heads),
         "k_proj": (D, kv),
@@ -46,6 +64,7 @@ def sides(m: ModelConfig, target: str) -> tuple[int, int]:
         "q_b_proj": (query, heads),
         "kv_a_proj_with_mqa": (D, latent + m.qk_rope_head_dim),
         "kv_b_proj": (latent, of_latent),
+        "out_proj": (min(of_kinds, default=D), D),
         "gate_proj": (D, m.d_ff),
         "up_proj": (D, m.d_ff),
         "down_proj": (m.d_ff, D),

@@ -75,7 +75,6 @@ def _dense_layers(cfg: Config) -> None:
         require(p.layer_loop == "unroll", cfg, loop, rule, flag(loop, "unroll"), none)
     else:
         _before_stages(cfg, said)
-    require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
     wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
     require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))

@@ -109,7 +109,6 @@ def _combinations(cfg: Config) -> None:
         ("parallel.layers_per_stage", "stages have whole periods"),
         ("parallel.remat_group", "a scan's step has a period of layers"),
         ("run.record_routing", "it knows a single stack of layers"),
-        ("lora.rank", "adapters are for a single stack of layers"),
     )
     for path, why in reasons:
         rule, default = f"{said}: {why}", default_of(path)

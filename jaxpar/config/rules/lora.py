@@ -3,7 +3,7 @@
 import difflib
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, of_attention, sides
+from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, of_attention, of_recurrence, sides
 
 
 def lora(cfg: Config) -> None:
@@ -29,7 +29,8 @@ def lora(cfg: Config) -> None:
 def _targets(cfg: Config) -> None:
     path, names = "lora.targets", cfg.lora.targets.split(",")
     plain = [name.strip() for name in names]
-    of_layer = (*of_attention(cfg.model), *OF_FEED_FORWARD)
+    m, feed_forward = cfg.model, OF_FEED_FORWARD[not cfg.model.mlp_gate :]
+    of_layer = (*of_attention(m), *of_recurrence(m), *feed_forward)
     near = [m for n in plain for m in difflib.get_close_matches(n, of_layer, n=1, cutoff=0.4)]
     rule = f"must be names from {', '.join(of_layer)}, separated by commas"
     fits = flag(path, ",".join(dict.fromkeys(near)) or "q_proj,v_proj")
@@ -40,3 +41,7 @@ def _targets(cfg: Config) -> None:
     left = [name for name in names if name not in OF_FEED_FORWARD] or of_attention(cfg.model)
     ok = cfg.model.num_experts == 0 or not set(names) & set(OF_FEED_FORWARD)
     require(ok, cfg, path, rule, flag(path, ",".join(left)))
+    in_every = (*of_attention(m), *feed_forward * ("-" not in m.layer_pattern))
+    rule = "must have a matrix of the layers with attention"
+    fix = flag(path, ",".join((of_attention(m)[0], *names)))
+    require(not m.layer_pattern or bool(set(names) & set(in_every)), cfg, path, rule, fix)

@@ -8,6 +8,7 @@ Source:   https://huggingface.co/docs/peft/developer_guides/checkpoint; peft 0.2
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
 from jaxpar.config import Config, ConfigError, value_of
 from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
 from jaxpar.convert.hf.family import Family
@@ -36,6 +38,9 @@ from jaxpar.runtime.progress import meter
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
+#: Matrices whose last dimension is the output.
+_ROW_PARALLEL = ("/wo", "/w_down", "_out")
+
 #: PEFT's prefix of module names.
 _PREFIX = "base_model.model."
 
@@ -45,29 +50,39 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
 
     Raises:   ConfigError for a matrix that is a part of a published tensor.
     """
-    of_matrix = {entry.path: entry for entry in family.entries}
     found = []
-    for target in cfg.lora.targets.split(","):
-        path = f"layers/{TARGETS[target]}"
-        entry = of_matrix[path]
+    for target, entry in _targeted(family, cfg):
+        path, layer = entry.path, entry.ours[0]
         if not entry.theirs.replace(" ", "").isalpha():
             module = entry.name.split(".")[-2]
             rule = f"is a part of {module} in {family.model_type}, whose adapters are not of parts"
             fix = "export the merged model with `to-hf`"
             raise ConfigError("lora.targets", target, rule, fix)
-        cut = 3 if path.endswith("wo") else 2
+        cut = len(entry.ours) - 1 if path.endswith(_ROW_PARALLEL) else 2
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")
+        of = functools.partial(Entry, first=entry.first, layers=entry.layers)
         found += [
-            Entry(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
-            Entry(path + B, f"{module}lora_B.weight", f"LR{outputs}", f"{outputs} R"),
+            of(path + A, f"{module}lora_A.weight", f"{layer}{inputs}R", f"R {inputs}"),
+            of(path + B, f"{module}lora_B.weight", f"{layer}R{outputs}", f"{outputs} R"),
         ]
     return found
 
 
+def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
+    """Return each target with the entries of its matrices, of every stack of layers."""
+    table = [entry for entry in entry_table(family, cfg.model) if not entry.path.startswith("mtp/")]
+    return [
+        (target, entry)
+        for target in cfg.lora.targets.split(",")
+        for entry in table
+        if entry.path.partition("/")[2] in TARGETS[target]
+    ]
+
+
 def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:
     """Make adapter_config.json, with only keys that every version of PEFT knows."""
-    names = {entry.path: entry.name.split(".")[-2] for entry in family.entries}
+    names = [entry.name.split(".")[-2] for _, entry in _targeted(family, cfg)]
     alpha = cfg.lora.alpha
     return {
         "peft_type": "LORA",
@@ -78,7 +93,7 @@ def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, A
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "use_rslora": cfg.lora.rank_stabilized,
         "lora_dropout": 0.0,
-        "target_modules": [names[f"layers/{TARGETS[t]}"] for t in cfg.lora.targets.split(",")],
+        "target_modules": list(dict.fromkeys(names)),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
