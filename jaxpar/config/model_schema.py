@@ -91,7 +91,7 @@ class ModelConfig:
     each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
-    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
     """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
