@@ -9,8 +9,8 @@
     compare         cards side by side, with the conditions that differ
 
 Each command prints its figures. With --card FILE, train, scaling, attention, recurrence and loss
-also write them to a JSON file, along with the conditions of the measurement. `python -m
-jaxpar.bench train --help` lists the options of a command.
+also write them to a JSON file, along with the conditions of the measurement.
+`python -m jaxpar.bench train --help` lists the options of a command.
 """
 
 from collections.abc import Sequence

@@ -134,9 +134,15 @@ def runs_of_layers(
     for (is_global, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
         of_run = context.in_global if is_global else local
         assert of_run is not None
-        of_run = dataclasses.replace(of_run, rope=None) if no_rope else of_run
+        of_run = _without_rope(of_run) if no_rope else of_run
         runs.append((tuple(w for _, w in group), of_run))
     return runs
+
+
+def _without_rope(context: AttentionContext) -> AttentionContext:
+    scale = context.nope_query_scale
+    scale = context.query_scale if scale is None else scale
+    return dataclasses.replace(context, rope=None, query_scale=scale)
 
 
 @jax.named_scope("loss")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.sharding.axes import partition_spec
+from jaxpar.sharding.axes import COUNTS, partition_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,10 @@ class ParamSpec:
     std: float = 0.02
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
+    columns: int = 0
+    """Number of last dims that are the columns of a matrix y = x W, its outputs. The dims before
+    them are its rows, except those of `axes.COUNTS`. 0: no matrix, or one that is read by row, as
+    embeddings are."""
     trainable: bool = True
     """Whether training updates it. A frozen parameter has no gradient and no moments."""
 
@@ -40,6 +44,17 @@ class ParamSpec:
     @property
     def partition_spec(self) -> PartitionSpec:
         return partition_spec(self.axes)
+
+    @property
+    def lead(self) -> int:
+        """Number of first dims that count layers and experts."""
+        return next((i for i, axis in enumerate(self.axes) if axis not in COUNTS), len(self.axes))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each matrix, if `columns` is not 0."""
+        cut = len(self.shape) - self.columns
+        return math.prod(self.shape[self.lead : cut]), math.prod(self.shape[cut:])
 
 
 def is_spec(node: Any) -> bool:

@@ -27,6 +27,7 @@ def float32(cfg: Config) -> Config:
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
             "optimizer.second_moment_dtype": "float32",
+            "optimizer.muon_dtype": "float32",
         },
     )
 
@@ -111,9 +112,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
     values |= _dense(m, d_model, meshes) if m.dense_layers else {}
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
-    if m.sliding_window is not None:
-        least = min(m.sliding_window, MIN_SLIDING_WINDOW)
-        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
+    values |= _lengths(m, shorter)
     if m.positions == "learned":
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _score_factors(m, head_dim)
@@ -121,6 +120,19 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _lengths(m: ModelConfig, shorter: float) -> dict[str, Any]:
+    """Shorten the window, the chunks, and the growth of queries with the position."""
+    values: dict[str, Any] = {}
+    if m.sliding_window is not None:
+        least = min(m.sliding_window, MIN_SLIDING_WINDOW)
+        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
+    if m.attention_chunk is not None:
+        values["model.attention_chunk"] = max(round(m.attention_chunk * shorter), 2)
+    if m.nope_query_beta:
+        values["model.nope_query_span"] = max(round(m.nope_query_span * shorter), 1)
+    return values
 
 
 def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def config_of(name: str) -> Config:
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
     if m.sliding_window is not None:
         fields["model.sliding_window"] = 5
+    if m.attention_chunk is not None:
+        fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
     if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
         fields["model.rope_scaling.original_max_position"] = 8
     if m.num_kv_heads == 1:  # meshes have two tensor ranks

@@ -6,11 +6,11 @@ from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
-model.num_shared_experts model.shared_expert_gate model.dense_layers model.router_score
-model.router_linear_bias model.router_bias model.router_groups
-model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
-train.router_z_loss train.router_bias_rate parallel.expert_dispatch parallel.expert_tensor
-run.record_routing""".split()
+model.num_shared_experts model.shared_expert_gate model.dense_layers
+model.router_score model.router_linear_bias model.router_bias model.router_groups
+model.router_groups_per_token model.router_scale model.router_scales_input
+train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
+parallel.expert_dispatch parallel.expert_tensor run.record_routing""".split()
 
 COUNT = "model.num_experts"
 
@@ -36,6 +36,10 @@ def experts(cfg: Config) -> None:
     _groups(cfg)
     _balance(cfg)
     _recording(cfg)
+    path, one = "model.router_scales_input", "model.experts_per_token"
+    rule = f"needs {one} 1, not {m.experts_per_token}: a token is sent once, with one weight"
+    ok = m.experts_per_token == 1 or not m.router_scales_input
+    require(ok, cfg, path, rule, flag(path, False), flag(one, 1))
     path, scale = "model.router_scale", m.router_scale
     require(scale > 0, cfg, path, "must be above 0", flag(path, 1.0))
     dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"

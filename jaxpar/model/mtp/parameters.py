@@ -39,9 +39,8 @@ def specs(m: ModelConfig, layers: Tree) -> Tree:
     gain = ParamSpec(shape=(depth, D), axes=("depth", "norm"), init="ones", decay=False)
     if m.norm_offset:
         gain = dataclasses.replace(gain, init="zeros")
-    join = ParamSpec(
-        shape=(depth, 2, D, D), axes=("depth", "rank", "rank", "embed"), std=m.init_std
-    )
+    axes = ("depth", "rank", "rank", "embed")
+    join = ParamSpec(shape=(depth, 2, D, D), axes=axes, std=m.init_std, columns=1)
     own = {"embed_norm": gain, "hidden_norm": gain, "w_join": join, "out_norm": gain}
     return map_specs(unsharded, layers) | own
 

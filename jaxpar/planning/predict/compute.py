@@ -7,7 +7,7 @@ from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import (
     Projection,
     flops_per_pair,
@@ -177,9 +177,12 @@ def attended_pairs(cfg: Config) -> float:
     """
     m, length = cfg.model, cfg.data.seq_len
     whole = length * length / 2
-    if m.sliding_window is None or m.sliding_window >= length:
+    if m.attention_chunk is not None:
+        window = length * min(m.attention_chunk, length) / 2
+    elif m.sliding_window is None or m.sliding_window >= length:
         return whole
-    window = m.sliding_window * (length - m.sliding_window / 2)
+    else:
+        window = m.sliding_window * (length - m.sliding_window / 2)
     share = 1 / m.global_every if m.global_every else 0.0
     return share * whole + (1 - share) * window
 
@@ -350,7 +353,9 @@ def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
 
-    They move 20 bytes per parameter for gradients and weights, and read and write the moments.
+    They move 20 bytes per parameter for gradients and weights, and read and write the moments. A
+    rule that needs matrices also iterates on them.
     """
     weights, moments = state_bytes(cfg)
-    return (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    moved = (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    return moved + matrices.iteration_seconds(cfg, gpu)

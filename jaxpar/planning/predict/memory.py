@@ -1,8 +1,9 @@
 """Predicts the memory of one GPU: the state exactly, the step's temporaries by a model.
 
-The temporaries peak at one of three moments. At the loss, all saved values wait for the backward,
+The temporaries peak at one of a few moments. At the loss, all saved values wait for the backward,
 plus the head's gradient and a chunk of logits. When the backward begins, the saved values are still
-live, plus what its first layer needs. At its end, all gradients are live. The buffers of each
+live, plus what its first layer needs. At its end, all gradients are live; and in an update of whole
+matrices (Muon), they are beside what is exchanged. The buffers of each
 moment were derived from XLA's memory plans of compiled steps (docs/planning.md). Sizes are bytes.
 
 If layers gather weights and scatter gradients (ZeRO-3), barriers keep each layer's work together
@@ -11,7 +12,6 @@ before the loss, and delays gradients.
 """
 
 import functools
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -23,50 +23,12 @@ from jaxpar.config.remat_policies import (
     saved_names,
 )
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts
+from jaxpar.planning.predict import experts, matrices
 from jaxpar.planning.predict.attention import projections, widths
 from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
-
-
-@dataclass(frozen=True)
-class MemoryForecast:
-    """Bytes on one GPU at the peak.
-
-    weights      float32 master weights.
-    optimizer    moments.
-    activations  values saved for the backward, and one layer's recomputed values.
-    logits       a chunk of logits, and the gradient of the head.
-    gathered     weights in the compute dtype: gathered ones, and casts of the shards.
-    gradients    gradients of parameters.
-    buffers      copies of the residual stream, gathered keys and values, the batch.
-    moment       when the peak occurs: "loss", "start" or "end" of the backward.
-    """
-
-    weights: float
-    optimizer: float
-    activations: float
-    logits: float
-    gathered: float
-    gradients: float
-    buffers: float
-    moment: str = "loss"
-
-    @property
-    def state(self) -> float:
-        """Bytes that persist between steps."""
-        return self.weights + self.optimizer
-
-    @property
-    def temporary(self) -> float:
-        """Bytes that a step needs in addition to the state."""
-        return self.activations + self.logits + self.gathered + self.gradients + self.buffers
-
-    @property
-    def total(self) -> float:
-        """The predicted peak."""
-        return self.state + self.temporary
 
 
 def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
@@ -79,7 +41,9 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     weights, optimizer = state_bytes(cfg)
     if cfg.optimizer.offload:
         optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
-    moments = (_at_loss, _at_start, _at_end) if _sends(cfg, shard) else (_at_loss, _at_end)
+    moments = [_at_loss, _at_end]
+    moments += [_at_start] * _sends(cfg, shard)
+    moments += [_at_update] * bool(matrices.exchanged_of(cfg))
     at = (moment(cfg, shard, weights, optimizer) for moment in moments)
     peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
@@ -144,6 +108,20 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
         gradients=local + own,
         buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
         moment="end",
+    )
+
+
+def _at_update(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
+    """The update of whole matrices: gradients, and what is exchanged."""
+    return MemoryForecast(
+        weights=weights,
+        optimizer=optimizer,
+        activations=0.0,
+        logits=0.0,
+        gathered=0.0,
+        gradients=4 * shard.owned * shard.trainable,
+        buffers=matrices.update_bytes(cfg),
+        moment="update",
     )
 
 
