@@ -91,7 +91,7 @@ class ModelConfig:
     each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
-    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
     """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
@@ -106,6 +106,9 @@ class ModelConfig:
     """Groups of neighboring experts; a token uses router_groups_per_token of them (DeepSeek-V3)."""
     router_groups_per_token: int = 1
     """Groups that the router selects for each token, by the sum of a group's two best scores."""
+    router_scales_input: bool = False
+    """Multiply the input of a token's expert by its weight, in place of the output (Llama 4). Needs
+    experts_per_token 1."""
     router_scale: float = 1.0
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
     mtp_depth: int = 0
@@ -131,6 +134,12 @@ class ModelConfig:
     """Rows of the table of learned positions: the longest sequence (GPT-3: 2048)."""
     nope_every: int = 0
     """Every Nth layer has no rotary embedding (SmolLM3: 4). 0: all layers have it."""
+    nope_query_beta: float = 0.0
+    """In the layers of nope_every, multiply queries by
+    1 + nope_query_beta * log(1 + floor((position + 1) / nope_query_span)), so that scores of later
+    positions are larger (Llama 4: 0.1). 0: do not."""
+    nope_query_span: int = 8192
+    """Positions between two steps of nope_query_beta's factor."""
     norm: Literal["rms", "layer"] = "rms"
     """Norm of the residual stream. rms: RMSNorm. layer: LayerNorm, with a bias (GPT-3)."""
     norm_eps: float = 1e-5
@@ -144,6 +153,8 @@ class ModelConfig:
     """Use the embedding as the output head."""
     qk_norm: bool = False
     """RMSNorm over queries and keys before RoPE (Qwen3, OLMoE)."""
+    qk_norm_gain: bool = True
+    """Gain of qk_norm. False: without, and only in layers with a rotary embedding (Llama 4)."""
     qk_norm_over: Literal["head", "all"] = "head"
     """What qk_norm normalizes. head: each head, with one gain for all heads (Qwen3). all: the heads
     of a token together, each with its own gain (OLMoE)."""
@@ -158,9 +169,12 @@ class ModelConfig:
     (GPT-3)."""
     sliding_window: int | None = None
     """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
+    attention_chunk: int | None = None
+    """Attend within chunks of so many tokens of a document (Llama 4: 8192); at least 2. A chunk's
+    first token sees only itself. None: no chunks."""
     global_every: int = 0
-    """Every Nth layer attends globally, without the sliding window (Gemma 3: 6). 0: all layers
-    are the same."""
+    """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks
+    (Llama 4: 4). 0: all layers are the same."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
     local_rope_scaling: bool = True
@@ -250,6 +264,9 @@ class ModelConfig:
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""
+    recurrent_backend: Literal["auto", "reference", "triton"] = "auto"
+    """Kernels of recurrent layers. reference: plain JAX. auto: the fastest where it was measured,
+    else reference (docs/kernels.md#recurrences)."""
     attention_deterministic: bool = False
     """Make the attention backward bitwise deterministic, at a cost in speed."""
 

@@ -96,6 +96,9 @@ class DataConfig:
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
+    mixture_schedule: str = ""
+    """Other weights of data.mixture after some steps: STEP:WEIGHT,WEIGHT;STEP:WEIGHT,WEIGHT, one
+    weight for each source, in its order. 0 leaves a source out. Empty: the weights stay."""
     held_out: str = ""
     """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None

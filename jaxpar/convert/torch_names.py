@@ -7,6 +7,15 @@ from jaxpar.convert.hf.entries import of_dense_layers
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 
+#: Fields that `torch_model` does not read, and their only values.
+FIXED = {
+    "attention": "softmax",
+    "attention_chunk": None,
+    "qk_norm_gain": True,
+    "nope_query_beta": 0.0,
+    "router_scales_input": False,
+}
+
 _LAYER = "layers.{L}."
 
 _TOP = (
@@ -128,8 +137,8 @@ PLAIN = Family(
         *_of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
         *_of_stack("mlp_layers", "U", _FEED_FORWARD),
     ),
-    fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name != "attention"},
-    fixed={"attention": "softmax"},
+    fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name not in FIXED},
+    fixed=FIXED,
     defaults={},
     sliding=True,
     query_beta=True,

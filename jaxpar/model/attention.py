@@ -96,7 +96,10 @@ def positioned(
 
     Communication: that of `norm_over_heads` if `model.qk_norm_over` is all.
     """
-    if m.qk_norm:
+    if m.qk_norm and not m.qk_norm_gain:
+        # Before RoPE, which does not change the norm. Llama 4 normalizes after it.
+        q, k = (q, k) if context.rope is None else (norm.unit(q, m), norm.unit(k, m))
+    elif m.qk_norm:
         normalize = norm.norm if m.qk_norm_over == "head" else norm.norm_over_heads
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
     if m.attention_multiplier is not None:

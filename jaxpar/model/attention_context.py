@@ -4,12 +4,15 @@ import dataclasses
 
 import flax.struct
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model.rope import Tables, query_scale, rope_tables
+from jaxpar.model.rope import Tables, nope_query_scale, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
+from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 
 
@@ -22,6 +25,10 @@ class AttentionContext:
     """None in layers without a rotary embedding."""
     query_scale: jax.Array | None = None
     """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
+    nope_query_scale: jax.Array | None = None
+    """The same for layers without a rotary embedding; None without `nope_query_beta`."""
+    chunk: int | None = flax.struct.field(pytree_node=False, default=None)
+    """`model.attention_chunk` of these layers. The mask's segments are then chunks."""
     in_global: "AttentionContext | None" = None
     """The context of layers without a window, in models where only some layers have one."""
     loss_weight: jax.Array | None = None
@@ -45,7 +52,7 @@ def attention_context(
     if not m.global_every:
         return _describe(batch, cfg, max_segments, m, length)
     local = _describe(batch, cfg, max_segments, _of_local_layers(m), length)
-    of_global = dataclasses.replace(m, sliding_window=None)
+    of_global = dataclasses.replace(m, sliding_window=None, attention_chunk=None)
     everywhere = _describe(batch, cfg, max_segments, of_global, length)
     return dataclasses.replace(local, in_global=everywhere)
 
@@ -55,6 +62,15 @@ def _of_local_layers(m: ModelConfig) -> ModelConfig:
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     scaling = m.rope_scaling if m.local_rope_scaling else None
     return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
+
+
+def counted_once(context: AttentionContext) -> AttentionContext:
+    """Return the context of a layer that all stages of a pipeline compute, with the losses of its
+    router on the first stage alone."""
+    if context.loss_weight is None or lax.axis_size(PIPELINE) == 1:
+        return context
+    once = lax.axis_index(PIPELINE) == 0
+    return with_loss_weight(context, context.loss_weight * once)
 
 
 def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:
@@ -70,13 +86,18 @@ def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
     """Extend a context to other devices' tokens by `mask_across`, once for all layers."""
     if context.in_global is not None:
         context = dataclasses.replace(context, in_global=across_devices(context.in_global, cfg))
-    return dataclasses.replace(context, mask=mask_across(context.mask, cfg.parallel.context))
+    mask = mask_across(context.mask, cfg.parallel.context)
+    return dataclasses.replace(context, mask=mask if context.chunk is None else numbered(mask))
 
 
 def _describe(
     batch: Batch, cfg: Config, max_segments: int | None, m: ModelConfig, length: int
 ) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
+    if m.attention_chunk is not None:
+        segments = chunks(batch.positions, segments, m.attention_chunk, length)
+        if max_segments is not None:
+            max_segments += length // m.attention_chunk
     in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
     mask = AttentionMask(
         q_positions=batch.positions,
@@ -87,9 +108,37 @@ def _describe(
         max_segments=max_segments,
         in_order=in_order,
     )
+    if m.attention_chunk is not None and cfg.parallel.sequence == 1:
+        mask = numbered(mask)
     rotates = m.positions == "rope" and m.rope_fraction
     rope = rope_tables(batch.positions, m, length) if rotates else None
     later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
     return AttentionContext(
-        mask=mask, rope=rope, query_scale=later, positions=positions, rows=batch.rows
+        mask=mask,
+        rope=rope,
+        query_scale=later,
+        nope_query_scale=nope_query_scale(batch.positions, m),
+        chunk=m.attention_chunk,
+        positions=positions,
+        rows=batch.rows,
     )
+
+
+def chunks(positions: jax.Array, segments: jax.Array | None, size: int, length: int) -> jax.Array:
+    """Return a segment for each chunk of a document, so that every kernel attends within chunks.
+
+    Args:     positions: int32 [B, T], in their documents. segments: documents, int32 [B, T]; None
+              for one. length: tokens of the longest sequence.
+    Returns:  int32 [B, T], not numbered consecutively, and the same for tokens in any order.
+    """
+    before = 0 if segments is None else segments * (length // size + 1)
+    return before + positions // size
+
+
+def numbered(mask: AttentionMask) -> AttentionMask:
+    """Number a mask's segments from 1 in each row, if its tokens are in text order."""
+    if not mask.in_order:
+        return mask
+    begins = mask.q_segments != jnp.roll(mask.q_segments, 1, axis=1)
+    segments = jnp.cumsum(begins.at[:, 0].set(True), axis=1, dtype=jnp.int32)
+    return dataclasses.replace(mask, q_segments=segments, kv_segments=segments)

@@ -28,6 +28,7 @@ from jaxpar.model.latent_attention import decode as latents
 from jaxpar.model.layer import branches
 from jaxpar.model.linear import row_parallel
 from jaxpar.model.loss import softcapped
+from jaxpar.model.moe import experts
 from jaxpar.model.recurrent import decode as recurrent
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -240,9 +241,12 @@ def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array 
 
 def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
     """Add the layer's feed-forward branch to x. of: the residual stream that it reads."""
-    branch = branches(w)[-1]
-    whole = Shards((_normalized(of, w, branch.norm, cfg.model),))
-    (partial,) = branch.function(whole, w, context, execution_of(cfg)).parts
+    branch, ex = branches(w)[-1], execution_of(cfg)
+    h = _normalized(of, w, branch.norm, cfg.model)
+    if "router" in w:
+        partial = branch.function(experts.whole(h, w), w, context, ex).partial
+    else:
+        (partial,) = branch.function(Shards((h,)), w, context, ex).parts
     return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
 
 
@@ -253,7 +257,7 @@ def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig,
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
         return _attend(q, k, v, context.mask, w, m, m.attention_backend), held
-    return _attend(q, held[0], held[1], _of_cache(context.mask, held[0]), w, m, "reference"), held
+    return _attend(q, held[0], held[1], _of_cache(context, held[0]), w, m, "reference"), held
 
 
 def _latent(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
@@ -262,15 +266,20 @@ def _latent(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, 
     held = _write(held[0], new[0], first), _write(held[1], new[1], first)
     if alone:
         return latents.among_new(c, new, w, context.rope, context.mask, m), held
-    mask = _of_cache(context.mask, held[0])
+    mask = _of_cache(context, held[0])
     return latents.to_cache(c, held, w, context.rope, mask, m), held
 
 
-def _of_cache(mask: AttentionMask, held: jax.Array) -> AttentionMask:
+def _of_cache(context: AttentionContext, held: jax.Array) -> AttentionMask:
     """Return the mask of new tokens' queries and the cache's slots, [B, S, ...]."""
     slots = jnp.broadcast_to(jnp.arange(held.shape[1], dtype=jnp.int32), held.shape[:2])
+    chunks = lambda a: None if context.chunk is None else a // context.chunk  # noqa: E731
     return dataclasses.replace(
-        mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
+        context.mask,
+        kv_positions=slots,
+        q_segments=chunks(context.mask.q_positions),
+        kv_segments=chunks(slots),
+        in_order=False,
     )
 
 

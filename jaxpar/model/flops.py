@@ -76,9 +76,9 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
 
     14 H K per pair of a query and a key: 4 forward, and 10 backward, which computes the scores
     again. Of the 14, 8 are of keys and 6 of values. Each sequence counts as one document. None for
-    sliding windows.
+    sliding windows and chunks.
     """
-    if model.sliding_window is not None:
+    if model.sliding_window is not None or model.attention_chunk is not None:
         return None
     of_heads = model.num_heads * (8 * model.head_dim + 6 * model.value_dim)
     return (num_attention_layers(model) + model.mtp_depth) * of_heads * seq_len / 2

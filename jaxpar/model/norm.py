@@ -56,5 +56,13 @@ def norm_over_heads(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.A
     return (wide * scale * _gain(parameter, m)).astype(x.dtype)
 
 
+@jax.named_scope("norm")
+def unit(x: jax.Array, m: ModelConfig) -> jax.Array:
+    """Apply RMSNorm without a gain, in float32. Returns x's dtype."""
+    wide = x.astype(jnp.float32)
+    squares = jnp.mean(wide**2, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(squares + m.norm_eps)).astype(x.dtype)
+
+
 def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:
     return parameter + 1.0 if m.norm_offset else parameter

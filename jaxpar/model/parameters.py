@@ -21,7 +21,7 @@ from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
-from jaxpar.sharding.params import ParamSpec, split
+from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
 type Tree = dict[str, Any]
 
@@ -49,7 +49,7 @@ def param_specs(
         specs[STACKS[kind]] = layers(of_kinds.count(kind), kind)
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
-        specs["dense_layers"] = _layers(dense, m.dense_layers)
+        specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
@@ -124,10 +124,10 @@ def _attention(
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim"), columns=2),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
     }
-    if m.qk_norm and m.qk_norm_over == "head":
+    if m.qk_norm and m.qk_norm_gain and m.qk_norm_over == "head":
         gain = vector((K,), ("head_dim",), init_of_gains(m))
         blocks |= dict.fromkeys(("q_norm", "k_norm"), gain)
-    elif m.qk_norm:
+    elif m.qk_norm and m.qk_norm_gain:
         blocks["q_norm"] = vector((H, K), ("heads", "head_dim"), init_of_gains(m))
         blocks["k_norm"] = vector((G, K), ("kv_heads", "head_dim"), init_of_gains(m))
     if m.attention_sinks:

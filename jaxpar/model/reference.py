@@ -165,7 +165,7 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
     if m.global_every == 0:
         return alike
     if i % m.global_every == m.global_every - 1:
-        return dataclasses.replace(alike, sliding_window=None)
+        return dataclasses.replace(alike, sliding_window=None, attention_chunk=None)
     scaling = m.rope_scaling if m.local_rope_scaling else None
     theta = m.local_rope_theta or m.rope_theta
     return dataclasses.replace(alike, rope_theta=theta, rope_scaling=scaling)
@@ -200,9 +200,15 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
 
 def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
-    if m.qk_norm:
+    no_rope = m.nope_every and m.rope_fraction == 0
+    if m.qk_norm and m.qk_norm_gain:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
+    if m.qk_norm and not m.qk_norm_gain and not no_rope:
+        q, k = _norm(q, 1.0, m), _norm(k, 1.0, m)
+    if m.nope_query_beta and no_rope:
+        turns = jnp.floor((positions[..., None, None] + 1.0) / m.nope_query_span)
+        q = q * (1 + m.nope_query_beta * jnp.log(1 + turns))
     if m.rope_scaling is not None and m.rope_scaling.query_beta:
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
@@ -276,10 +282,11 @@ def _experts(h, w: Tree, m: ModelConfig):
     weight = jnp.where(used, scores, 0.0)
     if m.normalize_experts:
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-    gate, up = (
-        jnp.einsum("btd,edf->btef", h, w["w_" + n]) + w.get("b_" + n, 0.0) for n in ("gate", "up")
-    )
-    weight = weight * m.router_scale
+    weight, x, of_each = weight * m.router_scale, h, "btd,edf->btef"
+    if m.router_scales_input:
+        x, of_each = h[:, :, None] * weight[..., None], "bted,edf->btef"
+        weight = jnp.where(used, 1.0, 0.0)
+    gate, up = (jnp.einsum(of_each, x, w["w_" + n]) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     out = jnp.einsum("btef,efd,bte->btd", _gated(gate, up, m), w["w_down"], weight)
     out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
@@ -327,6 +334,8 @@ def _rotate(x, positions, m: ModelConfig):
 
 def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     if function := registry.function("model.attention", m.attention):
+        if m.attention_chunk is not None:
+            segments = segments * (1 + jnp.max(positions)) + positions // m.attention_chunk
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
         return function(q * (m.attention_scale * math.sqrt(m.head_dim)), k, v, mask)
     k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))
@@ -334,6 +343,9 @@ def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
+    if m.attention_chunk is not None:
+        of_chunk = positions // m.attention_chunk
+        seen &= of_chunk[:, :, None] == of_chunk[:, None, :]
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
     scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)

@@ -37,6 +37,8 @@ def rope_frequencies(model: ModelConfig, length: int = 1) -> jax.Array:
 def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
     """Apply Llama 3.1's scaling: divide low frequencies by `factor`, with a ramp to high ones."""
     turns = s.original_max_position * frequencies / (2 * math.pi)
+    if s.low_freq_factor == s.high_freq_factor:
+        return jnp.where(turns > s.low_freq_factor, frequencies, frequencies / s.factor)
     ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     keep = jnp.clip(ramp, 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / s.factor)
@@ -103,13 +105,24 @@ def query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
     """Compute the factor of every token's queries, float32 [B, T, 1, 1]; None if it is 1.
 
     Args:     positions: int32 [B, T].
-    Source:   Nakanishi 2025 (2501.19399), as published with Llama 4 and Ministral 3.
+    Source:   Nakanishi 2025 (2501.19399), as published with Ministral 3.
     """
     s = model.rope_scaling
     if s is None or s.query_beta == 0:
         return None
     turns = (positions // s.original_max_position).astype(jnp.float32)
     return (1 + s.query_beta * jnp.log1p(turns))[..., None, None]
+
+
+def nope_query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
+    """Compute `query_scale` of layers without a rotary embedding. It grows one position earlier.
+
+    Source:   Nakanishi 2025 (2501.19399), as published with Llama 4.
+    """
+    if model.nope_query_beta == 0:
+        return None
+    turns = ((positions + 1) // model.nope_query_span).astype(jnp.float32)
+    return (1 + model.nope_query_beta * jnp.log1p(turns))[..., None, None]
 
 
 @jax.named_scope("rope")

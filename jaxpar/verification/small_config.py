@@ -14,7 +14,7 @@ from jaxpar.sharding.params import count
 
 
 def float32(cfg: Config) -> Config:
-    """Return the config in float32, with the reference attention, which runs on all devices."""
+    """Return the config in float32, with the reference kernels, which run on all devices."""
     return replace(
         cfg,
         **{
@@ -22,6 +22,7 @@ def float32(cfg: Config) -> Config:
             "model.matmul_dtype": "compute",
             "model.float8_scaling": "tensor",
             "model.attention_backend": "reference",
+            "model.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
@@ -92,8 +93,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
     unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
     given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
+    before = m.dense_layers > 0 and stages > 1  # a dense layer, before the stages
     values = {
-        "model.num_layers": max(given, default=up(2, stages * layer_period(m))),
+        "model.num_layers": max(given, default=up(2, stages * layer_period(m))) + before,
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
@@ -111,9 +113,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
     values |= _dense(m, d_model, meshes) if m.dense_layers else {}
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
-    if m.sliding_window is not None:
-        least = min(m.sliding_window, MIN_SLIDING_WINDOW)
-        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
+    values |= _lengths(m, shorter)
     if m.positions == "learned":
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _score_factors(m, head_dim)
@@ -121,6 +121,19 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
     return replace(cfg, **values)
+
+
+def _lengths(m: ModelConfig, shorter: float) -> dict[str, Any]:
+    """Shorten the window, the chunks, and the growth of queries with the position."""
+    values: dict[str, Any] = {}
+    if m.sliding_window is not None:
+        least = min(m.sliding_window, MIN_SLIDING_WINDOW)
+        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
+    if m.attention_chunk is not None:
+        values["model.attention_chunk"] = max(round(m.attention_chunk * shorter), 2)
+    if m.nope_query_beta:
+        values["model.nope_query_span"] = max(round(m.nope_query_span * shorter), 1)
+    return values
 
 
 def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
@@ -191,9 +204,7 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
 
 
 def _dense(m: ModelConfig, d_model: int, meshes: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Return the fields of dense first layers: one, or none if a mesh has stages."""
-    if any(p.pipeline > 1 for p in meshes):
-        return {"model.dense_layers": 0, "model.dense_d_ff": None}
+    """Return the fields of dense first layers: one."""
     tensor = math.lcm(*(p.tensor for p in meshes))
     wide = (m.dense_d_ff or m.d_ff) * d_model / m.d_model
     return {"model.dense_layers": 1, "model.dense_d_ff": -(-round(wide) // tensor) * tensor}

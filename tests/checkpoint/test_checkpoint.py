@@ -108,7 +108,10 @@ def save(cfg: Config, mesh, *steps: int) -> state.TrainState:
     return last
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", slow("lion"), slow("sgd")])
+RULES = ["adamw", *map(slow, ("lion", "sgd", "muon", "adafactor"))]
+
+
+@pytest.mark.parametrize("optimizer", RULES)
 def test_a_round_trip_keeps_every_bit(setup, optimizer):
     cfg, mesh = setup(**{"optimizer.name": optimizer})
     saved = save(cfg, mesh, 3)

@@ -159,8 +159,8 @@ model.attention_backend=cudnn parallel.sequence=2 | 2 | \
     model.attention_backend | needs tokens in order
 model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
 model.rope_scaling.factor=inf | 1 | model.rope_scaling.factor | finite
-model.rope_scaling.low_freq_factor=4 | 1 | \
-    model.rope_scaling.low_freq_factor | below high_freq_factor = 4.0
+model.rope_scaling.low_freq_factor=5 | 1 | \
+    model.rope_scaling.low_freq_factor | at most high_freq_factor = 4.0
 model.rope_scaling.low_freq_factor=0 | 1 | model.rope_scaling.low_freq_factor | above 0
 model.rope_scaling.original_max_position=0 | 1 | \
     model.rope_scaling.original_max_position | at least 1

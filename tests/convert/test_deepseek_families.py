@@ -306,9 +306,13 @@ def with_copies(arrays: dict) -> dict:
     return arrays | {name: arrays[of] for name, of in COPIES.items()}
 
 
-def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(tmp_path):
-    folder, said = tiny.write_folder(tmp_path / "in", MTP), []
-    arrays = tiny.tensors(MTP)
+@pytest.mark.parametrize(
+    ("name", "golden"), [("deepseek_v3_whole", "mtp"), ("glm4_moe", "mtp_glm")]
+)
+def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(name, golden, tmp_path):
+    values = tiny.MODELS[name] | {"num_nextn_predict_layers": 1}
+    folder, said = tiny.write_folder(tmp_path / "in", values), []
+    arrays = tiny.tensors(values)
     tiny.write_safetensors(folder / "model.safetensors", with_copies(arrays))
     source = importing.from_hf(folder, tmp_path / "run", said.append)
     assert source.config.model.mtp_depth == 1 and source.left_out == tuple(COPIES)
@@ -318,14 +322,14 @@ def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(tmp_path):
     shapes = {path: spec.shape for path, spec in flat(param_specs(cfg.model)).items()}
     whole = {path: read(path, tuple(slice(0, n) for n in s)) for path, s in shapes.items()}
     params = flax.traverse_util.unflatten_dict(whole, sep="/")
-    tokens = tiny.tokens(MTP).astype(np.int32)
+    tokens = tiny.tokens(values).astype(np.int32)
     ones = np.ones_like(tokens)
     batch = Batch(tokens, ones, ones, np.arange(tokens.shape[1], dtype=np.int32)[None])
     with jax.default_matmul_precision("highest"):
         x, _ = reference.hidden_and_routers(params, batch, cfg)
         ((_, h, _),) = reference.modules(params, x, batch, cfg)
         found = np.asarray(h[0] @ params["head"])[:-1]
-    wanted = np.load(Path(__file__).parent / "goldens/mtp.npz")["logits"]
+    wanted = np.load(Path(__file__).parent / f"goldens/{golden}.npz")["logits"]
     assert wanted.shape == (tiny.NUM_TOKENS - 1, 64) and np.abs(wanted).max() > 1
     assert np.abs(found - wanted).max() <= 1e-5
     exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", said.append, None)

@@ -44,6 +44,7 @@ MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
 QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 QUICK += ["yarn_mscale", "longrope", "smollm3", "helium", "glm4_moe", "gpt_oss", "olmo3"]
+QUICK += ["llama4"]
 QUICK += ["deepseek_v3_whole"]
 QUICK += ["qwen3_next", "nemotron_h"]
 QUICK += ["phi4_mini", "granite", "gemma2", "ministral3", "gpt2", "pythia"]

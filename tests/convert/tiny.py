@@ -171,6 +171,12 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         found |= {moe + "experts.gate_up_proj": (E, D, 2 * F), moe + "experts.down_proj": (E, F, D)}
         bias = {"experts.gate_up_proj_bias": (E, 2 * F), "experts.down_proj_bias": (E, D)}
         return found | {moe + name: shape for name, shape in bias.items()}
+    if values["model_type"] == "llama4_text":
+        E, moe = values["num_local_experts"], layer + "feed_forward."
+        of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+        found = {moe + "router.weight": (E, D), moe + "experts.gate_up_proj": (E, D, 2 * F)}
+        found |= {f"{moe}shared_expert.{name}.weight": shape for name, shape in of.items()}
+        return found | {moe + "experts.down_proj": (E, F, D)}
     if values["model_type"] == "mixtral":
         moe, of = layer + "block_sparse_moe.", {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
         return _experts(moe, values["num_local_experts"], D, of)

@@ -65,6 +65,15 @@ MODELS = {
         "model.rope_scaling.kind": "yarn",
         "model.rope_scaling.original_max_position": 8,
     },
+    "chunks": {
+        "model.attention_chunk": 5,
+        "model.global_every": 2,
+        "model.nope_every": 2,
+        "model.nope_query_beta": 0.3,
+        "model.nope_query_span": 4,
+        "model.qk_norm": True,
+        "model.qk_norm_gain": False,
+    },
     "experts": {
         "model.num_experts": 4,
         "model.experts_per_token": 2,

@@ -33,9 +33,6 @@ EXPERTS = (
     "expert=2,sequence=2",
     "pipeline=2,num_microbatches=2,expert=2,zero=1",
 )
-#: With dense first layers, which no pipeline has.
-DENSE_FIRST = (*EXPERTS[:2], "data=2,expert=2,tensor=2")
-
 #: One model of each family; the other models differ in what other tests compare.
 MODELS = {family_of(values).model_type: name for name, values in tiny.MODELS.items()}
 
@@ -48,6 +45,8 @@ def config_of(name: str) -> Config:
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
     if m.sliding_window is not None:
         fields["model.sliding_window"] = 5
+    if m.attention_chunk is not None:
+        fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
     if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
         fields["model.rope_scaling.original_max_position"] = 8
     if m.num_kv_heads == 1:  # meshes have two tensor ranks
@@ -61,7 +60,7 @@ def config_of(name: str) -> Config:
 
 def meshes_of(name: str) -> tuple[str, ...]:
     m = config_of(name).model
-    return DENSE_FIRST if m.dense_layers else EXPERTS if m.num_experts else DENSE
+    return EXPERTS if m.num_experts else DENSE
 
 
 @functools.cache

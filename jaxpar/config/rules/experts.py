@@ -6,11 +6,11 @@ from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
-model.num_shared_experts model.shared_expert_gate model.dense_layers model.router_score
-model.router_linear_bias model.router_bias model.router_groups
-model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
-train.router_z_loss train.router_bias_rate parallel.expert_dispatch parallel.expert_tensor
-run.record_routing""".split()
+model.num_shared_experts model.shared_expert_gate model.dense_layers
+model.router_score model.router_linear_bias model.router_bias model.router_groups
+model.router_groups_per_token model.router_scale model.router_scales_input
+train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
+parallel.expert_dispatch parallel.expert_tensor run.record_routing""".split()
 
 COUNT = "model.num_experts"
 
@@ -36,6 +36,10 @@ def experts(cfg: Config) -> None:
     _groups(cfg)
     _balance(cfg)
     _recording(cfg)
+    path, one = "model.router_scales_input", "model.experts_per_token"
+    rule = f"needs {one} 1, not {m.experts_per_token}: a token is sent once, with one weight"
+    ok = m.experts_per_token == 1 or not m.router_scales_input
+    require(ok, cfg, path, rule, flag(path, False), flag(one, 1))
     path, scale = "model.router_scale", m.router_scale
     require(scale > 0, cfg, path, "must be above 0", flag(path, 1.0))
     dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"
@@ -55,7 +59,7 @@ def _placement(cfg: Config) -> None:
 
 def _dense_layers(cfg: Config) -> None:
     """Check the first layers without experts. Their weights are a second stack of layers, which a
-    pipeline does not split and a scan over layers does not include."""
+    scan over layers does not include. A pipeline runs them before its stages."""
     m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
     if m.dense_layers == 0:
         _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
@@ -66,17 +70,28 @@ def _dense_layers(cfg: Config) -> None:
     require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
     ok = m.dense_d_ff is None or m.dense_d_ff >= 1
     require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
-    reasons = (
-        ("pipeline", 1, "all stages execute the same layers, and only the first has dense ones"),
-        ("layer_loop", "unroll", "a scan executes layers of one kind"),
-    )
-    for other, better, why in reasons:
-        other, rule = f"parallel.{other}", f"{said}: {why}"
-        require(value_of(cfg, other) == better, cfg, other, rule, flag(other, better), none)
+    if p.pipeline == 1:
+        loop, rule = "parallel.layer_loop", f"{said}: a scan executes layers of one kind"
+        require(p.layer_loop == "unroll", cfg, loop, rule, flag(loop, "unroll"), none)
+    else:
+        _before_stages(cfg, said)
     require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
     wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
     require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))
+
+
+def _before_stages(cfg: Config, said: str) -> None:
+    """Check what dense layers before the stages of a pipeline are combined with."""
+    reasons = (
+        ("model.global_every", 0, "stages begin with the same kind of layer"),
+        ("model.nope_every", 0, "stages begin with the same kind of layer"),
+        ("model.matmul_dtype", "compute", "layers before the stages are not rounded"),
+    )
+    one = flag("parallel.pipeline", 1)
+    for path, better, why in reasons:
+        rule = f"{said}, with parallel.pipeline {cfg.parallel.pipeline}: {why}"
+        require(value_of(cfg, path) == better, cfg, path, rule, flag(path, better), one)
 
 
 def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:

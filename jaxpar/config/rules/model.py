@@ -23,9 +23,11 @@ def layer_kinds(cfg: Config) -> None:
     if n == 0:
         return
     require(n > 1, cfg, every, "leaves no sliding-window layer", none, flag(every, 6))
-    rule = "needs a sliding window, but model.sliding_window is None"
+    rule = "needs a sliding window or chunks, but model.sliding_window and model.attention_chunk "
+    rule += "are None"
     window = flag("model.sliding_window", 1024)
-    require(m.sliding_window is not None, cfg, every, rule, window, none)
+    local = m.sliding_window is not None or m.attention_chunk is not None
+    require(local, cfg, every, rule, window, none)
     path, rule = "parallel.layer_loop", f"must be unroll, since layers differ: {every} is {n}"
     require(p.layer_loop == "unroll", cfg, path, rule, flag(path, "unroll"), none)
 
@@ -91,6 +93,21 @@ def model(cfg: Config) -> None:
     # With a window of 1 the softmax is 1: queries and keys would get only rounding errors.
     rule = "must be at least 2, since a token must see another one; None is full attention"
     require(window is None or window >= 2, cfg, path, rule, flag(path, None))
+    path, chunk = "model.attention_chunk", cfg.model.attention_chunk
+    rule = "must be at least 2, since a token must see another one; None is full attention"
+    require(chunk is None or chunk >= 2, cfg, path, rule, flag(path, None))
+    rule = f"replaces a sliding window, but model.sliding_window is {window}"
+    ways = flag(path, None), flag("model.sliding_window", None)
+    require(chunk is None or window is None, cfg, path, rule, *ways)
+    _without_gain(cfg)
+
+
+def _without_gain(cfg: Config) -> None:
+    path, m = "model.qk_norm_gain", cfg.model
+    for needed, wanted in (("model.qk_norm", True), ("model.qk_norm_over", "head")):
+        rule = f"needs {needed} {wanted}, not {value_of(cfg, needed)}"
+        ok = m.qk_norm_gain or value_of(cfg, needed) == wanted
+        require(ok, cfg, path, rule, flag(needed, wanted), flag(path, True))
 
 
 def float8_matmuls(cfg: Config) -> None:
@@ -215,7 +232,7 @@ def _mixers(cfg: Config) -> None:
     """Refuse what is not verified beside latent attention, recurrent layers and MTP."""
     mixers = {"model.kv_lora_rank": 0, "model.layer_pattern": "", "model.mtp_depth": 0}
     others = {"model.norm": "rms", "model.parallel_block": False, "model.positions": "rope"}
-    others |= {"model.attention_softcap": None}
+    others |= {"model.attention_softcap": None, "model.attention_chunk": None}
     for mixer, none in mixers.items():
         given = value_of(cfg, mixer)
         if given == none:

@@ -14,7 +14,8 @@ model.d_ff model.experts_per_token model.router_groups model.router_groups_per_t
 model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
 model.linear_value_head_dim model.mamba_num_heads model.mamba_head_dim
 model.mamba_state_size model.mamba_num_groups model.conv_kernel_size model.recurrent_chunk
-model.qk_rope_head_dim model.v_head_dim model.vocab_size parallel.pipeline parallel.replica
+model.qk_rope_head_dim model.v_head_dim model.nope_query_span model.vocab_size
+parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches

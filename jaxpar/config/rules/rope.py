@@ -55,6 +55,14 @@ def _layers(cfg: Config) -> None:
     path, rule = "parallel.layer_loop", f"must be unroll, since layers differ: {every} is "
     ok = m.nope_every == 0 or p.layer_loop == "unroll"
     require(ok, cfg, path, f"{rule}{m.nope_every}", flag(path, "unroll"), none)
+    path, beta = "model.nope_query_beta", m.nope_query_beta
+    require(beta >= 0, cfg, path, "must not be negative", flag(path, 0.0))
+    rule, ways = f"needs {every}, which is 0", (four, flag(path, 0.0))
+    require(beta == 0 or m.nope_every > 0, cfg, path, rule, *ways)
+    path = "model.nope_query_span"
+    rule = "needs model.nope_query_beta, which is 0"
+    ok = beta > 0 or m.nope_query_span == default_of(path)
+    require(ok, cfg, path, rule, flag("model.nope_query_beta", 0.1), flag(path, default_of(path)))
     path, both = "model.local_rope_scaling", m.global_every > 0 and m.rope_scaling is not None
     rule = f"needs model.global_every and {SECTION}"
     require(both or m.local_rope_scaling, cfg, path, rule, flag(path, True))
@@ -93,7 +101,7 @@ def _ordered(
 
 
 def _llama3(cfg: Config) -> None:
-    _ordered(cfg, "low_freq_factor", "high_freq_factor", (1.0, 4.0))
+    _ordered(cfg, "low_freq_factor", "high_freq_factor", (1.0, 4.0), equal=True)  # in Llama 4
 
 
 def _yarn(cfg: Config) -> None:

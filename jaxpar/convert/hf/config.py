@@ -32,6 +32,7 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
+    "recurrent_backend",
     "recurrent_chunk",
     # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",
@@ -267,7 +268,6 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
-    own |= {} if family.mtp_key is None else {family.mtp_key: 0}
     dropped = {QUANTIZATION}
     if "max_positions" in family.fields:  # transformers would take it for that field
         dropped.add("max_position_embeddings")

@@ -1,5 +1,7 @@
 """Tables of dense families whose blocks are not Llama's: fused matrices, factors, caps, GPT-3's.
 
+And of Llama 4, whose experts are not like those of other families.
+
 `families.py` has the others, and explains a table.
 """
 
@@ -8,8 +10,10 @@ from jaxpar.convert.hf.entries import (
     GEMMA_NORMS,
     GPT2_LAYERS,
     GPT2_TOP,
+    LLAMA4_EXPERTS,
     MLP,
     MLP_BIAS,
+    MLP_NORM,
     NEOX_LAYERS,
     NEOX_TOP,
     OUT_BIAS,
@@ -201,4 +205,42 @@ STARCODER2 = Family(
     },
     sliding=True,
     heads_fill_model=True,
+)
+LLAMA4 = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *MLP_NORM, *LLAMA4_EXPERTS),
+    fields=COMMON
+    | {
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    fixed={
+        "rope_layout": "interleaved",
+        "qk_norm": True,
+        "qk_norm_gain": False,
+        "router_score": "sigmoid",
+        "router_scales_input": True,
+        "normalize_experts": False,
+        "num_shared_experts": 1,
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "attention_bias": False,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
+    required={"hidden_act": "silu", "use_qk_norm": True, "interleave_moe_layer_step": 1},
+    nope=True,
+    chunked=True,
 )

@@ -82,6 +82,17 @@ GPT_OSS_EXPERTS = (
     Entry("layers/w_down", LAYER + "mlp.experts.down_proj", "LEFD", "E F D"),
     Entry("layers/b_down", LAYER + "mlp.experts.down_proj_bias", "LED", "E D"),
 )
+_FEED_FORWARD = LAYER + "feed_forward."
+#: Gate, then up, in the last dimension of a tensor.
+LLAMA4_EXPERTS = (
+    Entry("layers/router", _FEED_FORWARD + "router.weight", "LDE", "E D"),
+    Entry("layers/w_gate", _FEED_FORWARD + "experts.gate_up_proj", "LEDF", "E D 2F", part=0),
+    Entry("layers/w_up", _FEED_FORWARD + "experts.gate_up_proj", "LEDF", "E D 2F", part=1),
+    Entry("layers/w_down", _FEED_FORWARD + "experts.down_proj", "LEFD", "E F D"),
+    Entry("layers/w_shared_gate", _FEED_FORWARD + "shared_expert.gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", _FEED_FORWARD + "shared_expert.up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", _FEED_FORWARD + "shared_expert.down_proj.weight", "LSD", "D S"),
+)
 GPT2_LAYER = "transformer.h.{L}."
 #: Matrices are stored as [in, out].
 GPT2_LAYERS = (

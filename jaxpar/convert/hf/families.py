@@ -18,6 +18,7 @@ from jaxpar.convert.hf.dense_families import (
     GPT2,
     GPT_NEOX,
     GRANITE,
+    LLAMA4,
     MINISTRAL3,
     PHI3,
     STARCODER2,
@@ -40,6 +41,7 @@ from jaxpar.convert.hf.entries import (
     SINKS,
     TOP,
     of_dense_layers,
+    of_modules,
 )
 from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.hybrid_families import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
@@ -197,14 +199,19 @@ DOTS1 = Family(
     aliases={"num_local_experts": "n_routed_experts"},
     sliding=True,
 )
+_OF_GLM4 = (*ATTENTION, *QKV_BIAS, *QK_NORM)
+_MOE_OF_GLM4 = (*_OF_GLM4, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS)
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     entries=(
-        *(*TOP, *ATTENTION, *QKV_BIAS, *QK_NORM, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS),
-        *of_dense_layers((*ATTENTION, *QKV_BIAS, *QK_NORM, *MLP)),
+        *(*TOP, *_MOE_OF_GLM4, *of_dense_layers((*_OF_GLM4, *MLP))),
+        *of_modules(_MOE_OF_GLM4),
     ),
-    fields=COMMON | OF_SIGMOID_ROUTERS | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"},
+    fields=COMMON
+    | OF_SIGMOID_ROUTERS
+    | {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
+    | {"mtp_depth": "num_nextn_predict_layers"},
     same_as={"dense_d_ff": "d_ff"},
     fixed={"router_score": "sigmoid", "router_bias": True},
     at_least={"num_shared_experts": 1},
@@ -219,11 +226,12 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
     },
     required=_SILU,
     aliases={"num_local_experts": "n_routed_experts"},
     rope_fraction=0.5,
-    mtp_key="num_nextn_predict_layers",
+    copies=DEEPSEEK_V3.copies,
 )
 GEMMA3 = Family(
     model_type="gemma3_text",
@@ -379,6 +387,6 @@ GPT_OSS = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
-    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3),
+    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3, LLAMA4),
     *(GPT2, GPT_NEOX, STARCODER2),
 )

@@ -70,6 +70,8 @@ class Family:
     """Default of partial_rotary_factor; None where all dims are rotated."""
     nope: bool = False
     """Whether every Nth layer may have no RoPE."""
+    chunked: bool = False
+    """Whether layers with RoPE attend within chunks, and queries of the others grow (Llama 4)."""
     mxfp4: bool = False
     """Whether weights may be in MXFP4, which are dequantized."""
     float8_blocks: bool = False
@@ -78,9 +80,6 @@ class Family:
     """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
     copies: dict[str, str] = field(default_factory=dict)
     """Tensors of modules for multi-token prediction that are copies: {name with {P}: of which}."""
-    mtp_key: str | None = None
-    """Key with the number of layers for multi-token prediction, which come last in the files. They
-    are left out: without them, a model computes the same."""
     heads_alike: bool = False
     """Whether config.json has only the number of heads: num_kv_heads is num_heads, and head_dim is
     d_model / num_heads."""

@@ -59,9 +59,6 @@ WEIGHTS_AND_TOKENIZER = ("*.safetensors", INDEX_FILE, *CARRIED_FILES)
 #: Maximum default sequence length of an imported run; the command line may set a larger one.
 MAX_SEQ_LEN = 4096
 
-#: Most layers for multi-token prediction; published models have one.
-MAX_MTP_LAYERS = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
@@ -117,7 +114,7 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     model = model_of(values, family)
     cfg = config_for(model, values)
     entries, sizes = entry_table(family, model), sizes_of(model)
-    left_out = _mtp_tensors(values, family, tensors) + _copies(model, family, tensors)
+    left_out = _mtp_tensors(family, tensors) + _copies(model, family, tensors)
     tensors = Tensors({name: t for name, t in tensors.stored.items() if name not in left_out})
     check_tensors(tensors, entries, sizes)
     return PublishedModel(
@@ -134,17 +131,10 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     )
 
 
-def _mtp_tensors(values: Values, family: Family, tensors: Tensors) -> tuple[str, ...]:
-    """Return the names of tensors of layers for multi-token prediction: those after the others."""
-    count = values.get(family.mtp_key or "") or 0
-    if not isinstance(count, int) or not 0 <= count <= MAX_MTP_LAYERS:
-        rule = f"must be a number from 0 to {MAX_MTP_LAYERS}"
-        raise refuse(str(family.mtp_key), count, rule, "download the file again")
-    layers = values.get("num_hidden_layers", 0)
-    if family.mtp_prefix is not None:
-        return tuple(name for name in tensors.stored if name.startswith(family.mtp_prefix))
-    prefixes = tuple(f"model.layers.{layers + i}." for i in range(count))
-    return tuple(name for name in tensors.stored if prefixes and name.startswith(prefixes))
+def _mtp_tensors(family: Family, tensors: Tensors) -> tuple[str, ...]:
+    """Return the names of tensors for multi-token prediction that jaxpar has no modules for."""
+    prefix = family.mtp_prefix
+    return tuple(name for name in tensors.stored if prefix and name.startswith(prefix))
 
 
 def _absent_modules(values: Values, family: Family, tensors: Tensors) -> Values:

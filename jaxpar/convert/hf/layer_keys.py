@@ -22,6 +22,7 @@ from jaxpar.convert.hf.rope_keys import (
 )
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 
 
 def fields(family: Family) -> set[str]:
@@ -33,6 +34,8 @@ def fields(family: Family) -> set[str]:
         found |= {"rope_fraction"}
     if family.nope:
         found |= {"nope_every"}
+    if family.chunked:
+        found |= {"attention_chunk", "global_every", "nope_query_beta", "nope_query_span"}
     if family.hybrid:
         found |= {"layer_pattern"}
     if family.sliding:
@@ -54,7 +57,7 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     kinds = values.get("layer_types")
     if (
         kinds is not None
-        and (family.sliding or family.nope or family.hybrid)
+        and (family.sliding or family.nope or family.chunked or family.hybrid)
         and len(kinds) != num_layers
     ):
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
@@ -77,6 +80,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
     if family.nope:
         found["nope_every"] = _read_nope(values, num_layers)
+    if family.chunked:
+        found |= _read_chunks(values, num_layers, found["nope_every"])
     if family.hybrid:
         found["layer_pattern"] = _read_pattern(values, num_layers)
     if family.two_kinds:
@@ -154,7 +159,7 @@ def _read_nope(values: Values, num_layers: int) -> int:
     key, every = "no_rope_layers", values.get("no_rope_layer_interval")
     check_kind("no_rope_layer_interval", every, int)
     given = values.get(key)
-    if given is None:
+    if given is None or given == []:
         every = every or 0
         return every if 0 < every <= num_layers else 0
     without = [i + 1 for i, has in enumerate(given) if not has] if isinstance(given, list) else None
@@ -167,6 +172,50 @@ def _read_nope(values: Values, num_layers: int) -> int:
         fix = "use a model in which every Nth layer has no RoPE"
         raise refuse(key, given, "is not a repeating pattern", fix)
     return without[0]
+
+
+def _read_chunks(values: Values, num_layers: int, nope_every: int) -> Values:
+    """Read which layers attend within chunks, and the growth of queries without RoPE.
+
+    Args:     nope_every: from `_read_nope`.
+    """
+    size, kinds = values.get("attention_chunk_size"), values.get("layer_types")
+    check_kind("attention_chunk_size", size, int)
+    if kinds is None:
+        every = nope_every
+    else:
+        every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    pattern = [FULL if every and (i + 1) % every == 0 else CHUNKED for i in range(num_layers)]
+    if kinds is not None and set(kinds) != {FULL} and kinds != pattern:
+        rule = "is not a repeating pattern"
+        raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
+    if size is None or every == 1:
+        size, every = None, 0
+    experts = values.get("moe_layers")
+    if experts is not None and experts != list(range(num_layers)):
+        fix = "use a model with experts in all layers"
+        raise refuse("moe_layers", experts, "is not supported by jaxpar", fix)
+    found: Values = {"attention_chunk": size, "global_every": every}
+    if not values.get("attn_temperature_tuning") or not nope_every:
+        return found
+    for key, kind in (("attn_scale", float), ("floor_scale", int)):
+        check_kind(key, values.get(key), kind)
+    grown = {"nope_query_beta": values["attn_scale"], "nope_query_span": values["floor_scale"]}
+    return found | grown
+
+
+def _write_chunks(m: ModelConfig) -> Values:
+    """Return the keys that `_read_chunks` reads."""
+    every = m.global_every or m.num_layers + 1
+    kinds = [CHUNKED if (i + 1) % every else FULL for i in range(m.num_layers)]
+    return {
+        "attention_chunk_size": m.attention_chunk,
+        "layer_types": [FULL] * m.num_layers if m.attention_chunk is None else kinds,
+        "attn_temperature_tuning": m.nope_query_beta > 0,
+        "attn_scale": m.nope_query_beta or 0.1,
+        "floor_scale": m.nope_query_span,
+        "moe_layers": list(range(m.num_layers)),
+    }
 
 
 def _read_windows(values: Values, num_layers: int) -> Values:
@@ -248,6 +297,8 @@ def write(m: ModelConfig, family: Family) -> Values:
         found[PARTIAL] = m.rope_fraction
     if family.nope:
         found |= _write_nope(m)
+    if family.chunked:
+        found |= _write_chunks(m)
     if family.hybrid:
         found |= _write_pattern(m)
     return found | _write_alike(m, family) if family.sliding and not family.two_kinds else found

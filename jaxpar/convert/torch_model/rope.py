@@ -23,6 +23,8 @@ def frequencies(m: SimpleNamespace, theta: float, scaled: bool, length: int) -> 
         keep = 1 - yarn_ramp(s, theta, rotated)
     else:
         turns = s.original_max_position * angle / (2 * math.pi)
+        if s.low_freq_factor == s.high_freq_factor:
+            return torch.where(turns > s.low_freq_factor, angle, angle / s.factor)
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
     return angle * (keep + (1 - keep) / s.factor)
 

@@ -141,6 +141,12 @@ def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
     return Received(own, named(whole, name))
 
 
+def whole(h: NormOutput, w: Weights) -> Received:
+    """Return what `received` does, of a norm that each rank of TENSOR has complete."""
+    tokens = h.array()
+    return Received(tokens, tokens if SHARED[0] in w else None)
+
+
 @jax.named_scope("experts")
 def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution) -> SentTokens:
     """Route tokens, and send them to the devices of their experts.
@@ -156,9 +162,12 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
     weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
     weights = recorded(weights, routing.experts, w, context.rows)
-    sent, sent_weights = plan.out(_by_token(x)), plan.pairs_out(_by_token(weights))
+    to_experts, of_sums = x, weights
+    if m.router_scales_input:  # a token has one expert, and so one weight
+        to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)
+    sent, sent_weights = plan.out(_by_token(to_experts)), plan.pairs_out(_by_token(of_sums))
     sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
-    return SentTokens(h.sequences, sent, sent_weights, routing.experts, weights, plan, x.shape)
+    return SentTokens(h.sequences, sent, sent_weights, routing.experts, of_sums, plan, x.shape)
 
 
 def _by_token(a: jax.Array) -> jax.Array:

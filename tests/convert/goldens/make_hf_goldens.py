@@ -6,9 +6,9 @@ Needs torch and transformers, and nothing of jaxpar; writes, for each model of
 tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
 vocabulary], and its greedy text into greedy.json. `deepseek_v3` and `gpt_oss` are one layer of
 experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients; `rope`
-is the frequencies of every kind of RoPE, `mxfp4` is about weights of 4 bits, and `mtp` is the
-logits of a module for multi-token prediction. The tests compare
-ours with them where torch is absent.
+is the frequencies of every kind of RoPE, `mxfp4` is about weights of 4 bits, and `mtp` and
+`mtp_glm` are the logits of a module for multi-token prediction. The tests compare ours with them
+where torch is absent.
 """
 
 import importlib
@@ -145,14 +145,13 @@ def mxfp4(tiny) -> dict[str, np.ndarray]:
     return {"weight": dequantized(**tiny.mxfp4_tensors()), "logits": found}
 
 
-def mtp(tiny) -> dict[str, np.ndarray]:
-    """Logits of DeepSeek-V3's module for multi-token prediction, of all tokens but the first."""
+def mtp(tiny, name: str, kind: type) -> dict[str, np.ndarray]:
+    """Logits of a model's module for multi-token prediction, of all tokens but the first."""
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
-    values = tiny.MODELS["deepseek_v3_whole"] | {"num_nextn_predict_layers": 1}
+    values = tiny.MODELS[name] | {"num_nextn_predict_layers": 1}
     of_module = rf"model\.layers\.{values['num_hidden_layers']}.*"
-    kind = transformers.DeepseekV3ForCausalLM
     kind._keys_to_ignore_on_load_unexpected = [of_module]
     ids = torch.from_numpy(tiny.tokens(values))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -164,8 +163,19 @@ def mtp(tiny) -> dict[str, np.ndarray]:
         return {"logits": model.lm_head(h)[0].numpy()}
 
 
+def mtp_of_deepseek(tiny) -> dict[str, np.ndarray]:
+    """DeepSeek-V3's module."""
+    return mtp(tiny, "deepseek_v3_whole", transformers.DeepseekV3ForCausalLM)
+
+
+def mtp_of_glm(tiny) -> dict[str, np.ndarray]:
+    """GLM-4.5's module."""
+    return mtp(tiny, "glm4_moe", transformers.Glm4MoeForCausalLM)
+
+
 #: Parts of models, by name.
-LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope, "mxfp4": mxfp4, "mtp": mtp}
+LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "rope": rope, "mxfp4": mxfp4}
+LAYERS |= {"mtp": mtp_of_deepseek, "mtp_glm": mtp_of_glm}
 
 
 def main() -> None:
