@@ -204,7 +204,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
     """Update rule, or one registered with jaxpar/config/registry.py. muon: for the matrices of
     layers, with adamw for embeddings, head, router, norms and biases (docs/optimizers.md)."""
     learning_rate: float = 3e-4
@@ -222,9 +222,9 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9
-    """Decay rate of the first moment (the momentum of sgd)."""
+    """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment. For adafactor the largest one."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1
