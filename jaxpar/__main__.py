@@ -9,39 +9,8 @@ from typing import NoReturn
 
 import jaxpar
 from jaxpar.config import ConfigError
+from jaxpar.runtime.commands import COMMANDS, GROUPS
 from jaxpar.runtime.program import run_program
-
-#: The commands and their descriptions. `jaxpar NAME` is `python -m jaxpar.NAME`.
-GROUPS = {
-    "start": {
-        "quickstart": "prepare text, train a small model on it and sample from it",
-        "doctor": "check whether this machine is ready for training",
-    },
-    "prepare": {
-        "data": "tokenize text and chats into datasets; inspect and convert them",
-        "plan": "predict the memory and speed of every layout of a config, without a GPU",
-        "convert": "import and export published models and adapters",
-    },
-    "train": {
-        "train": "train a model, or resume a run",
-        "launch": "train with several processes on this host, and restart them on a failure",
-    },
-    "use a model": {
-        "sample": "generate text with the model of a run",
-        "evaluate": "score the model of a run on tasks of the LM Evaluation Harness",
-    },
-    "look at a run": {
-        "report": "write an HTML report of one or more runs",
-        "checkpoint": "list, verify and compare checkpoints",
-        "profile": "show where the time and memory of a step go",
-        "replay": "repeat a step of a run and compare it bit by bit",
-    },
-    "check jaxpar": {
-        "verify": "compare meshes with the reference model on one device",
-        "bench": "measure training, attention, matmuls and the loss on this machine",
-    },
-}
-COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 
 def main(argv: Sequence[str]) -> int | None:

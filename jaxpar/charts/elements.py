@@ -47,19 +47,23 @@ def html(root: ET.Element) -> bytes:
     return b"<!doctype html>\n" + text.encode("utf-8", "replace") + b"\n"
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[Any]], *, texts: int = 1) -> ET.Element:
+def table(
+    names: Sequence[str], rows: Sequence[Sequence[Any]], *, texts: int = 1, text_last: bool = False
+) -> ET.Element:
     """Return a table that scrolls horizontally if it is too wide.
 
-    Args:     texts: number of text columns, from the left; the others are numbers.
+    Args:     texts: number of text columns, from the left; the others are numbers. text_last: the
+              last column is text, too, and rows are not wrapped.
     """
+    numbers = range(texts, len(names) - text_last)
     label = f"table: {', '.join(names)}"
-    made = e("table")
+    made = e("table", class_="unwrapped" if text_last else None)
     made.append(e("thead", e("tr", *(e("th", str(n), scope="col") for n in names))))
     body = e("tbody")
     for row in rows:
         cells = [e("th", _cell(row[0]), scope="row")]
         cells += [
-            e("td", _cell(cell), class_="number" if at >= texts else None)
+            e("td", _cell(cell), class_="number" if at in numbers else None)
             for at, cell in enumerate(row[1:], 1)
         ]
         body.append(e("tr", *cells))

@@ -1,4 +1,7 @@
-"""Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]."""
+"""Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]
+
+Or start another run from one of them: branch RUN NEW.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ import jax
 import tyro
 
 from jaxpar.checkpoint import inspection
+from jaxpar.checkpoint.branching import branch
 from jaxpar.config.rules.limits import STEP
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
@@ -47,9 +51,26 @@ class Diff:
     """Checkpoint of RUN2. None: the latest intact one."""
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"ls": Ls, "verify": Verify, "diff": Diff}
+@dataclass(frozen=True, kw_only=True)
+class BranchOff:
+    """Copy a checkpoint to a new run, which continues from it with its own config."""
 
-type Options = Ls | Verify | Diff
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
+    """Folder of the new run, which must not exist."""
+    step: Annotated[int | None, STEP] = None
+    """Checkpoint to start from. None: the latest intact one."""
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "ls": Ls,
+    "verify": Verify,
+    "diff": Diff,
+    "branch": BranchOff,
+}
+
+type Options = Ls | Verify | Diff | BranchOff
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -80,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
         case Diff():
             one, other = (options.run, options.step), (options.other, options.other_step)
             inspection.differences(one, other, log)
+        case BranchOff(run=run, new=new, step=step):
+            at = branch(run, new, step, log)
+            log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
     return exit_codes.EXIT_OK
 
 

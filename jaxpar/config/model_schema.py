@@ -91,7 +91,7 @@ class ModelConfig:
     each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
-    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
     """Width of the feed-forward layer in layers without experts. None: d_ff."""
     moe_every: int = 1
@@ -267,6 +267,9 @@ class ModelConfig:
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""
+    recurrent_backend: Literal["auto", "reference", "triton"] = "auto"
+    """Kernels of recurrent layers. reference: plain JAX. auto: the fastest where it was measured,
+    else reference (docs/kernels.md#recurrences)."""
     attention_deterministic: bool = False
     """Make the attention backward bitwise deterministic, at a cost in speed."""
 

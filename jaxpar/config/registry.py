@@ -16,6 +16,8 @@ The functions have these signatures:
                       own shards. Its moments have the shapes of all or some parameters
                       (`optax.masked`, `optax.partition`); those named mu, trace and nu can be
                       stored in bfloat16. mask: where weight decay applies.
+                      With `needs="matrices"`, it is rule(cfg, rate, mask, matrices), and can apply
+                      functions to whole matrices by `Matrices.map` (optimizer/matrices.py).
     model.attention   function(q, k, v, mask: AttentionMask) returns out. q, out: [B, T, H, K]. k,
                       v: [B, S, G, K]. All have the same dtype. H and G are the heads of one tensor
                       rank, and S has every position that a query may see. JAX differentiates the
@@ -24,21 +26,26 @@ The functions have these signatures:
 
 import functools
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from jaxpar.config import ConfigError
 from jaxpar.config.fields import field_types
 
+#: What an update rule has to see of the parameters.
+type Needs = Literal["elements", "matrices"]
+
 _ADDED: dict[str, dict[str, Callable[..., Any]]] = {"optimizer.name": {}, "model.attention": {}}
+_NEEDS: dict[str, Needs] = {}
 
 
-def add(path: str, name: str, function: Callable[..., Any]) -> None:
+def add(path: str, name: str, function: Callable[..., Any], *, needs: Needs = "elements") -> None:
     """Register a function as the value `name` of the field `path`. A later one replaces it.
 
     The function's result is checked at each call.
 
+    Args:     needs: for an update rule, whether it is elementwise or needs whole matrices.
     Raises:   ConfigError for a field without registered functions, a built-in name, or an object
-              that is not callable.
+              that is not callable; and for `needs` that is none, or is set for another field.
     """
     if path not in _ADDED:
         fix = f"use one of {', '.join(_ADDED)}"
@@ -48,7 +55,18 @@ def add(path: str, name: str, function: Callable[..., Any]) -> None:
     if not callable(function):
         fix = "pass a function"
         raise ConfigError(path, name, f"is registered as {function!r}, not as a function", fix)
+    if needs not in get_args(Needs.__value__) or (path != "optimizer.name" and needs != "elements"):
+        rule = f"is registered with needs={needs!r}"
+        fix = 'update rules may have needs="elements" or "matrices", other functions have none'
+        raise ConfigError(path, name, rule, fix)
     _ADDED[path][name] = _checked(path, name, function)
+    if path == "optimizer.name":
+        _NEEDS[name] = needs
+
+
+def needs(name: str) -> Needs:
+    """Return what a registered update rule needs."""
+    return _NEEDS[name]
 
 
 def _checked(path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,6 +96,9 @@ class DataConfig:
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
+    mixture_schedule: str = ""
+    """Other weights of data.mixture after some steps: STEP:WEIGHT,WEIGHT;STEP:WEIGHT,WEIGHT, one
+    weight for each source, in its order. 0 leaves a source out. Empty: the weights stay."""
     held_out: str = ""
     """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None
@@ -198,8 +201,9 @@ class ParallelConfig:
 class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Update rule from optax, or one registered with jaxpar/config/registry.py."""
+    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    """Update rule, or one registered with jaxpar/config/registry.py. muon: for the matrices of
+    layers, with adamw for embeddings, head, router, norms and biases (docs/optimizers.md)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -230,6 +234,19 @@ class OptimizerConfig:
     """Storage dtype of adamw's second moment."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
+    muon_momentum: float = 0.95
+    """Decay rate of muon's momentum. beta1, beta2 are those of adamw beside it."""
+    muon_nesterov: bool = True
+    """Whether muon uses Nesterov momentum."""
+    muon_steps: int = 5
+    """Newton-Schulz iterations of muon."""
+    muon_scale: Literal["rms", "width"] = "rms"
+    """Size of muon's updates. rms: 0.2 sqrt(max(inputs, outputs)), so that adamw's learning rate
+    and weight decay carry over. width: sqrt(max(1, outputs / inputs))."""
+    muon_lr_ratio: float = 1.0
+    """Learning rate of muon's matrices, relative to optimizer.learning_rate."""
+    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the Newton-Schulz iterations, and of the matrices that devices exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,14 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.rope import Tables, nope_query_scale, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
+from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 
 
@@ -68,6 +70,15 @@ def _of_local_layers(m: ModelConfig) -> ModelConfig:
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     scaling = m.rope_scaling if m.local_rope_scaling else None
     return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
+
+
+def counted_once(context: AttentionContext) -> AttentionContext:
+    """Return the context of a layer that all stages of a pipeline compute, with the losses of its
+    router on the first stage alone."""
+    if context.loss_weight is None or lax.axis_size(PIPELINE) == 1:
+        return context
+    once = lax.axis_index(PIPELINE) == 0
+    return with_loss_weight(context, context.loss_weight * once)
 
 
 def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:

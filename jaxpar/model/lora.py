@@ -63,11 +63,13 @@ def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
         shape=(*of.shape[:cut], rank),
         axes=(*of.axes[:cut], "rank"),
         std=1 / math.sqrt(3 * fan_in),
+        columns=1,
     )
     b = ParamSpec(
         shape=(of.shape[0], rank, *of.shape[cut:]),
         axes=("layer", "rank", *of.axes[cut:]),
         init="zeros",
+        columns=len(of.shape) - cut,
     )
     return {name + A: a, name + B: b}
 

@@ -21,7 +21,7 @@ from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
-from jaxpar.sharding.params import ParamSpec, split
+from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
 type Tree = dict[str, Any]
 
@@ -49,7 +49,7 @@ def param_specs(
         specs[STACKS[kind]] = layers(of_kinds.count(kind), kind)
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
-        specs["dense_layers"] = _layers(dense, m.dense_layers)
+        specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
@@ -66,8 +66,9 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
     D, F = m.d_model, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
 
-    def matrix(shape, axes, std=m.init_std):
-        return ParamSpec(shape=(count, *shape), axes=("layer", *axes), std=std)
+    def matrix(shape, axes, std=m.init_std, columns=1):
+        shape, axes = (count, *shape), ("layer", *axes)
+        return ParamSpec(shape=shape, axes=axes, std=std, columns=columns)
 
     def vector(shape, axes, init):
         shape, axes = (count, *shape), ("layer", *axes)
@@ -118,9 +119,9 @@ def _attention(
     """Return the specs of stacked layers' attention. Arguments as in `_experts`."""
     D, H, G, K = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim
     blocks: Tree = {
-        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
-        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
-        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wq": matrix((D, H, K), ("embed", "heads", "head_dim"), columns=2),
+        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim"), columns=2),
+        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim"), columns=2),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
     }
     if m.qk_norm and m.qk_norm_gain and m.qk_norm_over == "head":
@@ -133,7 +134,7 @@ def _attention(
         sinks = vector((H,), ("heads",), "normal")
         blocks["sinks"] = dataclasses.replace(sinks, std=m.init_std)
     if m.attention_gate:
-        blocks["w_attn_gate"] = matrix((D, H, K), ("embed", "heads", "head_dim"))
+        blocks["w_attn_gate"] = matrix((D, H, K), ("embed", "heads", "head_dim"), columns=2)
     if m.qkv_bias:
         blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
         blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
@@ -157,7 +158,7 @@ def _experts(
     """
     D, E, F = m.d_model, m.num_experts, m.d_ff
     which, wide = ("spread_experts", "whole_mlp") if spread else ("experts", "mlp")
-    blocks: Tree = {"router": matrix((D, E), ("embed", "router"))}
+    blocks: Tree = {"router": matrix((D, E), ("embed", "router"), columns=0)}
     if m.router_bias:  # no gradient: a step updates it from the load of each expert
         bias = vector((E,), ("router",), "zeros")
         blocks["router_bias"] = dataclasses.replace(bias, trainable=False)

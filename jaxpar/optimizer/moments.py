@@ -141,7 +141,7 @@ def _update(
 ):
     """Update all rows of `params` at once, if `ok`, with moments on the device."""
     specs = _entries(specs, params)
-    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs, sharded=True)
     in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
     exact = map_moments(in_full, opt_state)
     updates, exact = rule.update(grads, exact, params)

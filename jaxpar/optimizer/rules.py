@@ -1,33 +1,69 @@
 """Update rules: optax transformations on each device's local shards.
 
-Every rule here is elementwise, so it needs no communication. Gradient clipping, which needs the
-global norm, happens before the update (`step/train_step.py`).
+Most rules are elementwise, so they need no communication. Those that need whole matrices get them
+by `Matrices.map`. Gradient clipping, which needs the global norm, happens before the update
+(`step/train_step.py`).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import optax
 
 from jaxpar.config import OptimizerConfig, registry
+from jaxpar.optimizer.matrices import Matrices
+from jaxpar.optimizer.muon import muon
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.sharding.params import decay_mask
 
+type Transformation = optax.GradientTransformation
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule, and what it has to see of the parameters.
+
+    make     (cfg, rate, mask) -> the optax transformation; also takes `Matrices` if it needs them.
+    needs    "elements": it may be given any shards. "matrices": it needs whole matrices.
+    """
+
+    make: Callable[..., Transformation]
+    needs: registry.Needs = "elements"
+
+    def transformation(
+        self, cfg: OptimizerConfig, rate: optax.Schedule, specs: Any, *, sharded: bool
+    ) -> Transformation:
+        """Return the optax transformation for parameters with these specs."""
+        mask = decay_mask(specs)
+        if self.needs == "elements":
+            return self.make(cfg, rate, mask)
+        return self.make(cfg, rate, mask, Matrices(specs, sharded))
+
+
+def rule_of(name: str) -> Rule:
+    """Return the rule that `optimizer.name` names, built in or registered.
+
+    Raises:   ConfigError if there is none.
+    """
+    added = registry.function("optimizer.name", name)
+    return RULES[name] if added is None else Rule(added, registry.needs(name))
+
 
 def make_optimizer(
-    cfg: OptimizerConfig, num_steps: int, specs: Any
-) -> optax.GradientTransformation:
-    """Return the optax update rule, with decoupled weight decay on the matrices in `specs`."""
-    rate, mask = learning_rate(cfg, num_steps), decay_mask(specs)
-    added = registry.function("optimizer.name", cfg.name)
-    if added is not None:
-        return added(cfg, rate, mask)
-    if cfg.name == "lion":
-        return optax.lion(
-            rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask
-        )
-    if cfg.name == "sgd":
-        decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
-        return optax.chain(optax.trace(decay=cfg.beta1), decay, optax.scale_by_learning_rate(rate))
+    cfg: OptimizerConfig, num_steps: int, specs: Any, *, sharded: bool = False
+) -> Transformation:
+    """Return the optax update rule, with decoupled weight decay on the matrices in `specs`.
+
+    Args:     sharded: whether the arrays of an update are a device's shards, inside the step's
+              `shard_map`. If not, they are complete.
+    """
+    rate = learning_rate(cfg, num_steps)
+    return rule_of(cfg.name).transformation(cfg, rate, specs, sharded=sharded)
+
+
+def adamw(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
+    """Return AdamW. The arguments of this and the following are those of registered rules."""
     return optax.adamw(
         rate,
         b1=cfg.beta1,
@@ -36,3 +72,23 @@ def make_optimizer(
         weight_decay=cfg.weight_decay,
         mask=mask,
     )
+
+
+def lion(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
+    """Return Lion."""
+    return optax.lion(rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask)
+
+
+def sgd(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
+    """Return stochastic gradient descent with momentum."""
+    decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
+    return optax.chain(optax.trace(decay=cfg.beta1), decay, optax.scale_by_learning_rate(rate))
+
+
+#: The built-in values of `optimizer.name`.
+RULES = {
+    "adamw": Rule(adamw),
+    "lion": Rule(lion),
+    "sgd": Rule(sgd),
+    "muon": Rule(muon, needs="matrices"),
+}

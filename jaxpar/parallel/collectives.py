@@ -86,6 +86,22 @@ _gather.defvjp(
 )
 
 
+def all_gather_invariant(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Do the same. The result's type is invariant over `axes`. Not differentiable."""
+    if not set(varying_axes(x)) & set(axes):  # axes of size 1: `share` did not cut x
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+
+
+def share(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Return this device's part of `dim`, of arrays that are equal along `axes`. Moves no data."""
+    n = lax.axis_size(axes)
+    if n == 1:
+        return x
+    size = x.shape[dim] // n
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+
 def psum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Sum over `axes` and return this device's shard of `dim`. Transpose: `all_gather`."""
     n = lax.axis_size(axes)

@@ -9,7 +9,8 @@ import jax
 from jaxpar.config import Config, ConfigError, flag
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.hardware import GIB
-from jaxpar.planning.predict.memory import MemoryForecast, memory_of
+from jaxpar.planning.predict.memory import memory_of
+from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.runtime.host_memory import host_memory
 
 

@@ -9,7 +9,8 @@ from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
-from jaxpar.planning.predict.memory import MemoryForecast, memory_of
+from jaxpar.planning.predict.memory import memory_of
+from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, no_report

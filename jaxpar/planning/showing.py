@@ -15,7 +15,9 @@ from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
-from jaxpar.planning.predict.memory import MemoryForecast, host_bytes
+from jaxpar.planning.predict.matrices import iteration_flops
+from jaxpar.planning.predict.memory import host_bytes
+from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
 
@@ -297,6 +299,7 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "memory_bytes": _memory_record(layout.memory),
         "seconds": time_parts(t),
         "sent_bytes": {traffic.axis: traffic.sent for traffic in t.traffic},
+        "optimizer_flops": iteration_flops(layout.cfg),
         "tokens_per_second_per_gpu": t.rate,
         "mfu_causal": t.mfu,
         "mfu_full_attention": t.mfu_full,

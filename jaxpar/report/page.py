@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 import jaxpar
 from jaxpar.charts.chart import line_sign, mark_sign
 from jaxpar.charts.elements import e, html
-from jaxpar.report import charts, experts, facts, profiles, times
+from jaxpar.report import charts, experts, facts, listing, profiles, times
 from jaxpar.report.runs import KINDS, RunRead
 
 #: Kinds of lines and their meaning.
@@ -81,7 +81,8 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
     drawn.append(e("div", *shown, times.goodput(runs), class_="grid"))
     rest = [facts.predicted(runs), profiles.section(runs), facts.samples(runs), facts.config(runs)]
     there = [section for section in rest if section is not None]
-    return [facts.cards(runs), drawn, *there, facts.environment(runs)]
+    compared = [listing.html_table(runs)] if len(runs) > 1 else []
+    return [*compared, facts.cards(runs), drawn, *there, facts.environment(runs)]
 
 
 def _view_choice(runs: Sequence[RunRead]) -> list[Element]:

@@ -62,6 +62,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "rank": (),
 }
 
+#: Logical axes that count layers, modules and experts, each with matrices of its own.
+COUNTS = ("layer", "depth", "experts", "spread_experts")
+
 #: Sharding of every [B, T] array of a batch.
 BATCH_SPEC = PartitionSpec(BATCH_AXES, SEQUENCE)
 

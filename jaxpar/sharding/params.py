@@ -4,8 +4,9 @@ Initial values, abstract arrays, shardings, counts and the decay mask are all de
 that `model/transformer.py` builds. Trees are nested dicts of arrays.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.sharding.axes import partition_spec
+from jaxpar.sharding.axes import COUNTS, partition_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class ParamSpec:
     std: float = 0.02
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
+    columns: int = 0
+    """Number of last dims that are the columns of a matrix y = x W, its outputs. The dims before
+    them are its rows, except those of `axes.COUNTS`. 0: no matrix, or one that is read by row, as
+    embeddings are."""
     trainable: bool = True
     """Whether training updates it. A frozen parameter has no gradient and no moments."""
 
@@ -40,6 +45,17 @@ class ParamSpec:
     @property
     def partition_spec(self) -> PartitionSpec:
         return partition_spec(self.axes)
+
+    @property
+    def lead(self) -> int:
+        """Number of first dims that count layers and experts."""
+        return next((i for i, axis in enumerate(self.axes) if axis not in COUNTS), len(self.axes))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each matrix, if `columns` is not 0."""
+        cut = len(self.shape) - self.columns
+        return math.prod(self.shape[self.lead : cut]), math.prod(self.shape[cut:])
 
 
 def is_spec(node: Any) -> bool:
@@ -75,6 +91,22 @@ def count(specs: Any) -> int:
 def flat(tree: Any) -> dict[str, Any]:
     """Return the leaves by name: {"layers/wq": ...}."""
     return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def on_every_stage(specs: Any) -> Any:
+    """Return the specs of stacked layers that every stage of a pipeline has."""
+    return map_specs(lambda s: dataclasses.replace(s, axes=("depth", *s.axes[1:])), specs)
+
+
+def with_prefix(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a tree under flat names, "prefix.name"."""
+    return {f"{prefix}.{name}": a for name, a in tree.items()}
+
+
+def of_prefix(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `with_prefix`: return the entries with this prefix, by their names."""
+    start = prefix + "."
+    return {n.removeprefix(start): a for n, a in tree.items() if n.startswith(start)}
 
 
 def split(tree: Any, specs: Any) -> tuple[Any, Any]:

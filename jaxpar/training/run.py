@@ -11,6 +11,7 @@ import jax
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
@@ -35,6 +36,7 @@ from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.evaluation import check_labels
 from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
+from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
 
 
@@ -74,6 +76,7 @@ class Run:
         self.changed = self._resume_from(saved)
         self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
         self.kernels = choose_kernels(self.cfg, self.max_segments)
+        backends_of(self.cfg)
         self.records = RunRecords(self.dir)
         self.startup.ended("data and checks")
 
@@ -131,9 +134,9 @@ class Run:
         test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> TrainState:
-        """Test the kernels of attention and experts, then return the initial or restored state.
+        """Test the kernels, then return the initial or restored state.
 
-        Raises:   ConfigError as `test_attention` and `test_experts`.
+        Raises:   ConfigError as `test_attention`, `test_experts` and `test_recurrences`.
         """
         with stage("testing the attention kernels"):
             self.test_attention()
@@ -142,6 +145,10 @@ class Run:
             with stage("testing the kernels of experts"):
                 test_experts(self.execution, log)
             self.startup.ended("expert self-test")
+        if is_recurrent(self.cfg.model):
+            with stage("testing the kernels of recurrences"):
+                test_recurrences(self.cfg, log)
+            self.startup.ended("recurrence self-test")
         began, resumed = time.perf_counter(), self.first_step
         with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
             state, what = self._initial_or_saved()

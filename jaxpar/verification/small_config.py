@@ -14,7 +14,7 @@ from jaxpar.sharding.params import count
 
 
 def float32(cfg: Config) -> Config:
-    """Return the config in float32, with the reference attention, which runs on all devices."""
+    """Return the config in float32, with the reference kernels, which run on all devices."""
     return replace(
         cfg,
         **{
@@ -22,10 +22,12 @@ def float32(cfg: Config) -> Config:
             "model.matmul_dtype": "compute",
             "model.float8_scaling": "tensor",
             "model.attention_backend": "reference",
+            "model.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
             "optimizer.second_moment_dtype": "float32",
+            "optimizer.muon_dtype": "float32",
         },
     )
 
@@ -91,8 +93,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
     unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
     given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
+    before = m.dense_layers > 0 and stages > 1  # a dense layer, before the stages
     values = {
-        "model.num_layers": max(given, default=up(2, stages * layer_period(m))),
+        "model.num_layers": max(given, default=up(2, stages * layer_period(m))) + before,
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
@@ -203,9 +206,8 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
 def _dense(
     m: ModelConfig, d_model: int, layers: int, meshes: Sequence[ParallelConfig]
 ) -> dict[str, Any]:
-    """Return the fields of dense layers: one, or those between experts, or none if a mesh has
-    stages."""
-    if any(p.pipeline > 1 for p in meshes):
+    """Return the fields of dense layers: one, or those between experts, which no pipeline has."""
+    if m.moe_every > 1 and any(p.pipeline > 1 for p in meshes):
         return {"model.dense_layers": 0, "model.dense_d_ff": None, "model.moe_every": 1}
     tensor = math.lcm(*(p.tensor for p in meshes))
     wide = (m.dense_d_ff or m.d_ff) * d_model / m.d_model

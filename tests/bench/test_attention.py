@@ -106,7 +106,7 @@ def test_the_programs_are_named_when_none_is_given(capsys):
     assert bench.main([]) == 0 and bench.main(["--help"]) == 0
     assert capsys.readouterr().out.count("attention       time, TFLOP/s") == 2
     with pytest.raises(
-        ConfigError, match="'traim': must be one of train, scaling, attention, matmuls, loss"
+        ConfigError, match="'traim': must be one of train, scaling, attention, matmuls, recur"
     ):
         bench.main(["traim"])
 

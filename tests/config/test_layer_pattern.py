@@ -9,6 +9,15 @@ from tests.meshes.test_recurrent_layers import DELTA_NET, QWEN3_NEXT
 PLAIN = {"model.layer_pattern": ""}
 MAMBA = {"model.layer_pattern": "GM*", "model.num_layers": 3}
 
+#: What the Triton kernels compute.
+KERNELS = {
+    "model.recurrent_backend": "triton",
+    "model.dtype": "bfloat16",
+    "model.recurrent_chunk": 64,
+    "model.linear_key_head_dim": 128,
+    "model.linear_value_head_dim": 128,
+}
+
 #: What layers of Gated DeltaNet alone read, as it is by default.
 DEFAULTS = {
     "model.linear_num_key_heads": 4,
@@ -54,6 +63,18 @@ CASES = [
         "num_experts = 4: does not support model.layer_pattern.*dense",
     ),
     ({"model.layer_pattern": "", "model.rope_fraction": 0.0} | DEFAULTS, "rope_fraction = 0.0"),
+    (PLAIN | DEFAULTS | {"model.recurrent_backend": "triton"}, "needs a layer of kind G or M"),
+    (KERNELS | {"model.dtype": "float32"}, "backend = 'triton': needs bfloat16.*dtype bfloat16"),
+    (KERNELS | {"model.recurrent_chunk": 48}, "chunk = 48: must be 32 or 64 for .*chunk 64"),
+    (KERNELS | {"model.linear_key_head_dim": 96}, "key_head_dim = 96: must be 64 or 128.*dim 128"),
+    (
+        KERNELS | {"model.linear_value_head_dim": 96},
+        "value_head_dim = 96: must be a multiple of 64.*dim 128",
+    ),
+    (
+        KERNELS | MAMBA | {"model.mamba_state_size": 16, "model.mamba_head_dim": 64},
+        "state_size = 16: must be 64 or 128",
+    ),
     ({"model.shared_expert_gate": True}, "shared_expert_gate = True: needs experts"),
 ]
 
@@ -62,6 +83,10 @@ CASES = [
 def test_one_error_with_a_fix(fields, message):
     with pytest.raises(ConfigError, match=message):
         check(replace(DELTA_NET, **fields))
+
+
+def test_kernels_by_name():
+    check(replace(DELTA_NET, **KERNELS))
 
 
 def test_heads_are_split_over_tensor():

@@ -27,6 +27,7 @@ from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
 from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
+from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
@@ -145,6 +146,8 @@ def check_command(words: list[str]) -> None:
             tyro.cli(ProfileOptions, args=args)
         case "jaxpar.report":
             tyro.cli(ReportOptions, args=args)
+        case "jaxpar.runs":
+            tyro.cli(RunsOptions, args=args)
         case "jaxpar.evaluate":
             tyro.cli(EvaluateOptions, args=args)
         case "jaxpar.checkpoint":

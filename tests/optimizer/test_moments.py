@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +11,20 @@ import pytest
 
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
-from jaxpar.model.parameters import param_specs, trainable_specs
+from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import moments
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count
-from jaxpar.step.layer_order import layers_here
 from jaxpar.step.state import (
-    TrainState,
-    abstract_logical,
     abstract_state,
     bytes_per_device,
     in_configured_dtypes,
     init_state,
     state_shardings,
-    state_specs,
-    to_running,
 )
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, traces
+from tests.optimizer.updates import weights_after
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL
 
@@ -84,41 +79,9 @@ def weights(devices):
 
     @functools.cache
     def run(fields: frozenset) -> list[traces.Arrays]:
-        cfg, mesh = ready(devices, **dict(fields))
-        specs, to = state_specs(cfg), state_shardings(cfg, mesh)
-
-        def update(state, grads):
-            layers = layers_here(cfg)
-            return moments.update(
-                cfg, trainable_specs(cfg), grads, state.opt_state, state.params, state.step, layers
-            )
-
-        inside = jax.shard_map(
-            update,
-            mesh=mesh,
-            in_specs=(specs, specs.params),
-            out_specs=(specs.params, specs.opt_state),
-        )
-        step = jax.jit(inside, out_shardings=(to.params, to.opt_state))
-        state, after = init_state(cfg, mesh), []
-        for i in range(STEPS):
-            like = abstract_logical(cfg, mesh).params
-            placed = jax.tree.map(lambda leaf: leaf.sharding, like)
-            grads = jax.device_put(gradients(like, i), placed)
-            params, opt_state = step(state, to_running(TrainState((), grads, ()), cfg).params)
-            number = jax.device_put(jnp.int32(i + 1), to.step)
-            state = TrainState(number, params, opt_state, state.guard)
-            after.append({n: a.copy() for n, a in traces.logical(params, cfg).items()})
-        return after
+        return weights_after(*ready(devices, **dict(fields)), STEPS)
 
     return lambda **fields: run(frozenset(fields.items()))
-
-
-def gradients(like: Any, step: int):
-    """Gradients of the whole model, whose sizes differ from element to element."""
-    rng = np.random.default_rng(step)
-    draw = lambda a: (rng.normal(size=a.shape) * 10 ** rng.normal(size=a.shape)).astype(a.dtype)  # noqa: E731
-    return jax.tree.map(draw, like)
 
 
 def distance(found: list[traces.Arrays], wanted: list[traces.Arrays]) -> float:

@@ -69,6 +69,7 @@ def test_it_is_drawn_without_complaint_or_request(browser, page, width, dark):
 
 def test_the_pointer_shows_values(browser, page):
     browser.open(page, WIDE)
+    browser.value("document.querySelector('#loss').scrollIntoView()")
     chart = "document.querySelector('#loss svg').getBoundingClientRect()"
     left, top, width = (browser.value(f"{chart}.{name}") for name in ("left", "top", "width"))
     assert browser.value("document.querySelector('#loss .tip').hidden")

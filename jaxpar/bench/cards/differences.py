@@ -21,7 +21,11 @@ GPU = ("gpu", "driver", "power limit")
 ALIKE = ("gpu", "device")
 ALIKE_CONFIG = ("config.data.seq_len",)
 #: Fields of the model that only select an implementation.
-CHOICES = ("config.model.attention_backend", "config.model.attention_deterministic")
+CHOICES = (
+    "config.model.attention_backend",
+    "config.model.attention_deterministic",
+    "config.model.recurrent_backend",
+)
 
 
 def one_line(value: Any) -> str:

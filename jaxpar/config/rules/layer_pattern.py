@@ -18,8 +18,13 @@ _OF_KIND = {
     model.linear_value_head_dim""".split(),
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
-    DELTA_NET + MAMBA: ["model.conv_kernel_size", "model.recurrent_chunk"],
+    DELTA_NET + MAMBA: """model.conv_kernel_size model.recurrent_chunk
+    model.recurrent_backend""".split(),
 }
+
+#: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
+#: widths of values.
+_KEYS, _CHUNKS, _VALUES = (64, 128), (32, 64), 64
 
 
 def layer_pattern(cfg: Config) -> None:
@@ -43,6 +48,7 @@ def layer_pattern(cfg: Config) -> None:
     ok = m.num_layers % period == 0
     require(ok, cfg, path, rule, flag(path, -(-m.num_layers // period) * period), none)
     _sizes(cfg)
+    _kernels(cfg)
     _combinations(cfg)
 
 
@@ -64,6 +70,31 @@ def _sizes(cfg: Config) -> None:
     rule = f"must be at most {shard + 1}: a shard of a sequence sends its last tokens to the next"
     ok = m.conv_kernel_size - 1 <= shard
     require(ok, cfg, path, rule, flag("data.seq_len", 64 * cfg.parallel.sequence))
+
+
+def _kernels(cfg: Config) -> None:
+    """Check what the Triton kernels of recurrences need, without a device."""
+    m, path = cfg.model, "model.recurrent_backend"
+    if m.recurrent_backend != "triton":
+        return
+    auto, for_kernels = flag(path, "auto"), f"for {path} = triton"
+    rule = f"needs bfloat16, but model.dtype is {m.dtype}"
+    require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    rule = f"must be {' or '.join(map(str, _CHUNKS))} {for_kernels}"
+    size = "model.recurrent_chunk"
+    require(m.recurrent_chunk in _CHUNKS, cfg, size, rule, flag(size, _CHUNKS[-1]), auto)
+    widths = {
+        DELTA_NET: ("model.linear_key_head_dim", "model.linear_value_head_dim"),
+        MAMBA: ("model.mamba_state_size", "model.mamba_head_dim"),
+    }
+    for kind, (keys, values) in widths.items():
+        if kind in m.layer_pattern:
+            rule = f"must be {' or '.join(map(str, _KEYS))} {for_kernels}"
+            require(value_of(cfg, keys) in _KEYS, cfg, keys, rule, flag(keys, _KEYS[-1]), auto)
+            width = value_of(cfg, values)
+            rule = f"must be a multiple of {_VALUES} {for_kernels}"
+            fits = flag(values, -(-width // _VALUES) * _VALUES)
+            require(width % _VALUES == 0, cfg, values, rule, fits, auto)
 
 
 def _combinations(cfg: Config) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config import Config, flag, registry, require, value_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     EXPERT_NAMES,
@@ -108,13 +108,27 @@ def moments(cfg: Config) -> None:
         "optimizer.first_moment_dtype",
         "optimizer.second_moment_dtype",
     )
-    rule = f"needs adamw; {o.name} has no second moment"
+    rule = f"needs adamw or muon; {o.name} has no second moment"
     ways = flag(second, "float32"), flag("optimizer.name", "adamw")
-    require(o.second_moment_dtype == "float32" or o.name == "adamw", cfg, second, rule, *ways)
+    has_second = o.name in ("adamw", "muon")
+    require(o.second_moment_dtype == "float32" or has_second, cfg, second, rule, *ways)
     # Lion's only moment decays by beta2; beta1 interpolates between it and the gradient.
-    betas = {first: "optimizer.beta2" if o.name == "lion" else "optimizer.beta1"}
-    for path, beta in (betas | {second: "optimizer.beta2"}).items():
+    betas = [(first, "optimizer.beta2" if o.name == "lion" else "optimizer.beta1")]
+    betas += [(first, "optimizer.muon_momentum")] * (o.name == "muon")
+    betas += [(second, "optimizer.beta2")]
+    for path, beta in betas:
         decay, most = value_of(cfg, beta), MAX_BFLOAT16_DECAY
         rule = f"needs {beta} <= {most}, not {decay}: rounding noise would exceed 5%"
         ok = value_of(cfg, path) == "float32" or decay <= most
         require(ok, cfg, path, rule, flag(path, "float32"), flag(beta, most))
+
+
+def offloaded_moments(cfg: Config) -> None:
+    """Check that moments in host memory belong to a rule that can update one layer at a time."""
+    name, path = cfg.optimizer.name, "optimizer.offload"
+    added = registry.function("optimizer.name", name) is not None
+    whole = registry.needs(name) == "matrices" if added else name == "muon"
+    rule = f"updates one layer at a time, but {name} shares whole matrices of all layers between "
+    rule += "devices"
+    ways = flag(path, False), flag("optimizer.name", "adamw")
+    require(not (cfg.optimizer.offload and whole), cfg, path, rule, *ways)

@@ -21,7 +21,7 @@ parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches para
 parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
-cluster.connect_seconds""".split()
+optimizer.muon_steps cluster.connect_seconds""".split()
 
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
@@ -37,10 +37,14 @@ cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std
 model.swiglu_limit model.swiglu_alpha model.embedding_multiplier model.residual_multiplier
-model.logits_scaling optimizer.learning_rate optimizer.eps guard.spike_deviations""".split()
+model.logits_scaling optimizer.learning_rate optimizer.eps
+optimizer.muon_lr_ratio guard.spike_deviations""".split()
 
 
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.warmup_fraction")
+_BELOW_ONE = (
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"),
+    "optimizer.warmup_fraction",
+)
 
 
 def numbers(cfg: Config) -> None:

@@ -32,6 +32,7 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
+    "recurrent_backend",
     "recurrent_chunk",
     # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",

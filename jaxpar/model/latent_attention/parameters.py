@@ -22,13 +22,15 @@ def specs(
     found = {
         "wkv_a": matrix((D, m.kv_lora_rank + R), ("embed", "rank")),
         "kv_a_norm": gain((m.kv_lora_rank,), ("norm",)),
-        "wkv_b": matrix((m.kv_lora_rank, H, N + m.v_head_dim), ("latent", "heads", "head_dim")),
+        "wkv_b": matrix(
+            (m.kv_lora_rank, H, N + m.v_head_dim), ("latent", "heads", "head_dim"), columns=2
+        ),
         "wo": matrix((H, m.v_head_dim, D), ("heads", "head_dim", "embed"), deep),
     }
     if m.q_lora_rank is None:
-        return found | {"wq": matrix((D, H, K), ("embed", "heads", "head_dim"))}
+        return found | {"wq": matrix((D, H, K), ("embed", "heads", "head_dim"), columns=2)}
     return found | {
         "wq_a": matrix((D, m.q_lora_rank), ("embed", "rank")),
         "q_a_norm": gain((m.q_lora_rank,), ("norm",)),
-        "wq_b": matrix((m.q_lora_rank, H, K), ("latent", "heads", "head_dim")),
+        "wq_b": matrix((m.q_lora_rank, H, K), ("latent", "heads", "head_dim"), columns=2),
     }

@@ -104,7 +104,8 @@ def _delta_net_prompt(
     mixed = causal_convolution(projected.mixed, w["delta_conv"], positions)
     q, k, v = delta_net.heads(mixed, m)
     log_decay, rate = (_within(positions, lengths, a) for a in delta_net.gates(projected, w))
-    out, matrix = delta_rule(q, k, v, log_decay, rate, positions == 0, m.recurrent_chunk)
+    how = positions == 0, m.recurrent_chunk, m.recurrent_backend
+    out, matrix = delta_rule(q, k, v, log_decay, rate, *how)
     tail = _latest(projected.mixed, lengths, m)
     return delta_net.gated(out, projected.gate, w, m), State(matrix, tail)
 
@@ -134,9 +135,9 @@ def _mamba_prompt(
     mixed = causal_convolution(projected.mixed, w["mamba_conv"], positions)
     x = mamba.inputs(projected, mixed, w, m)
     step, log_decay = (_within(positions, lengths, a) for a in (x.step, x.log_decay))
-    written = step[..., None] * x.values
-    size = m.recurrent_chunk
-    out, matrix = state_space(x.queries, x.keys, written, log_decay, positions == 0, size)
+    x = x._replace(step=step, log_decay=log_decay)
+    how = positions == 0, m.recurrent_chunk, m.recurrent_backend
+    out, matrix = state_space(x.queries, x.keys, x.written, x.log_decay, *how)
     tail = _latest(projected.mixed, lengths, m)
     return mamba.gated(out, x.values, projected.gate, w, m), State(matrix, tail)
 

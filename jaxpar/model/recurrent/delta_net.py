@@ -60,7 +60,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     projected = split(named(h.map(project, w).in_order(), "qkv"), m)
     q, k, v = heads(causal_convolution(projected.mixed, w["delta_conv"], positions), m)
     rates = gates(projected, w)
-    out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk)
+    out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk, m.recurrent_backend)
     out = named(gated(out, projected.gate, w, m), "attn_out")
     return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
 
@@ -91,10 +91,10 @@ def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
 
 
 def heads(mixed: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute queries, keys [B, T, H, K] and values [B, T, H, V] from the convolution's output.
+    """Compute queries, keys [B, T, G, K] and values [B, T, H, V] from the convolution's output.
 
     Args:     mixed: float32 [B, T, C].
-    Returns:  in the compute dtype, with a query and a key for each value head.
+    Returns:  in the compute dtype.
     """
     sizes = column_sizes(m, lax.axis_size(TENSOR))
     q, k, v = jnp.split(jax.nn.silu(mixed), [sizes[0], 2 * sizes[0]], axis=-1)
@@ -102,8 +102,6 @@ def heads(mixed: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array, jax.A
     q, k = (_unit(by_head(a, m.linear_key_head_dim)) for a in (q, k))
     v = by_head(v, m.linear_value_head_dim)
     q = q / math.sqrt(m.linear_key_head_dim)
-    repeat = m.linear_num_value_heads // m.linear_num_key_heads
-    q, k = (jnp.repeat(a, repeat, axis=2) for a in (q, k))
     return q.astype(m.dtype), k.astype(m.dtype), v.astype(m.dtype)
 
 

@@ -6,45 +6,19 @@ a_t is a decay and b_t a rate, both between 0 and 1. S is [K, V], float32. The u
 the state returns for the key k_t by a mixture of that and v_t, so that a state of K columns can be
 rewritten rather than only added to.
 
-Within a chunk, the writes u_t = b_t (v_t - a_t S_{t-1}^T k_t) depend on one another linearly. They
-solve a triangular system, whose right-hand side is linear in the state before the chunk:
+`kernels/recurrence` computes chunks of tokens. Here is what a sharded sequence needs besides.
 
-    (I + A) u = b v - (b k c) S        A_ij = b_i (k_i . k_j) decay_ij for j < i
+G counts one tensor rank's key heads and H its heads, a multiple of G.
 
-So both parts are solved for all chunks at once, and only products with S are sequential.
-
-H counts one tensor rank's heads, C the tokens of a chunk and N the chunks.
-
-Source:   Yang et al. 2024 (2412.06464), Gated Delta Networks, section 3; Yang et al. 2024
-          (2406.06484) for chunks.
+Source:   Yang et al. 2024 (2412.06464), Gated Delta Networks, section 3.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxpar.model.recurrent.chunks import Decays, decays, in_chunks, in_sequence
+from jaxpar.kernels import recurrence
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.recurrence import is_split, state_before
-
-
-class _Chunks(NamedTuple):
-    """What the sequential part reads of each chunk, [N, B, H, ...] float32."""
-
-    queries: jax.Array
-    """[C, K], times the decay since the chunk's start."""
-    scores: jax.Array
-    """[C, C], of queries and keys, times the decay between them."""
-    keys: jax.Array
-    """[C, K], times the decay until the chunk's end."""
-    reads: jax.Array
-    """[C, K]: what the writes subtract of the state before the chunk."""
-    writes: jax.Array
-    """[C, V], with an empty state before the chunk."""
-    decay: jax.Array
-    """[]: of the state over the chunk."""
 
 
 @jax.named_scope("delta_rule")
@@ -56,62 +30,35 @@ def delta_rule(
     rate: jax.Array,
     begins: jax.Array,
     size: int,
+    backend: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to complete sequences, each shard of which is in text order.
 
-    Args:     q, k: [B, T/sequence, H, K], keys of length 1. v: [B, T/sequence, H, V].
+    Args:     q, k: [B, T/sequence, G, K], keys of length 1. v: [B, T/sequence, H, V].
               log_decay, rate: float32 [B, T/sequence, H]. begins: bool [B, T/sequence], the first
-              tokens of documents, which see no earlier state. size: tokens of a chunk.
+              tokens of documents, which see no earlier state. size: tokens of a chunk. backend:
+              that of `kernels.recurrence.delta_rule`.
     Returns:  (float32 [B, T/sequence, H, V]; the state after the last token, float32 [B, H, K, V]).
     Communication: that of `state_before` over SEQUENCE: a matrix [K, K + V] of each row and head.
     """
-    parts = _solved(q, k, v, rate, decays(log_decay, begins, size), size)
-    empty = varying(jnp.zeros((*parts.keys.shape[1:3], k.shape[-1], v.shape[-1])))
-    before = state_before(_change(parts), _apply, empty) if is_split() else empty
 
-    def one(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
-        writes = chunk.writes - chunk.reads @ state
-        out = chunk.queries @ state + chunk.scores @ writes
-        return _after(state, chunk, writes), out
+    def run(v: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return recurrence.delta_rule(q, k, v, log_decay, rate, begins, state, size, backend)
 
-    state, out = lax.scan(one, before, parts)
-    return in_sequence(out, q.shape[1]), state
+    state = varying(jnp.zeros((*v.shape[::2], k.shape[-1], v.shape[-1])))
+    if is_split():
+        state = state_before(_change(run, v, state), _apply, state)
+    return run(v, state)
 
 
-def _solved(q, k, v, rate, decay: Decays, size: int) -> _Chunks:
-    q, k, v, rate = (in_chunks(a.astype(jnp.float32), size) for a in (q, k, v, rate))
-    rate, since_start = rate[..., None], decay.since_start[..., None]
-    products = lambda a: jnp.einsum("nbhik,nbhjk->nbhij", a, k)  # noqa: E731
-    below = jnp.tril(rate * products(k) * decay.between, -1)
-    right = jnp.concatenate((rate * since_start * k, rate * v), axis=-1)
-    solved = lax.linalg.triangular_solve(
-        below + jnp.eye(size), right, left_side=True, lower=True, unit_diagonal=True
-    )
-    reads, writes = jnp.split(solved, [k.shape[-1]], axis=-1)
-    keys = decay.until_end[..., None] * k
-    scores = products(q) * decay.between
-    return _Chunks(since_start * q, scores, keys, reads, writes, decay.of_chunk[..., None, None])
-
-
-def _after(state: jax.Array, chunk: _Chunks, writes: jax.Array) -> jax.Array:
-    return chunk.decay * state + jnp.swapaxes(chunk.keys, -1, -2) @ writes
-
-
-def _change(parts: _Chunks) -> jax.Array:
-    """Return how these chunks change a state: [B, H, K, K + V], a matrix beside what they add.
+def _change(run, v: jax.Array, state: jax.Array) -> jax.Array:
+    """Return how these tokens change a state: [B, H, K, K + V], a matrix beside what they add.
 
     The matrix is what becomes of each unit vector if nothing is written.
     """
-    _, B, H, _, K = parts.keys.shape
-    width = K + parts.writes.shape[-1]
-    start = varying(jnp.broadcast_to(jnp.eye(K, width), (B, H, K, width)))
-    beside = jnp.pad(parts.writes, [(0, 0)] * 4 + [(K, 0)])
-
-    def one(state: jax.Array, chunk: tuple[_Chunks, jax.Array]) -> tuple[jax.Array, None]:
-        of_chunk, writes = chunk
-        return _after(state, of_chunk, writes - of_chunk.reads @ state), None
-
-    return lax.scan(one, start, (parts, beside))[0]
+    K = state.shape[-2]
+    start = jnp.broadcast_to(jnp.eye(K, K + v.shape[-1]), (*state.shape[:-1], K + v.shape[-1]))
+    return run(jnp.pad(v, [(0, 0)] * 3 + [(K, 0)]), varying(start))[1]
 
 
 def _apply(change: jax.Array, state: jax.Array) -> jax.Array:
@@ -129,11 +76,12 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token.
 
-    Args:     q, k: [B, H, K]. v: [B, H, V]. log_decay, rate: float32 [B, H].
+    Args:     q, k: [B, G, K]. v: [B, H, V]. log_decay, rate: float32 [B, H].
               state: float32 [B, H, K, V].
     Returns:  (float32 [B, H, V]; the new state).
     """
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    q, k = (jnp.repeat(a, v.shape[1] // a.shape[1], axis=1) for a in (q, k))
     state = jnp.exp(log_decay)[..., None, None] * state
     write = rate[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
     state = state + k[..., :, None] * write[..., None, :]

@@ -49,21 +49,21 @@ class MambaProjections(NamedTuple):
 
 
 class MambaInputs(NamedTuple):
-    """What the recurrence reads, float32."""
+    """What the recurrence reads."""
 
     queries: jax.Array
     keys: jax.Array
-    """[B, T, G, N]."""
+    """[B, T, G, N], in the compute dtype."""
     values: jax.Array
-    """[B, T, H, P], without the time step."""
+    """float32 [B, T, H, P], without the time step."""
     step: jax.Array
     log_decay: jax.Array
-    """[B, T, H]."""
+    """float32 [B, T, H]."""
 
     @property
     def written(self) -> jax.Array:
-        """[B, T, H, P]: the values times the time step."""
-        return self.step[..., None] * self.values
+        """[B, T, H, P], in the compute dtype: the values times the time step."""
+        return (self.step[..., None] * self.values).astype(self.keys.dtype)
 
 
 def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -76,7 +76,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     projected = split(named(h.map(project, w).in_order(), "qkv"), m)
     x = inputs(projected, causal_convolution(projected.mixed, w["mamba_conv"], positions), w, m)
     recurrence = x.queries, x.keys, x.written, x.log_decay
-    out, _ = state_space(*recurrence, positions == 0, m.recurrent_chunk)
+    out, _ = state_space(*recurrence, positions == 0, m.recurrent_chunk, m.recurrent_backend)
     out = named(gated(out, x.values, projected.gate, w, m), "attn_out")
     return h.split(out).map(row_parallel, w, "mamba_out", "attn_out")
 
@@ -112,7 +112,7 @@ def inputs(
     mixed = jax.nn.silu(mixed + w["mamba_conv_bias"])
     v, k, q = jnp.split(mixed, [values, values + keys], axis=-1)
     by = lambda a, dim: a.reshape(*a.shape[:2], -1, dim)  # noqa: E731
-    q, k = by(q, m.mamba_state_size), by(k, m.mamba_state_size)
+    q, k = (by(a, m.mamba_state_size).astype(m.dtype) for a in (q, k))
     step = jax.nn.softplus(projected.step.astype(jnp.float32) + w["mamba_dt_bias"])
     step = jnp.maximum(step, m.mamba_min_step)
     return MambaInputs(q, k, by(v, m.mamba_head_dim), step, -jnp.exp(w["mamba_a_log"]) * step)

@@ -58,10 +58,10 @@ def delta_net_specs(
     blocks: Tree = {}
     by_key_head = {"q": K, "k": K, "v": H // G * V, "z": H // G * V, "b": H // G, "a": H // G}
     for name, size in by_key_head.items():
-        blocks[f"delta_{name}"] = matrix((D, G, size), ("embed", "heads", "head_dim"))
+        blocks[f"delta_{name}"] = matrix((D, G, size), ("embed", "heads", "head_dim"), columns=2)
     for name in "qkv":
         shape = G, by_key_head[name], width
-        kernel = matrix(shape, ("heads", "head_dim", "head_dim"), width**-0.5)
+        kernel = matrix(shape, ("heads", "head_dim", "head_dim"), width**-0.5, columns=0)
         blocks[f"delta_conv_{name}"] = kernel
     blocks["delta_a_log"] = vector((H,), ("heads",), "decay_rate")
     blocks["delta_dt_bias"] = vector((H,), ("heads",), "time_step")
@@ -85,11 +85,12 @@ def mamba_specs(
     wide = {"z": (H, P), "x": (H, P), "b": (G, N), "c": (G, N)}
     blocks: Tree = {}
     for name, shape in wide.items():
-        blocks[f"mamba_{name}"] = matrix((D, *shape), ("embed", "heads", "head_dim"))
+        blocks[f"mamba_{name}"] = matrix((D, *shape), ("embed", "heads", "head_dim"), columns=2)
     blocks["mamba_dt"] = matrix((D, H), ("embed", "heads"))
     for name in "xbc":
         shape = wide[name]
-        kernel = matrix((*shape, width), ("heads", "head_dim", "head_dim"), width**-0.5)
+        axes = ("heads", "head_dim", "head_dim")
+        kernel = matrix((*shape, width), axes, width**-0.5, columns=0)
         blocks[f"mamba_conv_{name}"] = kernel
         blocks[f"mamba_bias_{name}"] = vector(shape, ("heads", "head_dim"), "zeros")
     blocks["mamba_a_log"] = vector((H,), ("heads",), "decay_rate")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import num_attention_layers
 from jaxpar.parallel.expert.tokens import group_axes
-from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
@@ -42,7 +42,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The communication over one axis in a step.
+    """The communication over one axis in a step, or of the optimizer's "matrices".
 
     sent       bytes that one GPU sends.
     seconds    duration without overlap; `nccl` is the part in NCCL's kernels.
@@ -58,7 +58,7 @@ class Traffic:
 
 def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
     """Return the traffic of each axis that communicates."""
-    of_axes = (_fsdp, _replica, _expert, _sequence, _tensor, _pipeline)
+    of_axes = (_fsdp, _replica, _expert, _sequence, _tensor, _pipeline, _matrices)
     found = (of_axis(cfg, shard, cluster) for of_axis in of_axes)
     return [traffic for traffic in found if traffic is not None]
 
@@ -165,7 +165,10 @@ def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     layer = sent / direct_bandwidth(ranks, here, cluster)
     if shard.execution.expert_dispatch == "rows" and here == ranks:
         layer *= rates.COPIES / rates.ROWS
-    units = _layer_units(cfg, shard) * (1 - cfg.model.dense_layers / cfg.model.num_layers)
+    dense = cfg.model.dense_layers / cfg.model.num_layers
+    if cfg.parallel.pipeline > 1:
+        dense = shard.dense_in_turn / shard.layers_in_turn
+    units = _layer_units(cfg, shard) * (1 - dense)
     exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
     return Traffic("expert", units * sent, units * layer, 0.0, exposed)
 
@@ -235,3 +238,22 @@ def _pipeline(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     nccl = reduced / ring_bandwidth(ranks, here, cluster)
     sent = permuted + reduced
     return Traffic("pipeline", sent, copies + nccl, nccl, rates.EXPOSED["pipeline"])
+
+
+def _matrices(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """Exchanges of matrices for the optimizer, and gathers along axes that repeat their shards."""
+    sent = seconds = nccl = 0.0
+    for one in matrices.exchanged_of(cfg):
+        traded, gathered = matrices.sent_bytes(one, cfg)
+        if traded:
+            seconds += traded / direct_bandwidth(*_span_of(cfg, one.layout.axes, cluster), cluster)
+        if gathered:
+            nccl += gathered / ring_bandwidth(*_span_of(cfg, one.layout.repeated, cluster), cluster)
+        sent += traded + gathered
+    if not sent:
+        return None
+    return Traffic("matrices", sent, seconds + nccl, nccl, rates.EXPOSED["matrices"])
+
+
+def _span_of(cfg: Config, axes: tuple[str, ...], cluster: Cluster) -> tuple[int, int]:
+    return span_with_gaps(cfg, axes, cluster.per_host)

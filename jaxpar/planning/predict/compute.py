@@ -7,7 +7,7 @@ from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts, rates
+from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import (
     Projection,
     flops_per_pair,
@@ -16,9 +16,10 @@ from jaxpar.planning.predict.attention import (
     widths,
 )
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.layer_kinds import layer_kinds
-from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
-from jaxpar.planning.predict.recurrence import recurrence_bytes, recurrence_flops
+from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
+from jaxpar.planning.predict.memory import slot_bytes
+from jaxpar.planning.predict.postponed import factors_per_token
+from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -56,6 +57,18 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
         all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
         seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
     return seconds
+
+
+def stage_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """Return the time of the slowest stage's layers for one microbatch, with dense layers before
+    the stages."""
+    before = shard.dense_in_turn
+    stage = layer_seconds(cfg, shard, gpu).times(shard.layers_in_turn - before)
+    if not before:
+        return stage
+    kind = before_stages(cfg)
+    dense = _layer_seconds(kind.cfg, shard, gpu, repeats(kind.cfg, kind.remat))
+    return stage + dense.times(before)
 
 
 def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> Seconds:
@@ -157,7 +170,8 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
 
 
 def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
-    """Return the time of a recurrence: its products, in TF32, and its passes over memory.
+    """Return the time of a recurrence: its products, whose rate without kernels is that of TF32,
+    and its passes over memory.
 
     The backward takes twice the forward, and needs all but the last product again. An estimate.
     """
@@ -165,7 +179,8 @@ def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> floa
     passes = 3 + ("attention" in repeated)
     flops = passes * shard.tokens * recurrence_flops(m, t)
     moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
-    return flops / (0.5 * gpu.matmul.value) + moved / elementwise_rate(gpu)
+    rate = (1.0 if by_kernels(m) else 0.5) * gpu.matmul.value
+    return flops / rate + moved / elementwise_rate(gpu)
 
 
 def attended_pairs(cfg: Config) -> float:
@@ -351,7 +366,9 @@ def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
 
-    They move 20 bytes per parameter for gradients and weights, and read and write the moments.
+    They move 20 bytes per parameter for gradients and weights, and read and write the moments. A
+    rule that needs matrices also iterates on them.
     """
     weights, moments = state_bytes(cfg)
-    return (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    moved = (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
+    return moved + matrices.iteration_seconds(cfg, gpu)

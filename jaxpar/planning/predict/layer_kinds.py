@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import dense_places, has_feed_forward, kinds
-from jaxpar.config.layout.layer_split import slots_per_chunk
+from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
 
@@ -26,11 +26,17 @@ class LayerKind:
 
 
 def layer_kinds(cfg: Config) -> list[LayerKind]:
-    """Return the kinds of layers."""
+    """Return the kinds of layers of the stages.
+
+    Those before the stages of a pipeline are of `before_stages`.
+    """
     if cfg.model.layer_pattern:
         return _of_pattern(cfg)
     if not cfg.model.dense_layers:
         return [LayerKind(cfg, remat, share) for remat, share in shares_of_policies(cfg).items()]
+    if dense_before_stages(cfg.model, cfg.parallel):
+        alike = dataclasses.replace(cfg, model=_dense_and_others(cfg.model)[1])
+        return [LayerKind(alike, remat, share) for remat, share in shares_of_policies(cfg).items()]
     m, policies = cfg.model, of_layers(cfg.parallel, cfg.model.num_layers)
     models = dict(zip((True, False), _dense_and_others(m), strict=True))
     dense = dense_places(m)
@@ -39,6 +45,11 @@ def layer_kinds(cfg: Config) -> list[LayerKind]:
         LayerKind(dataclasses.replace(cfg, model=models[is_dense]), remat, count / m.num_layers)
         for (is_dense, remat), count in counts.items()
     ]
+
+
+def before_stages(cfg: Config) -> LayerKind:
+    """Return the kind of the dense layers before the stages, whose backward computes them again."""
+    return LayerKind(dataclasses.replace(cfg, model=_dense_and_others(cfg.model)[0]), "full", 1.0)
 
 
 # A plan has thousands of layouts of one model. Making a changed copy of it is a third of a

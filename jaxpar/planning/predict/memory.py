@@ -1,8 +1,9 @@
 """Predicts the memory of one GPU: the state exactly, the step's temporaries by a model.
 
-The temporaries peak at one of three moments. At the loss, all saved values wait for the backward,
+The temporaries peak at one of a few moments. At the loss, all saved values wait for the backward,
 plus the head's gradient and a chunk of logits. When the backward begins, the saved values are still
-live, plus what its first layer needs. At its end, all gradients are live. The buffers of each
+live, plus what its first layer needs. At its end, all gradients are live; and in an update of whole
+matrices (Muon), they are beside what is exchanged. The buffers of each
 moment were derived from XLA's memory plans of compiled steps (docs/planning.md). Sizes are bytes.
 
 If layers gather weights and scatter gradients (ZeRO-3), barriers keep each layer's work together
@@ -11,11 +12,11 @@ before the loss, and delays gradients.
 """
 
 import functools
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -23,50 +24,13 @@ from jaxpar.config.remat_policies import (
     saved_names,
 )
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts
-from jaxpar.planning.predict.attention import projections, widths
-from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict import experts, matrices
+from jaxpar.planning.predict.attention import widths
+from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
+from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.postponed import postponed_bytes
 from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
-
-
-@dataclass(frozen=True)
-class MemoryForecast:
-    """Bytes on one GPU at the peak.
-
-    weights      float32 master weights.
-    optimizer    moments.
-    activations  values saved for the backward, and one layer's recomputed values.
-    logits       a chunk of logits, and the gradient of the head.
-    gathered     weights in the compute dtype: gathered ones, and casts of the shards.
-    gradients    gradients of parameters.
-    buffers      copies of the residual stream, gathered keys and values, the batch.
-    moment       when the peak occurs: "loss", "start" or "end" of the backward.
-    """
-
-    weights: float
-    optimizer: float
-    activations: float
-    logits: float
-    gathered: float
-    gradients: float
-    buffers: float
-    moment: str = "loss"
-
-    @property
-    def state(self) -> float:
-        """Bytes that persist between steps."""
-        return self.weights + self.optimizer
-
-    @property
-    def temporary(self) -> float:
-        """Bytes that a step needs in addition to the state."""
-        return self.activations + self.logits + self.gathered + self.gradients + self.buffers
-
-    @property
-    def total(self) -> float:
-        """The predicted peak."""
-        return self.state + self.temporary
 
 
 def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
@@ -79,7 +43,9 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     weights, optimizer = state_bytes(cfg)
     if cfg.optimizer.offload:
         optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
-    moments = (_at_loss, _at_start, _at_end) if _sends(cfg, shard) else (_at_loss, _at_end)
+    moments = [_at_loss, _at_end]
+    moments += [_at_start] * _sends(cfg, shard)
+    moments += [_at_update] * bool(matrices.exchanged_of(cfg))
     at = (moment(cfg, shard, weights, optimizer) for moment in moments)
     peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
@@ -147,6 +113,20 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
     )
 
 
+def _at_update(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
+    """The update of whole matrices: gradients, and what is exchanged."""
+    return MemoryForecast(
+        weights=weights,
+        optimizer=optimizer,
+        activations=0.0,
+        logits=0.0,
+        gathered=0.0,
+        gradients=4 * shard.owned * shard.trainable,
+        buffers=matrices.update_bytes(cfg),
+        moment="update",
+    )
+
+
 # ------------------------------------------------------------------------------ activations
 
 
@@ -164,31 +144,17 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
         if p.pipeline_save == "residuals":
             slots += 1  # the slot that is being written
     recomputed = _unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0.0
-    return slots * slot + outputs + recomputed + _postponed_bytes(cfg, shard)
+    beside = postponed_bytes(cfg, shard) + _before_stages(cfg, shard)
+    return slots * slot + outputs + recomputed + beside
 
 
-def _postponed_bytes(cfg: Config, shard: Shard) -> float:
-    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
-    if not shard.execution.postpones_weight_gradients:
+def _before_stages(cfg: Config, shard: Shard) -> float:
+    """Return what the backward of the dense layers before the stages saves of one microbatch."""
+    layers = dense_before_stages(cfg.model, cfg.parallel)
+    if not layers:
         return 0.0
-    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
-    return layers * shard.tokens * factors_per_token(cfg, shard)
-
-
-def factors_per_token(cfg: Config, shard: Shard) -> float:
-    """Return the bytes per token of the factors of a layer's weight gradients.
-
-    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of experts
-    are not postponed.
-    """
-    m, t = cfg.model, cfg.parallel.tensor
-    f = m.d_ff / t
-    sites = [site for of in projections(m, t).values() for site in of]
-    elements = sum(site.share * (site.inner + site.out) for site in sites)
-    if not m.num_experts:
-        apart = m.mlp_gate and not shard.execution.fused_gate_up
-        elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
-    return shard.width * elements
+    device, host = _saved_by(before_stages(cfg), cfg.parallel.remat)
+    return layers * shard.tokens * (device + host)
 
 
 def slot_bytes(cfg: Config, shard: Shard) -> float:
@@ -374,7 +340,10 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 
     Those of experts are a part of `experts.backward_bytes`.
     """
-    models = [kind.cfg.model for kind in layer_kinds(cfg)]
+    kinds = layer_kinds(cfg)
+    if dense_before_stages(cfg.model, cfg.parallel):
+        kinds.append(before_stages(cfg))
+    models = [kind.cfg.model for kind in kinds]
     widest = max(m.d_ff * (m.num_shared_experts if m.num_experts else 1) for m in models)
     return 3 * shard.tokens * shard.width * widest / cfg.parallel.tensor
 

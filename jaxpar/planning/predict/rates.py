@@ -79,10 +79,15 @@ EXPOSED = {
     "tensor in row groups": 0.5,
     "tensor in shards": 0.15,
     "pipeline": 0.45,
+    "matrices": 1.0,
 }
 
 #: Share of the compute time that can hide gathers and scatters, if they take longer.
 HIDING = 0.85
+
+#: Copies of exchanged matrices in a step: stacking and unstacking, and transposing at both ends of
+#: two exchanges. A count of the operations, not measured.
+EXCHANGE_COPIES = 6
 
 #: Slowdown of matmuls by concurrent NCCL kernels, relative to the kernels' own time.
 CONTENTION = 0.18

@@ -55,9 +55,12 @@ def rows(first, count: int):
     return pl.ds(first, count)
 
 
-def dot(a, b) -> jax.Array:
-    """Multiply two matrices into float32. Tensor cores need every size to be at least 16."""
-    precision = lax.Precision.HIGHEST if a.dtype == f32 else None
+def dot(a, b, tf32: bool = False) -> jax.Array:
+    """Multiply two matrices into float32. Tensor cores need every size to be at least 16.
+
+    Args:     tf32: round float32 operands to TF32, which tensor cores multiply.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == f32 and not tf32 else None
     return lax.dot(a, b, precision=precision, preferred_element_type=f32)
 
 

@@ -1,0 +1,124 @@
+"""The recurrences in plain JAX, in chunks. All platforms run it.
+
+Products have operands in the dtype of queries, keys and values, and add up in float32. The state is
+float32. Only what needs the state before a chunk is sequential: with `delta_rule` two products,
+with `state_space` a sum.
+
+Within a chunk, the writes u_t = b_t (v_t - a_t S_{t-1}^T k_t) of the delta rule depend on one
+another linearly. They solve a triangular system, whose right-hand side is linear in the state
+before the chunk:
+
+    (I + A) u = b v - (b k c) S        A_ij = b_i (k_i . k_j) decay_ij for j < i
+
+H = G R heads: R heads share the queries and keys of each of G. C tokens a chunk, N chunks.
+
+Source:   Yang et al. 2024 (2412.06464), Gated Delta Networks, section 3; Yang et al. 2024
+          (2406.06484) for chunks; Dao & Gu 2024 (2405.21060), section 6, for `state_space`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.recurrence.chunks import decays, in_chunks, in_sequence
+from jaxpar.kernels.recurrence.inverse import unit_lower_inverse
+
+f32 = jnp.float32
+
+
+class _Chunks(NamedTuple):
+    """Each chunk, [N, B, G, R, ...], and float32 unless q's dtype is noted."""
+
+    queries: jax.Array
+    keys: jax.Array
+    """[N, B, G, C, K] in q's dtype."""
+    values: jax.Array
+    """[C, V]."""
+    between: jax.Array
+    """[C, C]."""
+    since_start: jax.Array
+    until_end: jax.Array
+    """[C, 1]."""
+    of_chunk: jax.Array
+    """[1, 1]."""
+
+    def scores(self) -> jax.Array:
+        """[C, C]: products of queries and keys, times the decay between them."""
+        return self.products(self.queries) * self.between
+
+    def products(self, a: jax.Array) -> jax.Array:
+        """[N, B, G, 1, C, C]: products of [N, B, G, C, K] and keys."""
+        return product("nbgik,nbgjk->nbgij", a, self.keys)[:, :, :, None]
+
+    def out(self, states: jax.Array, written: jax.Array) -> jax.Array:
+        """Read [N, B, H, C, V] of the states before chunks, and of what tokens wrote."""
+        earlier = product("nbgik,nbgrkv->nbgriv", self.queries, states)
+        own = product("nbgrij,nbgrjv->nbgriv", self.scores().astype(self.keys.dtype), written)
+        out = self.since_start * earlier + own
+        return out.reshape(*out.shape[:2], -1, *out.shape[4:])
+
+
+def delta_rule(q, k, v, log_decay, rate, begins, state, size: int):
+    """`api.delta_rule`."""
+    x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
+    rate = _by_group(in_chunks(rate, size)[..., None], k.shape[2])
+    below = jnp.tril(rate * x.products(x.keys) * x.between, -1)
+    solve = unit_lower_inverse(below).astype(dtype)
+    solved = lambda a: product("nbgrij,nbgrjk->nbgrik", solve, a.astype(dtype))  # noqa: E731
+    reads = solved(rate * x.since_start * x.keys[:, :, :, None].astype(f32)).astype(dtype)
+    writes, keys = solved(rate * x.values), x.until_end * x.keys[:, :, :, None].astype(f32)
+
+    def one(state, chunk):
+        reads, writes, keys, of_chunk = chunk
+        before = state.astype(dtype)
+        written = (writes - product("bgrik,bgrkv->bgriv", reads, before)).astype(dtype)
+        state = of_chunk * state + product("bgrik,bgriv->bgrkv", keys, written)
+        return state, (before, written)
+
+    state, read = lax.scan(
+        one, _grouped(state, k.shape[2]), (reads, writes, keys.astype(dtype), x.of_chunk)
+    )
+    return in_sequence(x.out(*read), q.shape[1]), state.reshape(v.shape[0], -1, *state.shape[3:])
+
+
+def state_space(q, k, v, log_decay, begins, state, size: int):
+    """`api.state_space`."""
+    x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
+    written = (x.until_end * x.values).astype(dtype)
+    added = product("nbgjk,nbgrjv->nbgrkv", x.keys, written)
+
+    def one(state, chunk):
+        of_chunk, added = chunk
+        return of_chunk * state + added, state.astype(dtype)
+
+    state, states = lax.scan(one, _grouped(state, k.shape[2]), (x.of_chunk, added))
+    out = x.out(states, x.values.astype(dtype))
+    return in_sequence(out, q.shape[1]), state.reshape(v.shape[0], -1, *state.shape[3:])
+
+
+def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiply arrays of one dtype, and add up in float32."""
+    return jnp.einsum(spec, a, b, preferred_element_type=f32)
+
+
+def _chunks(q, k, v, log_decay, begins, size: int) -> _Chunks:
+    G = k.shape[2]
+    d = decays(log_decay, begins, size)
+    between, start, end, whole = (
+        _by_group(a, G)
+        for a in (d.between, d.since_start[..., None], d.until_end[..., None], d.of_chunk)
+    )
+    values = _by_group(in_chunks(v.astype(f32), size), G)
+    q, k = in_chunks(q, size), in_chunks(k, size)
+    return _Chunks(q, k, values, between, start, end, whole[..., None, None])
+
+
+def _by_group(a: jax.Array, G: int) -> jax.Array:
+    """Return [N, B, G, R, ...] of [N, B, H, ...]."""
+    return a.reshape(*a.shape[:2], G, -1, *a.shape[3:])
+
+
+def _grouped(state: jax.Array, G: int) -> jax.Array:
+    return state.reshape(state.shape[0], G, -1, *state.shape[2:])

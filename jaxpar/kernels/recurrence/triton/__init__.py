@@ -1,0 +1,1 @@
+"""Kernels of recurrences in Pallas (Triton). Start at `api.py`."""

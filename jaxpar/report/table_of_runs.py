@@ -1,0 +1,68 @@
+"""The table of runs in a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar.config import ConfigError
+from jaxpar.report import listing
+from jaxpar.report.runs import RunRead, read_run
+from jaxpar.runtime.stages import stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsOptions:
+    """Options of the list."""
+
+    folders: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER ...]")
+    ] = ("runs",)
+    """Folders with runs, or of runs."""
+    json: bool = False
+    """Print a JSON list, with full precision, instead of a table."""
+
+
+def found_runs(folders: Sequence[str]) -> list[RunRead]:
+    """Read the runs in the folders. One that cannot be read is named on a line, and left out.
+
+    Raises:   ConfigError if a folder does not exist, or there is no run in any.
+    """
+    paths: dict[Path, None] = {}
+    for name in folders:
+        if not Path(name).is_dir():
+            fix = "give a folder with runs, such as runs"
+            raise ConfigError("FOLDER", name, "is not a folder", fix)
+        paths |= dict.fromkeys(listing.find_runs(Path(name)))
+    runs = []
+    for path in paths:
+        try:
+            with stage(f"reading {path}"):
+                runs.append(read_run(str(path)))
+        except ConfigError as error:
+            print(f"left out   {error}")
+    if not runs:
+        rule = f"has no run in it, up to {listing.DEPTH} folders deep"
+        raise ConfigError(
+            "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.quickstart"
+        )
+    return runs
+
+
+def lines(shown: Sequence[listing.Summary]) -> list[str]:
+    """Return the table, with a second line per run for what differs: it is often long."""
+    names, rows = listing.used_columns(shown)
+    differs = [row.pop() if names[-1] == "differs" else "" for row in rows]
+    names = [name for name in names if name != "differs"]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = zip(cells[1:], widths[1:], strict=True)
+        return "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in padded)]).rstrip()
+
+    made = [line(names)]
+    for row, more in zip(rows, differs, strict=True):
+        made += [line(row), *([f"    {more}"] if more else [])]
+    return made

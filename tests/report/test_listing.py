@@ -1,0 +1,70 @@
+"""The table of runs, in the terminal and in the report."""
+
+import json
+from datetime import datetime
+
+import pytest
+
+from jaxpar import runs
+from jaxpar.config import ConfigError
+from jaxpar.report import listing
+from jaxpar.report.page import page
+from jaxpar.report.runs import read_run
+from tests.report.folders import write_run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Three runs in subfolders. The one with more steps has the lower loss."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/a", steps=100, **{"optimizer.learning_rate": 1e-3})
+    write_run(tmp_path / "runs/sweep/b", steps=400, **{"optimizer.learning_rate": 2e-3})
+    write_run(tmp_path / "runs/sweep/c", steps=200, **{"model.tie_embeddings": True})
+    return tmp_path
+
+
+def test_the_best_run_comes_first(folder, capsys):
+    runs.main([])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[1::2]] == [
+        "runs/sweep/b",
+        "runs/sweep/c",
+        "runs/a",
+    ]
+    assert "optimizer.learning_rate 0.002" in printed[2] and "run.dir" not in printed[2]
+    assert "train.seed" not in printed[2]  # the same in all
+    assert max(map(len, printed[::2])) < 200 and "400/400" in printed[1]
+
+
+def test_json_has_the_same_runs_in_full_precision(folder, capsys):
+    runs.main(["runs/sweep", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in found] == ["runs/sweep/b", "runs/sweep/c"]
+    assert found[0]["held_out_loss"] < found[1]["held_out_loss"]
+    assert found[1]["differs"]["model.tie_embeddings"] is True
+
+
+def test_a_damaged_run_is_named_and_left_out(folder, capsys):
+    (folder / "runs/a/config.json").write_text("{")
+    runs.main([])
+    out = capsys.readouterr().out
+    assert "left out   " in out and "runs/a/config.json" in out and "runs/sweep/b" in out
+
+
+@pytest.mark.parametrize(("name", "said"), [("none", "is not a folder"), ("runs/empty", "no run")])
+def test_a_folder_without_runs_is_one_error(folder, name, said):
+    (folder / "runs/empty").mkdir()
+    with pytest.raises(ConfigError, match=said):
+        runs.main([name])
+
+
+def test_fields_that_differ_are_those_of_any_two():
+    configs = [{"a": 1, "b": 2, "run.dir": "x"}, {"a": 1, "b": 3, "run.dir": "y"}, {"a": 1, "c": 0}]
+    assert listing.differing_fields(configs) == [{"b": 2}, {"b": 3}, {"c": 0}]
+
+
+def test_a_report_of_several_runs_begins_with_the_table(folder):
+    both = [read_run(name) for name in ("runs/a", "runs/sweep/b")]
+    html = page(both, datetime.now().astimezone()).decode()
+    assert html.index("<h2>Runs</h2>") < html.index('class="cards"')
+    assert "<h2>Runs</h2>" not in page(both[:1], datetime.now().astimezone()).decode()
