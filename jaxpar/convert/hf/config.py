@@ -16,6 +16,7 @@ from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
 from jaxpar.convert.hf.tensor_layout import Entry
+from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
 
@@ -246,8 +247,7 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format.
-    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
+    fix = "export it with `to-torch`, or " if why_not(PLAIN, m) is None else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 
