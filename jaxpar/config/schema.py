@@ -57,6 +57,9 @@ class TrainConfig:
 
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
+    num_tokens: int = 0
+    """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
+    decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
     micro_batch_size: int = 0

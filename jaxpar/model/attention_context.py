@@ -1,6 +1,7 @@
 """The attention context of a microbatch: its attention mask and rotary tables."""
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -41,19 +42,26 @@ class AttentionContext:
 
 
 def attention_context(
-    batch: Batch, cfg: Config, max_segments: int | None, length: int | None = None
+    batch: Batch,
+    cfg: Config,
+    max_segments: int | None,
+    length: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> AttentionContext:
     """Compute the mask and rotary tables of a microbatch from its positions and segments.
 
-    Args:     length: tokens of the longest sequence; None for those of the batch's rows.
+    Args:     length: tokens of the longest sequence; None for those of the batch's rows. lengths:
+              int32 [B], of each row, if LongRoPE's divisors are those of its own length.
     """
     m = cfg.model
     length = length or batch.positions.shape[1] * cfg.parallel.sequence
+    describe = functools.partial(
+        _describe, batch, cfg, max_segments, length=length, lengths=lengths
+    )
     if not m.global_every:
-        return _describe(batch, cfg, max_segments, m, length)
-    local = _describe(batch, cfg, max_segments, _of_local_layers(m), length)
-    of_global = dataclasses.replace(m, sliding_window=None, attention_chunk=None)
-    everywhere = _describe(batch, cfg, max_segments, of_global, length)
+        return describe(m)
+    local = describe(_of_local_layers(m))
+    everywhere = describe(dataclasses.replace(m, sliding_window=None, attention_chunk=None))
     return dataclasses.replace(local, in_global=everywhere)
 
 
@@ -91,7 +99,13 @@ def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
 
 
 def _describe(
-    batch: Batch, cfg: Config, max_segments: int | None, m: ModelConfig, length: int
+    batch: Batch,
+    cfg: Config,
+    max_segments: int | None,
+    m: ModelConfig,
+    *,
+    length: int,
+    lengths: jax.Array | None,
 ) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
     if m.attention_chunk is not None:
@@ -111,7 +125,8 @@ def _describe(
     if m.attention_chunk is not None and cfg.parallel.sequence == 1:
         mask = numbered(mask)
     rotates = m.positions == "rope" and m.rope_fraction
-    rope = rope_tables(batch.positions, m, length) if rotates else None
+    longest = length if lengths is None else lengths
+    rope = rope_tables(batch.positions, m, longest) if rotates else None
     later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
     return AttentionContext(
         mask=mask,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS
+from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS, dense_places
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
@@ -168,9 +168,16 @@ def fuse(params: Tree, ex: Execution) -> Tree:
         others = {kind: split(params[STACKS[kind]], v) for kind in set(pattern) - {ATTENTION}}
         chunks = _in_order({ATTENTION: chunks} | others, pattern, v, scan=scan)
     if dense := cfg.model.dense_layers - before:  # unrolled layers, in a single chunk
-        first = params.get("dense_layers")
-        chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
+        stack = params.get("dense_layers")
+        of_dense = _each_layer(stack, dense) if stack else ({},) * dense
+        chunks = (_placed(of_dense, chunks[0], dense_places(cfg.model)),)
     return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
+
+
+def _placed(dense: tuple, others: tuple, places: tuple[int, ...]) -> tuple[Tree, ...]:
+    """Put dense layers at their places among the others."""
+    left, rest = iter(dense), iter(others)
+    return tuple(next(left if i in places else rest) for i in range(len(dense) + len(others)))
 
 
 def _in_order(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -93,3 +94,24 @@ def test_compiles(name):
     )
     with jax.set_mesh(mesh), compiling_for(Platform("gpu", gpu.device_kind, "9.0")):
         assert jax.jit(run).lower(*placed).compile().as_text().count(TARGET) == 5
+
+
+@pytest.mark.parametrize(("saved", "again"), [((), 3), (("out",), 2)])
+def test_what_a_rematerialized_backward_runs_again(saved, again):
+    """The kernels whose results it needs: not that of the outputs, if these are saved."""
+    C = CASES["short_chunks"][-1]
+    _, (arrays, begins, state, d_out), _ = both("short_chunks")
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(arrays, state, begins):
+        out = delta_rule(*arrays, begins, state, C, "triton")[0]
+        return jnp.tanh(checkpoint_name(out, "out"))
+
+    def gradients(arrays, begins, state, d_out):
+        out, pull = jax.vjp(functools.partial(layer, begins=begins), arrays, state)
+        return out, pull(d_out)
+
+    with compiling_for(Platform("gpu", GPU["9.0"], "9.0")):
+        text = lowered(on("9.0"), gradients, arrays, begins, state, d_out)
+    assert text.count(TARGET) == 3 + again + 2

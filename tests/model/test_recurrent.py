@@ -1,6 +1,7 @@
 """Recurrences in chunks, and token by token: the same outputs and gradients."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
+from jaxpar.kernels.recurrence import api
+from jaxpar.kernels.recurrence.triton import api as triton
 from jaxpar.model.recurrent import reference
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
@@ -21,7 +24,7 @@ from tests.slow import slow
 T = 30
 
 
-def on_shards(fn, devices, n: int = 1):
+def on_shards(fn, devices, n: int = 1, check_vma: bool = True):
     """Run a function of [B, T, ...] arrays, one of which it returns, on n shards of a sequence."""
     mesh = make_mesh(ParallelConfig(data=1, sequence=n), devices[:n])
     spec = PartitionSpec(None, SEQUENCE)
@@ -31,7 +34,7 @@ def on_shards(fn, devices, n: int = 1):
             fn(*varying(arrays)), tuple(a for a in mesh.axis_names if a != SEQUENCE)
         )
 
-    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
 
 def inputs(decay: float = 1.0, B: int = 2, H: int = 2, K: int = 3, V: int = 5):
@@ -111,6 +114,25 @@ def test_delta_rule_in_chunks(size, decay, shards, devices):
     for ours, plain in zip(with_gradients(fn, inputs(decay)), wanted(decay), strict=True):
         assert np.all(np.isfinite(ours))
         assert np.max(np.abs(ours - plain)) <= 1e-5 * np.max(np.abs(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["delta_rule", "state_space"])
+def test_kernels_on_shards_of_a_sequence(rule, devices, monkeypatch):
+    """The kernels, interpreted, with the state of the shard before."""
+    monkeypatch.setattr(api, "choose", lambda *_: "triton")
+    run = functools.partial(getattr(triton, rule), interpret=True)
+    monkeypatch.setitem(api.BACKENDS, "triton", types.SimpleNamespace(**{rule: run}))
+    *arrays, rate, begins = inputs(B=1, K=16, V=16)
+    if rule == "delta_rule":
+        fn, plain = functools.partial(in_chunks, 16), by_token
+        arrays += [rate]
+    else:
+        fn, plain = functools.partial(state_space_in_chunks, 16), state_space_by_token
+    # Pallas' interpreter does not know axes over which values vary.
+    found = with_gradients(on_shards(fn, devices, 2, check_vma=False), (*arrays, begins))
+    for ours, theirs in zip(found, with_gradients(plain, (*arrays, begins)), strict=True):
+        assert np.max(np.abs(ours - theirs)) <= 1e-5 * np.max(np.abs(theirs))
 
 
 def test_delta_rule_token_by_token_goes_on_from_a_state(devices):

@@ -18,7 +18,8 @@ _MAX_DIGITS = 6
 
 def layer_period(m: ModelConfig) -> int:
     """Return after how many layers the pattern of kinds, windows and rotary embeddings repeats."""
-    return math.lcm(max(m.global_every, 1), max(m.nope_every, 1), max(len(m.layer_pattern), 1))
+    every = m.global_every, m.nope_every, m.moe_every, len(m.layer_pattern)
+    return math.lcm(*(max(n, 1) for n in every))
 
 
 def dense_before_stages(m: ModelConfig, p: ParallelConfig) -> int:

@@ -61,6 +61,7 @@ def _dense_layers(cfg: Config) -> None:
     """Check the first layers without experts. Their weights are a second stack of layers, which a
     scan over layers does not include. A pipeline runs them before its stages."""
     m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
+    _between(cfg)
     if m.dense_layers == 0:
         _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
         return
@@ -79,6 +80,25 @@ def _dense_layers(cfg: Config) -> None:
     wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
     require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))
+
+
+def _between(cfg: Config) -> None:
+    """Check dense layers between layers with experts, and what does not know of their places."""
+    m, path, every = cfg.model, "model.dense_layers", "model.moe_every"
+    if m.moe_every == 1:
+        return
+    one = flag(every, 1)
+    rule = f"needs experts, but {COUNT} is 0"
+    require(m.num_experts > 0, cfg, every, rule, one, flag(COUNT, 8))
+    rule = f"leaves no layer with experts of model.num_layers = {m.num_layers}"
+    require(m.moe_every <= m.num_layers, cfg, every, rule, one)
+    wanted = m.num_layers - m.num_layers // m.moe_every
+    rule = f"must be {wanted}, the layers without experts: every {m.moe_every}th has them"
+    require(m.dense_layers == wanted, cfg, path, rule, flag(path, wanted))
+    others = {"run.record_routing": "", "model.mtp_depth": 0, "parallel.pipeline": 1}
+    for other, none in others.items():
+        rule = f"does not support {every}, which is {m.moe_every}"
+        require(value_of(cfg, other) == none, cfg, other, rule, flag(other, none))
 
 
 def _before_stages(cfg: Config, said: str) -> None:

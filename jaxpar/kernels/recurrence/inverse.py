@@ -40,7 +40,7 @@ def _of_tile(below: jax.Array) -> jax.Array:
     """Invert blocks of 1, 2, 4, ... rows on the diagonal, all at once."""
     size = below.shape[-1]
     i, j = jnp.arange(size)[:, None], jnp.arange(size)
-    inverse, rows = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape), 1
+    inverse, rows = jnp.where(i == j, jnp.ones_like(below), 0.0), 1
     while rows < size:
         joins = (i // (2 * rows) == j // (2 * rows)) & (i // rows != j // rows)
         joined = jnp.where(joins, below, 0.0)

@@ -45,7 +45,8 @@ def step(
     Communication: two all-reduces over TENSOR, and one for the embedding.
     """
     m, w = cfg.model, outside_layer(weights["top"], prefix(k))
-    positions, context = decode.context_of(tokens, first, held[0].shape[1], cfg)
+    of_text = first + tokens.shape[1] if lengths is None else lengths
+    positions, context = decode.context_of(tokens, first, of_text, held[0].shape[1], cfg)
     x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
     x, held = decode.layer(x, of_layer(w), context, held, first, cfg, lengths)
     return norm.norm(x, w["out_norm"], m), held

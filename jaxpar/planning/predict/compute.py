@@ -19,7 +19,7 @@ from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
 from jaxpar.planning.predict.memory import slot_bytes
 from jaxpar.planning.predict.postponed import factors_per_token
-from jaxpar.planning.predict.recurrence import recurrence_bytes, recurrence_flops
+from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -170,7 +170,8 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
 
 
 def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
-    """Return the time of a recurrence: its products, in TF32, and its passes over memory.
+    """Return the time of a recurrence: its products, whose rate without kernels is that of TF32,
+    and its passes over memory.
 
     The backward takes twice the forward, and needs all but the last product again. An estimate.
     """
@@ -178,7 +179,8 @@ def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> floa
     passes = 3 + ("attention" in repeated)
     flops = passes * shard.tokens * recurrence_flops(m, t)
     moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
-    return flops / (0.5 * gpu.matmul.value) + moved / elementwise_rate(gpu)
+    rate = (1.0 if by_kernels(m) else 0.5) * gpu.matmul.value
+    return flops / rate + moved / elementwise_rate(gpu)
 
 
 def attended_pairs(cfg: Config) -> float:

@@ -16,6 +16,11 @@ def _sizes(m: ModelConfig, tensor: int) -> tuple[float, int, int, float]:
     return m.mamba_num_heads / tensor, m.mamba_state_size, m.mamba_head_dim, shared
 
 
+def by_kernels(m: ModelConfig) -> bool:
+    """Return whether kernels compute the model's recurrences. `auto` takes none yet."""
+    return m.recurrent_backend == "triton"
+
+
 def recurrence_flops(m: ModelConfig, tensor: int) -> float:
     """Return the FLOPs of the forward per token: products within a chunk, and with the state."""
     heads, K, V, products = _sizes(m, tensor)
@@ -25,10 +30,17 @@ def recurrence_flops(m: ModelConfig, tensor: int) -> float:
 
 
 def recurrence_bytes(m: ModelConfig, tensor: int) -> float:
-    """Return the float32 bytes per token that a recurrence's backward needs at once: its inputs,
-    the matrices of each chunk and the states between chunks."""
+    """Return the bytes per token that a recurrence's backward needs at once: its inputs, the
+    matrices of each chunk and the states between chunks, in float32.
+
+    With kernels, in 16 bits: the matrices of each chunk, states and their gradients, and what
+    tokens write and read.
+    """
     if not is_recurrent(m):
         return 0.0
     heads, K, V, products = _sizes(m, tensor)
     C = m.recurrent_chunk
+    if by_kernels(m):
+        matrices = 2 if m.layer_pattern == DELTA_NET else 1
+        return 2 * heads * (matrices * C + 2 * K * V / C + 3 * V)
     return 4 * heads * (3 * products * K + 4 * V + 2 * (1 + products) * C + K * V / C)

@@ -7,7 +7,7 @@
     gradients         all chunks at once
 
 The forward keeps for the backward what the first two return. Where a remat policy does not save it,
-the backward runs these two again.
+the backward runs these two again, and `outputs` if it needs the result.
 """
 
 import functools
@@ -21,9 +21,10 @@ from jaxpar.kernels.recurrence.triton import backward, forward
 from jaxpar.kernels.recurrence.triton.shape import RecurrenceShape
 from jaxpar.kernels.recurrence.triton.within import within_chunks
 
-#: Most columns of V that a program has: of the sequential kernels, whose programs should fill a
-#: GPU, of `outputs` and of `gradients`.
-STATE_COLUMNS, OUT_COLUMNS, GRADIENT_COLUMNS = 32, 128, 64
+#: Most columns of V that a program has at a time: of the sequential kernels, whose programs should
+#: fill a GPU, of `outputs`, and of `gradients` with and without the delta rule. With these, no
+#: kernel spills more than a few registers on Hopper (docs/experiments/hybrid.md).
+STATE_COLUMNS, OUT_COLUMNS, GRADIENT_COLUMNS = 32, 128, {True: 64, False: 32}
 
 
 def delta_rule(q, k, v, log_decay, rate, begins, state, size: int, interpret: bool = False):
@@ -36,8 +37,6 @@ def state_space(q, k, v, log_decay, begins, state, size: int, interpret: bool = 
     return _run(q, k, v, log_decay, None, begins, state, size, interpret)
 
 
-# Inside a jit for the reason in `kernels/float8/quantize_transpose.py`: JAX would keep a bare
-# pallas_call.
 @functools.partial(jax.jit, static_argnums=(7, 8))
 def _run(q, k, v, log_decay, rate, begins, state, size: int, interpret: bool):
     length = q.shape[1]
@@ -89,7 +88,7 @@ def _backward(size, interpret, saved, cotangents):
     s, matrices = shape(STATE_COLUMNS), (scores, inverse)
     found = backward.state_gradients(s, q, k, sums, rate, *matrices, d_out, d_last)
     d_states, d_written, d_first = found
-    s, given = shape(GRADIENT_COLUMNS), (q, k, v, sums, rate, d_out)
+    s, given = shape(GRADIENT_COLUMNS[rate is not None]), (q, k, v, sums, rate, d_out)
     dq, dk, d_sums, d_rate = backward.gradients(s, *given, before, written, d_states, d_written)
     dv = d_written
     if rate is not None:

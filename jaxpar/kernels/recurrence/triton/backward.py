@@ -22,8 +22,9 @@ A sum of logarithms of decays multiplies what its token reads, and divides what 
 
     q . dq + k . reads - k . writes
 
-and at the chunk's last token also d (S . X) and the sum of k . e (y X^T). A state space has y = v,
-so that dv = dy, and nothing with b, z or E.
+and at the chunk's last token also d (S . X) and the sum of k . e (y X^T). What a token writes and
+reads itself does not decay, and is left out: it would cancel, but for its rounding. A state space
+has y = v, so that dv = dy, and nothing with b, z or E.
 """
 
 import functools
@@ -210,17 +211,22 @@ def _through_states(s: RecurrenceShape, r: Refs, where, columns, count: int) -> 
 def _of_head(s: RecurrenceShape, x: ChunkDecays, q, k, rate, by_states: _Sums):
     """Return a head's dq, dk, and the gradients of sums and of the rate (without z . v)."""
     between, of_row = x.between(), lambda a, b: jnp.sum(a * b.astype(f32), axis=1)
-    scores = (by_states.scores * between).astype(s.dtype)
+    below = below_diagonal(s.C)
+    own = by_states.scores * between
+    scores = jnp.where(below, own, 0.0).astype(s.dtype)
+    own = jnp.sum(jnp.where(below, 0.0, own), axis=1)
     dq = scaled(x.since_start, by_states.queries) + product(s, scores, k)
-    writes = scaled(x.until_end, by_states.keys)
-    of_end = of_row(writes, k)
+    until_end, writes = scaled(x.until_end, by_states.keys), product(s, scores.T, q)
+    of_end = jnp.where(x.is_last, 0.0, of_row(until_end, k))
     at_end = jnp.sum(of_end, axis=0) + x.of_chunk * jnp.sum(by_states.states, axis=0)
-    writes += product(s, scores.T, q)
-    d_sums = of_row(dq, q) + jnp.where(x.is_last, at_end, 0.0)
+    d_sums = of_row(dq, q) - of_end + jnp.where(x.is_last, at_end, 0.0)
+    dq += scaled(own, k.astype(f32))
+    until_end += scaled(own, q.astype(f32))
     if not s.delta:
-        return dq, writes, d_sums - of_row(writes, k), None
-    solve = jnp.where(below_diagonal(s.C), -by_states.solve * between, 0.0)
+        return dq, until_end + writes, d_sums - of_row(writes, k), None
+    solve = jnp.where(below, -by_states.solve * between, 0.0)
     u = product(s, solve, k) - scaled(x.since_start, by_states.reads)
     writes += product(s, scaled(rate, solve).astype(s.dtype).T, k)
     d_rate = of_row(u, k)
-    return dq, writes + scaled(rate, u), d_sums + rate * d_rate - of_row(writes, k), d_rate
+    d_sums += rate * d_rate - of_row(writes, k)
+    return dq, until_end + writes + scaled(rate, u), d_sums, d_rate

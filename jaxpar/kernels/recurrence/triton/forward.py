@@ -6,6 +6,7 @@ its state in registers. `outputs` computes all chunks at once.
 
 import functools
 
+import jax
 from jax import lax
 
 from jaxpar.kernels.attention.refs import Refs
@@ -68,6 +69,9 @@ def _states_kernel(s: RecurrenceShape, *refs):
     r.last[b, h, s.all_keys, columns] = lax.fori_loop(0, s.N, one, first)
 
 
+# Inside a jit of its own: a rematerialized backward would run a bare pallas_call again, though
+# nothing reads its result.
+@functools.partial(jax.jit, static_argnums=0)
 def outputs(s: RecurrenceShape, q, sums, scores, before, written):
     """Return [B, T, H, V] in q's dtype. Args: before: the states before each chunk."""
     (out,) = launch(
