@@ -87,6 +87,7 @@ def scale_by_muon(cfg: OptimizerConfig, matrices: Matrices) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
+@jax.named_scope("newton_schulz")
 def orthogonalize(x: jax.Array, steps: int, eps: float) -> jax.Array:
     """Bring the singular values of matrices near 1, by Newton-Schulz iterations.
 

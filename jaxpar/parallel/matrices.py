@@ -88,6 +88,7 @@ def _ranks(layout: MatrixLayout) -> int:
     return math.prod(map(lax.axis_size, layout.axes + layout.repeated))
 
 
+@jax.named_scope("exchange_matrices")
 def _to_whole(x: jax.Array, layout: MatrixLayout) -> jax.Array:
     """Convert shards of n matrices to whole ones: [n, *block] -> [n / ranks, rows, columns]."""
     if layout.repeated:
@@ -101,6 +102,7 @@ def _to_whole(x: jax.Array, layout: MatrixLayout) -> jax.Array:
     return x.reshape(len(x), rows, -1)
 
 
+@jax.named_scope("exchange_matrices")
 def _to_shards(x: jax.Array, layout: MatrixLayout) -> jax.Array:
     """Undo `_to_whole`."""
     pieces = [len(x)]

@@ -7,7 +7,7 @@ loss is as low as the last one of the first rule. A run that is complete is only
 stopped resumes. Options after -- are passed to jaxpar.train.
 
     python scripts/measure/optimizers.py --data data/web
-    python scripts/measure/optimizers.py --data data/web --rates 5e-4 1e-3 2e-3 --seeds 0
+    python scripts/measure/optimizers.py --data data/web --rates 5e-4,1e-3,2e-3 --seeds 0
     python scripts/measure/optimizers.py --data data/stdlib-bytes quickstart -- --train.num-steps 50
 """
 
@@ -83,9 +83,10 @@ def main() -> None:
     )
     parser.add_argument("config", nargs="?", default="llama_100m", metavar="CONFIG")
     parser.add_argument("--data", required=True, metavar="FOLDER")
-    parser.add_argument("--rules", nargs="+", default=["adamw", "muon"])
-    parser.add_argument("--rates", nargs="+", default=["1e-3"])
-    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"])
+    several = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--rules", type=several, default=["adamw", "muon"])
+    parser.add_argument("--rates", type=several, default=["1e-3"])
+    parser.add_argument("--seeds", type=several, default=["0", "1", "2"])
     parser.add_argument("--runs", type=Path, default=Path("runs/optimizers"))
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)

@@ -108,10 +108,7 @@ def save(cfg: Config, mesh, *steps: int) -> state.TrainState:
     return last
 
 
-RULES = ["adamw", *map(slow, ("lion", "sgd", "muon", "adafactor"))]
-
-
-@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize("optimizer", ["adamw", *map(slow, "lion sgd muon adafactor".split())])
 def test_a_round_trip_keeps_every_bit(setup, optimizer):
     cfg, mesh = setup(**{"optimizer.name": optimizer})
     saved = save(cfg, mesh, 3)
@@ -120,15 +117,10 @@ def test_a_round_trip_keeps_every_bit(setup, optimizer):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
 
-ELSEWHERE = [
-    slow(TENSOR_2, "adamw", id="tensor"),
-    pytest.param(VIRTUAL, "adamw", id="virtual stages"),
-    slow(VIRTUAL, "muon", id="muon"),
-    slow(VIRTUAL, "adafactor", id="adafactor"),
-]
+ELSEWHERE = [(VIRTUAL, "adamw"), *(slow(VIRTUAL, rule) for rule in ("muon", "adafactor"))]
 
 
-@pytest.mark.parametrize(("other", "rule"), ELSEWHERE)
+@pytest.mark.parametrize(("other", "rule"), [*ELSEWHERE, slow(TENSOR_2, "adamw")])
 def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, other, rule):
     first, first_mesh = setup(**{"optimizer.name": rule})
     expected = logical(save(first, first_mesh, 5), first)

@@ -12,7 +12,7 @@ BLOCKS = (
     *("norm", "qkv", "rope", "core_attention", "output", "gate_up", "activation", "router"),
     *("plan", "permute", "down", "combine", "weight_gradients", "shared_experts"),
     *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
-    *("reduce_gradients", "between_stages"),
+    *("reduce_gradients", "between_stages", "exchange_matrices", "newton_schulz"),
 )
 
 #: Parts of a name that JAX adds for its own structure.
