@@ -52,7 +52,7 @@ class Diff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class BranchOff:
     """Copy a checkpoint to a new run, which continues from it with its own config."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -67,10 +67,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "ls": Ls,
     "verify": Verify,
     "diff": Diff,
-    "branch": Branch,
+    "branch": BranchOff,
 }
 
-type Options = Ls | Verify | Diff | Branch
+type Options = Ls | Verify | Diff | BranchOff
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         case Diff():
             one, other = (options.run, options.step), (options.other, options.other_step)
             inspection.differences(one, other, log)
-        case Branch(run=run, new=new, step=step):
+        case BranchOff(run=run, new=new, step=step):
             at = branch(run, new, step, log)
             log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
     return exit_codes.EXIT_OK

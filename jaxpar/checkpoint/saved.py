@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import integrity
-from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
+from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig, flag, replace
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.config.lists.mixture import stages
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
@@ -213,6 +214,21 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         then = saved.config["data"].get("mixture") or saved.config["data"]["path"]
         fix = f"use a new run.dir, or set it back to {then}"
         raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
+    _check_stages(cfg, saved)
+
+
+def _check_stages(cfg: Config, saved: Saved) -> None:
+    """Raises:   ConfigError if sources had other weights before the saved step."""
+    path = "data.mixture_schedule"
+    then = saved.config["data"].get("mixture_schedule", "")
+    past, now = (
+        [stage for stage in stages(one) if stage.step < saved.step]
+        for one in (replace(cfg, **{path: then}), cfg)
+    )
+    if past != now:
+        rule = f"changes weights before step {saved.step}, after which {saved} continues"
+        fix = f"use {flag(path, then)}, or change only later steps"
+        raise ConfigError(path, cfg.data.mixture_schedule, rule, fix)
 
 
 def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:

@@ -19,6 +19,7 @@ from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
+from jaxpar.config.resolve import fill_steps
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
@@ -105,10 +106,26 @@ def parse_overrides(
         sys.exit(0)
     args, source = take_source(list(expand_set_options(args)))
     cfg = apply_source(cfg, source, model_from)
-    for path, text in _pairs(args):
+    given = list(_pairs(args))
+    for path, text in given:
         cfg = replace(cfg, **{path: _read(text, field_types()[path])})
         check_types(cfg)
-    return cfg
+    return fill_steps(_with_length(cfg, {path for path, _ in given}))
+
+
+def _with_length(cfg: Config, given: set[str]) -> Config:
+    """Let `train.num_steps` of a command line replace a config's `train.num_tokens`.
+
+    Raises:   ConfigError if the command line has both.
+    """
+    steps, tokens = "train.num_steps", "train.num_tokens"
+    if steps not in given or not cfg.train.num_tokens:
+        return cfg
+    if tokens in given:
+        rule = f"sets {steps}, which is given as well"
+        fix = "use one of both"
+        raise ConfigError(tokens, cfg.train.num_tokens, rule, fix)
+    return replace(cfg, **{tokens: 0})
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:

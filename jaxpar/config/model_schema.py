@@ -91,9 +91,12 @@ class ModelConfig:
     each token (Qwen3-Next)."""
     dense_layers: int = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
-    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
-    """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
+    """Width of the feed-forward layer in layers without experts. None: d_ff."""
+    moe_every: int = 1
+    """Every Nth layer has experts (Llama 4 Maverick: 2), and dense_layers is the number of the
+    others. 1: all layers but the first dense_layers."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
     router_linear_bias: bool = False

@@ -12,6 +12,16 @@ _OTHER_AXES = tuple(
 )
 
 
+def fill_steps(cfg: Config) -> Config:
+    """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set."""
+    t, each = cfg.train, cfg.train.global_batch_size * cfg.data.seq_len
+    if t.num_tokens <= 0 or each <= 0:  # the rules of numbers report the latter
+        return cfg
+    return dataclasses.replace(
+        cfg, train=dataclasses.replace(t, num_steps=-(-t.num_tokens // each))
+    )
+
+
 def cast_once(cfg: Config) -> Config:
     """Set ZeRO-1 if weights are not sharded, since there is nothing to gather layer by layer.
 

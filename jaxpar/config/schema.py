@@ -57,6 +57,9 @@ class TrainConfig:
 
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
+    num_tokens: int = 0
+    """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
+    decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
     micro_batch_size: int = 0
@@ -96,6 +99,9 @@ class DataConfig:
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
+    mixture_schedule: str = ""
+    """Other weights of data.mixture after some steps: STEP:WEIGHT,WEIGHT;STEP:WEIGHT,WEIGHT, one
+    weight for each source, in its order. 0 leaves a source out. Empty: the weights stay."""
     held_out: str = ""
     """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None
@@ -198,7 +204,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
     """Update rule, or one registered with jaxpar/config/registry.py. muon: for the matrices of
     layers, with adamw for embeddings, head, router, norms and biases (docs/optimizers.md)."""
     learning_rate: float = 3e-4
@@ -216,9 +222,9 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9
-    """Decay rate of the first moment (the momentum of sgd)."""
+    """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment. For adafactor the largest one."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1

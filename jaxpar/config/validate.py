@@ -12,6 +12,7 @@ from jaxpar.config.resolve import (
     fill_data_axis,
     fill_deterministic,
     fill_microbatches,
+    fill_steps,
 )
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
@@ -42,14 +43,16 @@ from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """Check every rule and fill in `parallel.data = -1`, ZeRO-1 if weights are not sharded, and the
-    number of microbatches for `train.micro_batch_size`; deterministic attention for
-    `run.deterministic`.
+    """Check every rule and fill in `train.num_steps` for `train.num_tokens`, `parallel.data = -1`,
+    ZeRO-1 if weights are not sharded, and the number of microbatches for `train.micro_batch_size`;
+    deterministic attention for `run.deterministic`.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the first broken rule.
     """
+    check_types(cfg)
+    cfg = fill_steps(cfg)
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
     _sizes(cfg)
@@ -61,7 +64,8 @@ def check(cfg: Config) -> None:
 
     Raises:   ConfigError for the first broken rule.
     """
-    _each_rule(cfg)
+    check_types(cfg)
+    _each_rule(fill_steps(cfg))
     if not cfg.train.micro_batch_size:  # otherwise the devices decide the number of microbatches
         _sizes(cfg)
 
@@ -72,7 +76,6 @@ def _sizes(cfg: Config) -> None:
 
 
 def _each_rule(cfg: Config) -> None:
-    check_types(cfg)
     first = (
         numbers,
         places,

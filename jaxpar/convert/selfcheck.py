@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import STACKS, kinds
+from jaxpar.config.layout.layer_kinds import STACKS, dense_places, kinds
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
 from jaxpar.convert.run_arrays import RunArrays
@@ -133,10 +133,11 @@ def logits(
 
 def _place(m: ModelConfig, i: int) -> tuple[str, int]:
     """Return the stack that has the model's layer i, and its index there."""
-    if i < m.dense_layers:
-        return "dense_layers/", i
-    of_all = kinds(m)
-    return STACKS[of_all[i]] + "/", of_all[m.dense_layers : i].count(of_all[i])
+    dense, of_all = dense_places(m), kinds(m)
+    if i in dense:
+        return "dense_layers/", dense.index(i)
+    alike = [j for j in range(i) if of_all[j] == of_all[i] and j not in dense]
+    return STACKS[of_all[i]] + "/", len(alike)
 
 
 @functools.cache

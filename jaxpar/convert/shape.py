@@ -79,8 +79,7 @@ def _refuse_unknown(values: Values, family: Family) -> None:
     known |= HARMLESS | REQUIRED.keys() | HOLDS.keys() | set(COMMON.values())
     known |= {"n_group", "topk_group"} if "topk_method" in family.required else set()
     known |= {"no_rope_layers"} if family.nope else set()
-    if family.chunked:  # the width of dense layers, of which there are none
-        known |= {"moe_layers", "intermediate_size_mlp"}
+    known |= {"moe_layers"} if family.chunked else set()
     if family.letters:  # Mamba's steps: of the initialization, or for decoding
         known |= {"hybrid_override_pattern", "layers_block_type", "time_step_min", "time_step_max"}
         known |= {"time_step_floor", "time_step_rank", "chunk_size"}

@@ -14,6 +14,7 @@ FIXED = {
     "qk_norm_gain": True,
     "nope_query_beta": 0.0,
     "router_scales_input": False,
+    "moe_every": 1,
 }
 
 _LAYER = "layers.{L}."

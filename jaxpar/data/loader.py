@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.lists.mixture import WeightsFrom, stages
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.mixture import Mixture
+from jaxpar.data.mixture import StagedMixture
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
@@ -29,7 +30,8 @@ class Loader:
     Step s uses batch s, or a later one if earlier batches are skipped (`skipped`). Row r of batch s
     is sequence s * global_batch_size + r of an endless stream. "train" has a new random order in
     each epoch; "val" repeats the sequences in text order. Several sources are mixed by weight
-    (`mixture.py`), each with its own endless stream.
+    (`mixture.py`), each with its own endless stream. With `data.mixture_schedule`, weights
+    change at the batch with the number of the step (that step's, if no earlier one is skipped).
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class Loader:
         ]
         seed = cfg.train.seed if split == TRAIN else 0
         self.skipped = SkippedBatches()
-        self._mixture = Mixture([source.weight for source in self.sources], seed)
+        found = [WeightsFrom(0, tuple(source.weight for source in self.sources))]
+        found += stages(cfg)[1:] if split == TRAIN else []
+        starts = [stage.step * cfg.train.global_batch_size for stage in found]
+        self._mixture = StagedMixture(starts, [stage.weights for stage in found], seed)
 
     @property
     def sequences_per_epoch(self) -> list[int]:

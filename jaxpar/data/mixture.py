@@ -4,11 +4,14 @@ The endless stream of sequences is divided into blocks of `BLOCK`. Each block ha
 sequences from each source, in its own random order. The source of sequence n, and the number of
 earlier sequences from that source, therefore depend only on n's block.
 
+With `data.mixture_schedule`, the stream consists of stages, each with its own weights and blocks.
+
 grain's mixing rounds weights to a hundredth of the smallest, and its order is periodic: with two
 equal weights, the sources alternate, so every other row of a batch has the same source.
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,15 +61,53 @@ class Mixture:
         return sources, ranks
 
 
-def apportion(weights: Sequence[float], total: int) -> np.ndarray:
-    """Return positive integers in proportion to weights, by the largest-remainder method.
+class StagedMixture:
+    """A mixture whose weights change after some sequences. Each source goes on where it was."""
 
-    Returns:  int64 [weights], which sum to total.
+    def __init__(self, starts: Sequence[int], weights: Sequence[Sequence[float]], seed: int):
+        """
+        Args:     starts: number of the first sequence of each stage, ascending, from 0.
+                  weights: of the sources, for each stage.
+        """
+        self._starts = np.asarray(starts, np.int64)
+        seeds = [seed, *(stage_seed(seed, at) for at in range(1, len(weights)))]
+        self._stages = [Mixture(*pair) for pair in zip(weights, seeds, strict=True)]
+        before = [np.zeros(len(weights[0]), np.int64)]
+        for stage, length in zip(self._stages, np.diff(self._starts), strict=False):
+            before.append(before[-1] + stage.taken(int(length)))
+        self._before = before
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`Mixture.places`."""
+        stage_of = np.searchsorted(self._starts, numbers, side="right") - 1
+        sources, before = np.empty_like(numbers), np.empty_like(numbers)
+        for at in np.unique(stage_of):
+            here = stage_of == at
+            found, earlier = self._stages[at].places(numbers[here] - self._starts[at])
+            sources[here], before[here] = found, earlier + self._before[at][found]
+        return sources, before
+
+    def taken(self, num_sequences: int) -> np.ndarray:
+        """`Mixture.taken`."""
+        at = int(np.searchsorted(self._starts, num_sequences, side="right")) - 1
+        return self._before[at] + self._stages[at].taken(num_sequences - int(self._starts[at]))
+
+
+def stage_seed(seed: int, stage: int) -> int:
+    """Return the seed of the order of a stage, so that stages do not repeat one another's."""
+    return zlib.crc32(f"{seed} stage {stage}".encode())
+
+
+def apportion(weights: Sequence[float], total: int) -> np.ndarray:
+    """Return integers in proportion to weights, by the largest-remainder method.
+
+    Returns:  int64 [weights], which sum to total. 0 for a weight of 0, else at least 1.
     """
     exact = np.asarray(weights, np.float64) / np.sum(weights) * total
-    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    least = (exact > 0).astype(np.int64)
+    counts = np.maximum(np.floor(exact).astype(np.int64), least)
     while (missing := total - int(counts.sum())) != 0:
         step = 1 if missing > 0 else -1
-        able = np.where(counts + step >= 1, step * (exact - counts), -np.inf)
+        able = np.where((least > 0) & (counts + step >= 1), step * (exact - counts), -np.inf)
         counts[np.argmax(able)] += step
     return counts

@@ -151,6 +151,8 @@ class Rows:
     """int32 [B], the latest tokens, not yet read by the model."""
     position: jax.Array
     """int32 [B], the positions of these tokens."""
+    text: jax.Array | None = None
+    """int32 [B, T]: the tokens so far, with LongRoPE; those within T of a text that gets longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +199,9 @@ def make_programs(
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
     cache = decode.cache_specs(cfg.model)
-    rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
+    reread = _tokens_to_reread(cfg, slots)
+    rows = Rows(cache, plain, plain, plain if reread else None)  # type: ignore[arg-type]
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
 
     def next_token(weights, h, position):
@@ -210,16 +213,23 @@ def make_programs(
         cache = decode.empty_cache(cfg.model, len(tokens), slots)
         h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return Rows(cache, next_token(weights, last, lengths), lengths)
+        token, text = next_token(weights, last, lengths), None
+        if reread:
+            text = jnp.pad(tokens, ((0, 0), (0, reread)))[:, :reread]
+            text = _with(text, token, lengths)
+        return Rows(cache, token, lengths, text)
 
     def go_on(weights, rows):
         weights = own(weights)
 
         def one(rows, _):
             h, cache = decode.step(weights, rows.token[:, None], rows.position, rows.cache, cfg)
-            position = rows.position + 1
-            token = next_token(weights, h[:, 0], position)
-            return Rows(cache, token, position), token
+            h, position = h[:, 0], rows.position + 1
+            if rows.text is not None:
+                h, cache = _reread(weights, rows.text, position, h, cache, cfg)
+            token = next_token(weights, h, position)
+            text = None if rows.text is None else _with(rows.text, token, position)
+            return Rows(cache, token, position, text), token
 
         rows, tokens = lax.scan(one, rows, length=CHUNK)
         return rows, tokens.T
@@ -229,6 +239,44 @@ def make_programs(
         jax.jit(apart(start, in_specs=(weights, plain, plain), out_specs=rows)),
         jax.jit(apart(go_on, in_specs=(weights, rows), out_specs=(rows, plain)), donate_argnums=1),
     )
+
+
+def _tokens_to_reread(cfg: Config, slots: int) -> int:
+    """Return how many tokens to keep of texts that change LongRoPE's angles; 0 if none can."""
+    most = decode.last_of_short_angles(cfg.model)
+    return 0 if most is None or most >= slots else _rounded(most + 1)
+
+
+def _reread(
+    weights: Any,
+    text: jax.Array,
+    lengths: jax.Array,
+    h: jax.Array,
+    cache: decode.Cache,
+    cfg: Config,
+) -> tuple[jax.Array, decode.Cache]:
+    """Read rows again whose last token has changed the angles of all their tokens.
+
+    Args:     lengths: int32 [B], of the texts. h: [B, D], of their last tokens, by `decode.step`.
+    Returns:  (h, cache), of these rows by `decode.prompt`.
+    """
+    most = decode.last_of_short_angles(cfg.model)
+    assert most is not None
+    changed = jnp.equal(lengths, most + 1)
+
+    def again() -> tuple[jax.Array, decode.Cache]:
+        whole, fresh = decode.prompt(weights, text, lengths, cache, cfg)
+        last = jnp.take_along_axis(whole, (lengths - 1)[:, None, None], axis=1, mode="clip")[:, 0]
+        of_rows = lambda a, b: jnp.where(  # noqa: E731
+            changed.reshape(-1, *(1,) * (a.ndim - 1)), a, b
+        )
+        return jax.tree.map(of_rows, (last, fresh), (h, cache))
+
+    return lax.cond(jnp.any(changed), again, lambda: (h, cache))
+
+
+def _with(text: jax.Array, token: jax.Array, place: jax.Array) -> jax.Array:
+    return text.at[jnp.arange(len(text)), place].set(token, mode="drop")
 
 
 def generate(

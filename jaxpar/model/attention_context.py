@@ -1,16 +1,19 @@
 """The attention context of a microbatch: its attention mask and rotary tables."""
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.rope import Tables, nope_query_scale, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
+from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 
 
@@ -39,19 +42,26 @@ class AttentionContext:
 
 
 def attention_context(
-    batch: Batch, cfg: Config, max_segments: int | None, length: int | None = None
+    batch: Batch,
+    cfg: Config,
+    max_segments: int | None,
+    length: int | None = None,
+    lengths: jax.Array | None = None,
 ) -> AttentionContext:
     """Compute the mask and rotary tables of a microbatch from its positions and segments.
 
-    Args:     length: tokens of the longest sequence; None for those of the batch's rows.
+    Args:     length: tokens of the longest sequence; None for those of the batch's rows. lengths:
+              int32 [B], of each row, if LongRoPE's divisors are those of its own length.
     """
     m = cfg.model
     length = length or batch.positions.shape[1] * cfg.parallel.sequence
+    describe = functools.partial(
+        _describe, batch, cfg, max_segments, length=length, lengths=lengths
+    )
     if not m.global_every:
-        return _describe(batch, cfg, max_segments, m, length)
-    local = _describe(batch, cfg, max_segments, _of_local_layers(m), length)
-    of_global = dataclasses.replace(m, sliding_window=None, attention_chunk=None)
-    everywhere = _describe(batch, cfg, max_segments, of_global, length)
+        return describe(m)
+    local = describe(_of_local_layers(m))
+    everywhere = describe(dataclasses.replace(m, sliding_window=None, attention_chunk=None))
     return dataclasses.replace(local, in_global=everywhere)
 
 
@@ -60,6 +70,15 @@ def _of_local_layers(m: ModelConfig) -> ModelConfig:
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     scaling = m.rope_scaling if m.local_rope_scaling else None
     return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
+
+
+def counted_once(context: AttentionContext) -> AttentionContext:
+    """Return the context of a layer that all stages of a pipeline compute, with the losses of its
+    router on the first stage alone."""
+    if context.loss_weight is None or lax.axis_size(PIPELINE) == 1:
+        return context
+    once = lax.axis_index(PIPELINE) == 0
+    return with_loss_weight(context, context.loss_weight * once)
 
 
 def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:
@@ -80,7 +99,13 @@ def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
 
 
 def _describe(
-    batch: Batch, cfg: Config, max_segments: int | None, m: ModelConfig, length: int
+    batch: Batch,
+    cfg: Config,
+    max_segments: int | None,
+    m: ModelConfig,
+    *,
+    length: int,
+    lengths: jax.Array | None,
 ) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
     if m.attention_chunk is not None:
@@ -100,7 +125,8 @@ def _describe(
     if m.attention_chunk is not None and cfg.parallel.sequence == 1:
         mask = numbered(mask)
     rotates = m.positions == "rope" and m.rope_fraction
-    rope = rope_tables(batch.positions, m, length) if rotates else None
+    longest = length if lengths is None else lengths
+    rope = rope_tables(batch.positions, m, longest) if rotates else None
     later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
     return AttentionContext(
         mask=mask,

@@ -4,6 +4,10 @@ Runs on a mesh with only the tensor axis. Each rank holds the complete residual 
 of the sequence as in training, because a step may have a single token. The key at position s of a
 row is in slot s of the cache. A slot that is not yet written, or holds padding after a shorter
 prompt, is in the future of all queries, so the causal mask hides it.
+
+LongRoPE has short divisors for texts of up to `original_max_position` tokens, and long ones for
+longer texts. A row's divisors are those of its present length. When they change, whoever calls
+`step` has to call `prompt` again.
 """
 
 import dataclasses
@@ -147,7 +151,8 @@ def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
 
 def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None):
     """Run all layers. With `lengths`, tokens see only each other, so the cache is not read."""
-    positions, described = context_of(tokens, first, cache.slots, cfg)
+    of_text = first + tokens.shape[1] if lengths is None else lengths
+    positions, described = context_of(tokens, first, of_text, cache.slots, cfg)
     x = embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]
     contexts = [
@@ -192,12 +197,23 @@ def layer(
 
 
 def context_of(
-    tokens: jax.Array, first: jax.Array, slots: int, cfg: Config
+    tokens: jax.Array, first: jax.Array, lengths: jax.Array, slots: int, cfg: Config
 ) -> tuple[jax.Array, AttentionContext]:
-    """Return the positions and the attention context of new tokens, int32 [B, T]."""
+    """Return the positions and the attention context of new tokens, int32 [B, T].
+
+    Args:     lengths: int32 [B], tokens of each row's text, with these.
+    """
+
     positions = _positions(first, tokens.shape[1])
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    return positions, attention_context(batch, cfg, max_segments=1, length=slots)
+    described = attention_context(batch, cfg, max_segments=1, length=slots, lengths=lengths)
+    return positions, described
+
+
+def last_of_short_angles(m: ModelConfig) -> int | None:
+    """Return after how many tokens of a text LongRoPE's angles are others; None without it."""
+    s = m.rope_scaling
+    return s.original_max_position if s is not None and s.kind == "longrope" else None
 
 
 def _positions(first: jax.Array, count: int) -> jax.Array:

@@ -7,7 +7,6 @@ unstacks the layers. It is linear and local, so its transpose converts gradients
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS
+from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS, dense_places
+from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
 from jaxpar.model.moe.recorded import RECORD, REPEAT
-from jaxpar.model.moe.router import TALLY, tally_size
+from jaxpar.model.moe.router import TALLY
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent import parameters as recurrent
-from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import EXPERT_FSDP_AXES
+from jaxpar.sharding.params import of_prefix, with_prefix
 
 type Tree = dict[str, Any]
 
@@ -107,23 +107,31 @@ IN_USE = "in_use"
 
 
 def top_dims(top: Tree) -> gather.Dims:
-    """Return TOP_DIMS, and the dimensions of the arrays of modules for multi-token prediction."""
+    """Return TOP_DIMS, and the dimensions of the arrays of layers outside the stages."""
     found = dict(TOP_DIMS)
-    for k in range(mtp.MAX_DEPTH):
-        if w := mtp.of_module(k, top):
-            found |= mtp.flat_names(k, module_dims(w))
+    for prefix in {name.partition(".")[0] for name in top if "." in name}:
+        found |= with_prefix(prefix, outside_dims(of_prefix(prefix, top)))
     return found
 
 
-def module_dims(w: Tree) -> gather.Dims:
-    """Return the FSDP-sharded dimension of each fused array of a module (`mtp/`)."""
+def dense_prefix(k: int) -> str:
+    """Return what the flat names of the k-th layer before the stages begin with."""
+    return f"dense{k}"
+
+
+def outside_dims(w: Tree) -> gather.Dims:
+    """Return the FSDP-sharded dimension of each fused array of a layer outside the stages: of a
+    module (`mtp/`), or before the stages."""
     return {**layer_dims(w), **mtp.DIMS}
 
 
-def module_of(top: Tree, k: int) -> Tree:
-    """Select module k of the arrays outside the layers, with its complete weights if ZeRO-2."""
-    complete = mtp.of_module(k, top.get(COMPLETE, {}))
-    return mtp.of_module(k, top) | ({COMPLETE: complete} if complete else {})
+def outside_layer(top: Tree, prefix: str) -> Tree:
+    """Select a layer of the arrays outside the stages, with its complete weights if ZeRO-2.
+
+    Args:     prefix: `mtp.prefix` or `dense_prefix`.
+    """
+    complete = of_prefix(prefix, top.get(COMPLETE, {}))
+    return of_prefix(prefix, top) | ({COMPLETE: complete} if complete else {})
 
 
 def layer_dims(w: Tree) -> gather.Dims:
@@ -147,7 +155,11 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     cfg = ex.cfg
     if modules := params.get("mtp"):
         for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
-            top |= mtp.flat_names(k, _fuse_module(w, ex))
+            top |= with_prefix(mtp.prefix(k), _fuse_module(w, ex))
+    before = dense_before_stages(cfg.model, cfg.parallel)
+    if before and "dense_layers" in params:
+        for k, w in enumerate(_each_layer(params["dense_layers"], before)):
+            top |= with_prefix(dense_prefix(k), _fuse_projections(w, (), ex))
     v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     split = _split_layers if scan else _unstack
@@ -155,10 +167,17 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     if pattern := cfg.model.layer_pattern:
         others = {kind: split(params[STACKS[kind]], v) for kind in set(pattern) - {ATTENTION}}
         chunks = _in_order({ATTENTION: chunks} | others, pattern, v, scan=scan)
-    if dense := cfg.model.dense_layers:  # unrolled layers, in a single chunk
-        first = params.get("dense_layers")
-        chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
+    if dense := cfg.model.dense_layers - before:  # unrolled layers, in a single chunk
+        stack = params.get("dense_layers")
+        of_dense = _each_layer(stack, dense) if stack else ({},) * dense
+        chunks = (_placed(of_dense, chunks[0], dense_places(cfg.model)),)
     return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
+
+
+def _placed(dense: tuple, others: tuple, places: tuple[int, ...]) -> tuple[Tree, ...]:
+    """Put dense layers at their places among the others."""
+    left, rest = iter(dense), iter(others)
+    return tuple(next(left if i in places else rest) for i in range(len(dense) + len(others)))
 
 
 def _in_order(
@@ -342,52 +361,3 @@ def without_scales(grads: Tree) -> Tree:
     """Remove the scales' entries from gradients of a tree from `with_scales`."""
     drop = lambda w: {n: g for n, g in w.items() if n != "scales"}  # noqa: E731
     return grads | {"layers": map_layers(drop, grads["layers"])}
-
-
-def with_tallies(weights: Tree, cfg: Config) -> Tree:
-    """Add a `router.TALLY` of zeros to each layer with experts whose router is trained."""
-    if not cfg.model.num_experts or cfg.lora.rank:
-        return weights
-    size, depth = tally_size(cfg), cfg.model.mtp_depth
-
-    def add(w: Tree) -> Tree:
-        if "router" not in w:
-            return w
-        lead = w["router"].shape[:-2]
-        return w | {TALLY: varying(jnp.zeros((*lead, size), jnp.float32))}
-
-    modules = (mtp.flat_names(k, add(mtp.of_module(k, weights["top"]))) for k in range(depth))
-    top = functools.reduce(operator.or_, modules, weights["top"])
-    return {"top": top, "layers": map_layers(add, weights["layers"])}
-
-
-def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
-    """Separate gradients into those of parameters and the tallies, float32 [layers,
-    `router.tally_size`].
-
-    Only layers with experts have a tally. Those of modules for multi-token prediction come last.
-    """
-    drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
-    one = lambda tree: isinstance(tree, dict) or _is_period(tree)  # noqa: E731
-    layers = jax.tree.leaves(grads["layers"], is_leaf=one)
-    tallies = [_tally(w) for w in layers if TALLY in (w[0] if _is_period(w) else w)]
-    if not tallies:
-        return grads, None
-    of_modules = {n: g for n, g in grads["top"].items() if n.endswith("." + TALLY)}
-    tallies += [jnp.atleast_2d(of_modules[n]) for n in sorted(of_modules)]
-    top = {n: g for n, g in grads["top"].items() if n not in of_modules}
-    rest = {"top": top, "layers": map_layers(drop, grads["layers"])}
-    return rest, jnp.concatenate(tallies)
-
-
-def _tally(w: Tree | list[Tree]) -> jax.Array:
-    """Return the tallies of a layer, of stacked layers, or of stacked periods, in model order."""
-    if isinstance(w, list):
-        stacked = jnp.stack([of_place[TALLY] for of_place in w], axis=1)
-        return stacked.reshape(-1, stacked.shape[-1])
-    return jnp.atleast_2d(w[TALLY])
-
-
-def _is_period(tree: Any) -> bool:
-    """Return whether a tree is the list of a period's layers, as `fuse` makes for `scan`."""
-    return isinstance(tree, list)

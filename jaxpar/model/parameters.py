@@ -21,7 +21,7 @@ from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
-from jaxpar.sharding.params import ParamSpec, split
+from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
 type Tree = dict[str, Any]
 
@@ -49,7 +49,7 @@ def param_specs(
         specs[STACKS[kind]] = layers(of_kinds.count(kind), kind)
     if m.dense_layers:
         dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
-        specs["dense_layers"] = _layers(dense, m.dense_layers)
+        specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs

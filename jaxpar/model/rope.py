@@ -12,10 +12,11 @@ from jaxpar.config.lists.rope_factors import longrope_factors
 type Tables = tuple[jax.Array, jax.Array]
 
 
-def rope_frequencies(model: ModelConfig, length: int = 1) -> jax.Array:
+def rope_frequencies(model: ModelConfig, length: int | jax.Array = 1) -> jax.Array:
     """Compute the angle per position of each pair of dims, float32 [R/2].
 
-    Args:     length: tokens of the longest sequence, which decides LongRoPE's divisors.
+    Args:     length: tokens of the longest sequence, which decides LongRoPE's divisors, or those of
+              each row, int32 [B]: the result is then [B, 1, 1, R/2].
     Source:   Su et al. 2021 (2104.09864), section 3.4.2.
     """
     R = model.rotary_dims
@@ -30,8 +31,12 @@ def rope_frequencies(model: ModelConfig, length: int = 1) -> jax.Array:
             return plain / s.factor
         case RopeScaling(kind="yarn") as s:
             return _yarn(plain, s, model)
-        case s:
+        case s if isinstance(length, int):
             return plain / jnp.asarray(longrope_factors(s, length), jnp.float32)
+        case s:
+            short, long = s.original_max_position, s.original_max_position + 1
+            divisors = jnp.asarray([longrope_factors(s, n) for n in (short, long)], jnp.float32)
+            return plain / divisors[(length > short).astype(jnp.int32)][:, None, None]
 
 
 def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
@@ -90,7 +95,7 @@ def score_factor(s: RopeScaling | None) -> float:
 
 
 @jax.named_scope("rope")
-def rope_tables(positions: jax.Array, model: ModelConfig, length: int = 1) -> Tables:
+def rope_tables(positions: jax.Array, model: ModelConfig, length: int | jax.Array = 1) -> Tables:
     """Compute cosine and sine of every token's angles, float32 [B, T, 1, R/2] each.
 
     Args:     positions: int32 [B, T]. length: as in `rope_frequencies`.

@@ -23,19 +23,21 @@ from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, counted_once
 from jaxpar.model.fused_weights import (
     IN_USE,
     TOP_DIMS,
+    dense_prefix,
     layer_dims,
-    module_dims,
-    module_of,
     only,
+    outside_dims,
+    outside_layer,
 )
 from jaxpar.model.gpt.parallel_block import parallel_layer
 from jaxpar.model.layer import Branch, branches, layer
 from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
+from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.parameters import Tree
 from jaxpar.model.row_groups import in_groups, layer_of_row_groups
 from jaxpar.model.weights import gather, layer_stream
@@ -44,7 +46,7 @@ from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
 from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
 from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
-from jaxpar.sharding.axes import FSDP_AXES
+from jaxpar.sharding.axes import FSDP_AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
 
 #: Names of saved values -> a layer function that saves them.
@@ -70,6 +72,34 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
         places = batch.positions
         rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.model.dtype)
     return sum_over_stages(scatter_sequence(varying(rows)))
+
+
+def embed_and_dense_layers(
+    top: Tree,
+    batch: Batch,
+    ex: Execution,
+    context_of: Callable[[Batch], AttentionContext],
+) -> jax.Array:
+    """`embed`, and the first dense layers of a model with experts. With pipeline stages.
+
+    Only the first stage reads the result. The others skip the layers, or compute them too if the
+    devices of all stages must enter their collectives.
+
+    Communication: that of `embed`, and of the layers.
+    """
+    cfg, layer = ex.cfg, _layer_outside(ex)
+
+    def layers(x: jax.Array) -> jax.Array:
+        context = context_of(batch)
+        for k in range(cfg.model.dense_layers):
+            w = outside_layer(top, dense_prefix(k))
+            x = layer(x, gather(w, outside_dims(w), cfg), context)
+        return x
+
+    x = embed(top, batch, cfg)
+    if ex.stage_wide_collectives:
+        return layers(x)
+    return lax.cond(lax.axis_index(PIPELINE) == 0, layers, lambda x: x, x)
 
 
 def stage(
@@ -174,11 +204,11 @@ def head_with_modules(
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
     total, loss = token_loss(top, x, batch.labels, cfg)
-    losses, context, layer = [loss], context_of(batch), _layer_of_modules(ex)
+    losses, context, layer = [loss], counted_once(context_of(batch)), _layer_outside(ex)
     for k in range(m.mtp_depth):
         batch = module.shifted(batch, cfg)
-        w = module_of(top, k)
-        w = gather(w, module_dims(w), cfg)
+        w = outside_layer(top, mtp.prefix(k))
+        w = gather(w, outside_dims(w), cfg)
         x = module.module(x, embed(top, batch, cfg), w, context, cfg, layer)
         more, loss = token_loss(top, x, batch.labels, cfg)
         total += cfg.train.mtp_loss / m.mtp_depth * more
@@ -186,8 +216,9 @@ def head_with_modules(
     return total, jnp.stack(losses)
 
 
-def _layer_of_modules(ex: Execution) -> Callable[..., jax.Array]:
-    """Return the layer of modules: (x, weights, context) -> x. It is in the compute dtype."""
+def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
+    """Return a layer outside the stages: (x, complete weights, context) -> x. It is in the compute
+    dtype."""
     cfg = replace(
         ex.cfg,
         **{
@@ -198,7 +229,7 @@ def _layer_of_modules(ex: Execution) -> Callable[..., jax.Array]:
     )
     plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
     names = all_on_device(saved_names(ex.cfg.parallel.remat))
-    block = rematerialize(functools.partial(layer, ex=plain), names, apart=False)
+    block = rematerialize(functools.partial(_one_layer(ex), ex=plain), names, apart=False)
     return lambda x, w, context: block(x, w, context)
 
 

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.config.layout.layer_kinds import STACKS
+from jaxpar.optimizer.adafactor import cut_of
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space
@@ -53,6 +55,34 @@ def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
         return jax.tree_util.tree_map_with_path(named, node, *rest)
 
     return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_per_parameter)
+
+
+def specs_of_state(opt_state: Any, specs: Any) -> Any:
+    """Return the PartitionSpecs of an optax state: moments as their parameters, others replicated.
+
+    Args:     opt_state: abstract or not. specs: of the trainable parameters.
+    """
+    spec_of = flat(specs)
+
+    def one(path, node):
+        if not _is_per_parameter(node):
+            return PartitionSpec()
+        kind = next((key.name for key in reversed(path) if hasattr(key, "name")), "")
+        name = lambda at: "/".join(key.key for key in at)  # noqa: E731
+        of = lambda at, _: _moment_spec(kind, spec_of[name(at)])  # noqa: E731
+        return jax.tree_util.tree_map_with_path(of, node)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state, is_leaf=_is_per_parameter)
+
+
+def _moment_spec(kind: str, spec: ParamSpec) -> PartitionSpec:
+    """Return the PartitionSpec of a parameter's moment, which may have some of its dims."""
+    dims, cut = spec.partition_spec, cut_of(spec)
+    if kind == "nu_rows":
+        return PartitionSpec(*dims[:cut])
+    if kind == "nu_columns":
+        return PartitionSpec(*dims[: spec.lead], *dims[cut:])
+    return dims
 
 
 def _is_per_parameter(node: Any) -> bool:

@@ -7,11 +7,12 @@ by `Matrices.map`. Gradient clipping, which needs the global norm, happens befor
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
 from jaxpar.config import OptimizerConfig, registry
+from jaxpar.optimizer.adafactor import adafactor
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.muon import muon
 from jaxpar.optimizer.schedules import learning_rate
@@ -24,12 +25,14 @@ type Transformation = optax.GradientTransformation
 class Rule:
     """An update rule, and what it has to see of the parameters.
 
-    make     (cfg, rate, mask) -> the optax transformation; also takes `Matrices` if it needs them.
-    needs    "elements": it may be given any shards. "matrices": it needs whole matrices.
+    make     (cfg, rate, mask) -> the optax transformation. Unless it is elementwise, it also takes
+             `Matrices`.
+    needs    "elements": it may be given any shards. "sums": it sums over dims of all shards.
+             "matrices": it needs whole matrices.
     """
 
     make: Callable[..., Transformation]
-    needs: registry.Needs = "elements"
+    needs: Literal["elements", "sums", "matrices"] = "elements"
 
     def transformation(
         self, cfg: OptimizerConfig, rate: optax.Schedule, specs: Any, *, sharded: bool
@@ -91,4 +94,5 @@ RULES = {
     "lion": Rule(lion),
     "sgd": Rule(sgd),
     "muon": Rule(muon, needs="matrices"),
+    "adafactor": Rule(adafactor, needs="sums"),
 }

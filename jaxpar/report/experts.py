@@ -91,6 +91,10 @@ def _with_experts(runs: Sequence[RunRead]) -> list[tuple[RunRead, Loads]]:
 
 
 def _first_layer(run: RunRead) -> int:
-    """Return the number of the first layer with experts; 0 if the run's config gives none."""
-    dense = run.config.get("model", {}).get("dense_layers", 0)
+    """Return the number of the first layer with experts; 0 if the run's config gives none.
+
+    With experts in every Nth layer, layers are numbered among those with experts, from 0.
+    """
+    model = run.config.get("model", {})
+    dense = model.get("dense_layers", 0) if model.get("moe_every", 1) == 1 else 0
     return dense if isinstance(dense, int) and 0 <= dense < MOST_LAYERS else 0

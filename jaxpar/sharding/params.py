@@ -4,8 +4,9 @@ Initial values, abstract arrays, shardings, counts and the decay mask are all de
 that `model/transformer.py` builds. Trees are nested dicts of arrays.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +91,22 @@ def count(specs: Any) -> int:
 def flat(tree: Any) -> dict[str, Any]:
     """Return the leaves by name: {"layers/wq": ...}."""
     return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def on_every_stage(specs: Any) -> Any:
+    """Return the specs of stacked layers that every stage of a pipeline has."""
+    return map_specs(lambda s: dataclasses.replace(s, axes=("depth", *s.axes[1:])), specs)
+
+
+def with_prefix(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a tree under flat names, "prefix.name"."""
+    return {f"{prefix}.{name}": a for name, a in tree.items()}
+
+
+def of_prefix(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `with_prefix`: return the entries with this prefix, by their names."""
+    start = prefix + "."
+    return {n.removeprefix(start): a for n, a in tree.items() if n.startswith(start)}
 
 
 def split(tree: Any, specs: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.moe.router import LOSSES
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE
-from jaxpar.step.layer_order import EMPTY, layers_here
+from jaxpar.step.layer_order import EMPTY, expert_layers_here
 
 
 @flax.struct.dataclass
@@ -49,10 +49,12 @@ def reduce_tallies(
     total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
     modules = None
     if depth := cfg.model.mtp_depth:
-        total, of_modules = total[:-depth], total[-depth:]
-        modules = psum(of_modules[:, : cfg.model.num_experts], PIPELINE)  # of one stage
+        total, of_modules = total[:-depth], total[-depth:, : cfg.model.num_experts]
+        if cfg.parallel.pipeline > 1:  # every stage computes the modules
+            of_modules *= lax.axis_index(PIPELINE) == 0
+        modules = psum(of_modules, PIPELINE)
     if not is_equal(cfg):  # the router of an empty slot chooses, too
-        empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
+        empty = expert_layers_here(cfg) == EMPTY
         total = jnp.where(empty[:, None], 0, total)
     rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
     return ExpertLoads(rows, losses / tokens, rounds[:, 0], modules, experts)
@@ -71,7 +73,7 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
     sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
     means = psum(sums, PIPELINE) / (m.num_layers - m.dense_layers)
     dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
-    dropped = jnp.where(layers_here(cfg)[m.dense_layers :] == EMPTY, 0, dropped)
+    dropped = jnp.where(expert_layers_here(cfg) == EMPTY, 0, dropped)
     fullest = jnp.max(share, axis=1) * m.num_experts
     worst = lax.pmax(jnp.stack([jnp.max(fullest), jnp.max(jnp.abs(dropped))]), PIPELINE)
     named = {"expert_entropy": means[0], "fullest_expert": worst[0], "dropped_rows": worst[1]}
@@ -107,8 +109,8 @@ def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     Communication: an all-reduce over PIPELINE.
     """
     m = cfg.model
-    layers, count = layers_here(cfg)[m.dense_layers :], m.num_layers - m.dense_layers
-    at = jnp.where(layers == EMPTY, count, layers - m.dense_layers)
+    layers, count = expert_layers_here(cfg), m.num_layers - m.dense_layers
+    at = jnp.where(layers == EMPTY, count, layers)
     every = jnp.zeros((count, m.num_experts), jnp.float32)
     return psum(every.at[at].set(loads.rows, mode="drop"), PIPELINE)
 

@@ -35,10 +35,20 @@ def layer_order(cfg: Config) -> np.ndarray | None:
 
 
 def layers_here(cfg: Config) -> jax.Array:
-    """Return the logical indices of this device's layers, int32. Called inside the step."""
+    """Return the logical indices of this device's layers, int32. Called inside the step.
+
+    Those before the stages (`dense_before_stages`) do not count.
+    """
     per_stage, order = num_slots(cfg) // cfg.parallel.pipeline, layer_order(cfg)
     places = jnp.arange(per_stage, dtype=jnp.int32) + lax.axis_index(PIPELINE) * per_stage
     return places if order is None else jnp.asarray(order, jnp.int32)[places]
+
+
+def expert_layers_here(cfg: Config) -> jax.Array:
+    """Return the indices of this device's layers among those with experts, or EMPTY, int32."""
+    dense = 0 if cfg.parallel.pipeline > 1 else cfg.model.dense_layers
+    layers = layers_here(cfg)[dense:]
+    return layers - dense if dense else layers
 
 
 def num_slots(cfg: Config) -> int:

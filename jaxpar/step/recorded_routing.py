@@ -19,7 +19,7 @@ from jaxpar.sharding.axes import PIPELINE, TENSOR
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join
 from jaxpar.step.expert_loads import ExpertLoads
-from jaxpar.step.layer_order import EMPTY, layers_here
+from jaxpar.step.layer_order import EMPTY, expert_layers_here
 
 
 def attach(
@@ -53,14 +53,14 @@ def _with_record(w: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
 def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
     """Return `recorded.REPEAT` of each layer here, as a tree like that of `fused_weights.fuse`."""
     m, p = cfg.model, cfg.parallel
-    layers = jnp.maximum(layers_here(cfg)[m.dense_layers :] - m.dense_layers, 0)
+    layers = jnp.maximum(expert_layers_here(cfg), 0)
     here = varying(jnp.moveaxis(experts, 2, 0)[layers].astype(jnp.float32))
     chunks: list[Any] = []
     for of_chunk in jnp.split(here, p.virtual_stages):
         if p.layer_loop == "scan":
             chunks.append({REPEAT: of_chunk})
         else:
-            dense: tuple[dict, ...] = ({},) * m.dense_layers
+            dense: tuple[dict, ...] = ({},) * (m.dense_layers if p.pipeline == 1 else 0)
             chunks.append((*dense, *({REPEAT: a} for a in of_chunk)))
     return {"top": {}, "layers": tuple(chunks)}
 
@@ -87,8 +87,8 @@ def of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     """
     m, here = cfg.model, loads.experts
     assert here is not None
-    layers, count = layers_here(cfg)[m.dense_layers :], m.num_layers - m.dense_layers
-    at = jnp.where(layers == EMPTY, count, layers - m.dense_layers)
+    layers, count = expert_layers_here(cfg), m.num_layers - m.dense_layers
+    at = jnp.where(layers == EMPTY, count, layers)
     every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
     whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)
     return whole.astype(f"uint{id_bits(m.num_experts)}")

@@ -81,16 +81,7 @@ def _init_opt_state(cfg: Config, params: Any) -> Any:
 
 def state_specs(cfg: Config) -> TrainState:
     """Return the state's PartitionSpecs: moments as their parameters, other leaves replicated."""
-    # optax has a MaskedNode for each parameter of which a rule keeps no moment.
-    is_none = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    opt_state = optax.tree_map_params(
-        optimizer_for(cfg),
-        lambda moment, spec: moment if is_none(moment) else spec,
-        abstract_state(cfg).opt_state,
-        partition_specs(trainable_specs(cfg)),
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=is_none,
-    )
+    opt_state = moments.specs_of_state(abstract_state(cfg).opt_state, trainable_specs(cfg))
     params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     return TrainState(PartitionSpec(), params, opt_state, guard)

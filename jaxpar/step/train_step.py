@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters, transformer
 from jaxpar.model.attention_context import (
@@ -25,6 +26,7 @@ from jaxpar.model.attention_context import (
     with_loss_weight,
 )
 from jaxpar.model.moe.router import loss_weight_of
+from jaxpar.model.moe.tallies import with_tallies, without_tallies
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.parallel.accumulation import accumulate
@@ -231,7 +233,7 @@ def loss_gradients_and_loads(
     if cfg.parallel.zero == 2:
         weights, complete = fused_weights.to_shards(weights, shards)
         frozen = join(complete, frozen)
-    weights = fused_weights.with_tallies(weights, cfg)
+    weights = with_tallies(weights, cfg)
     frozen = join(frozen, slots_in_use(cfg))
     if record or batch.experts is not None:
         weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
@@ -239,7 +241,7 @@ def loss_gradients_and_loads(
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
-    grads, tallies = fused_weights.without_tallies(fused_weights.without_scales(grads))
+    grads, tallies = without_tallies(fused_weights.without_scales(grads))
     grads, experts = recorded_routing.detach(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
@@ -298,11 +300,14 @@ def staged_model(
         weight = loss_weight_of(mb.tokens, scale, cfg.parallel.num_microbatches)
         return with_loss_weight(context, weight)
 
+    embed = functools.partial(transformer.embed, cfg=cfg)
+    if dense_before_stages(cfg.model, cfg.parallel):
+        embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
     head = functools.partial(transformer.head, cfg=cfg)
     if cfg.model.mtp_depth and scale is not None:
         head = functools.partial(transformer.head_with_modules, ex=ex, context_of=context)
     return StagedModel(
-        embed=functools.partial(transformer.embed, cfg=cfg),
+        embed=embed,
         context=context,
         stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
         head=head,

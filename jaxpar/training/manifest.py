@@ -4,6 +4,7 @@ import json
 
 import jax
 
+from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
@@ -80,6 +81,9 @@ def _data(run: Run) -> str:
         + f", {epochs[str(source.dataset.path)]:.3g} epochs"
         for source in sources
     ]
+    for stage in stages(run.cfg)[1:]:
+        parts = ", ".join(f"{weight / sum(stage.weights):.2%}" for weight in stage.weights)
+        lines.append(f"after step {stage.step:,}: {parts} of the sequences")
     return "\n           ".join(lines)
 
 

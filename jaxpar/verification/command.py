@@ -83,11 +83,8 @@ EXPERT_MESHES = (
 def default_meshes(model: ModelConfig) -> tuple[str, ...]:
     """Return the meshes to verify if none is named.
 
-    Unequal stages of a model whose layers differ would have whole periods: many layers. A pipeline
-    has neither dense first layers nor modules with experts.
+    Unequal stages of a model whose layers differ would have whole periods: many layers.
     """
-    if model.num_experts and (model.dense_layers or model.mtp_depth):
-        return tuple(mesh for mesh in EXPERT_MESHES if "pipeline" not in mesh)
     if model.num_experts:
         return EXPERT_MESHES
     if layer_period(model) > 1:

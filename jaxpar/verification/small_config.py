@@ -93,8 +93,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
     unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
     given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
+    before = m.dense_layers > 0 and stages > 1  # a dense layer, before the stages
     values = {
-        "model.num_layers": max(given, default=up(2, stages * layer_period(m))),
+        "model.num_layers": max(given, default=up(2, stages * layer_period(m))) + before,
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
@@ -110,7 +111,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
-    values |= _dense(m, d_model, meshes) if m.dense_layers else {}
+    values |= _dense(m, d_model, values["model.num_layers"], meshes) if m.dense_layers else {}
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
     values |= _lengths(m, shorter)
     if m.positions == "learned":
@@ -202,13 +203,18 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _dense(m: ModelConfig, d_model: int, meshes: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Return the fields of dense first layers: one, or none if a mesh has stages."""
-    if any(p.pipeline > 1 for p in meshes):
-        return {"model.dense_layers": 0, "model.dense_d_ff": None}
+def _dense(
+    m: ModelConfig, d_model: int, layers: int, meshes: Sequence[ParallelConfig]
+) -> dict[str, Any]:
+    """Return the fields of dense layers: one, or those between experts, which no pipeline has."""
+    if m.moe_every > 1 and any(p.pipeline > 1 for p in meshes):
+        return {"model.dense_layers": 0, "model.dense_d_ff": None, "model.moe_every": 1}
     tensor = math.lcm(*(p.tensor for p in meshes))
     wide = (m.dense_d_ff or m.d_ff) * d_model / m.d_model
-    return {"model.dense_layers": 1, "model.dense_d_ff": -(-round(wide) // tensor) * tensor}
+    fields = {"model.dense_d_ff": -(-round(wide) // tensor) * tensor}
+    if m.moe_every > 1:
+        return fields | {"model.dense_layers": layers - layers // m.moe_every}
+    return fields | {"model.dense_layers": 1}
 
 
 def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[str, Any]:

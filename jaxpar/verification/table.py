@@ -51,7 +51,11 @@ def print_conditions(
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
         f"{options.tolerance:g} (weights after: "
         f"{distances.update_tolerance(options.tolerance):.1e})"
-        + (f"; Adam's eps {cfg.optimizer.eps:.1e}" if cfg.optimizer.name == "adamw" else ""),
+        + (
+            f"; Adam's eps {cfg.optimizer.eps:.1e}"
+            if cfg.optimizer.name in ("adamw", "muon")
+            else ""
+        ),
         f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
     )
     print("\n".join(lines), flush=True)

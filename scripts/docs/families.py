@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "granite": ("Granite 3 and 4 (dense)", "granite_4_1_3b"),
     "gemma2": ("Gemma 2", "gemma_2/2b gemma_2/9b gemma_2/27b"),
     "ministral3": ("Ministral 3 (text)", "ministral_3_8b"),
-    "llama4_text": ("Llama 4 Scout (text)", "llama4_scout"),
+    "llama4_text": ("Llama 4 Scout, Maverick (text)", "llama4_scout"),
     "gpt2": ("GPT-2; GPT-3's block", "gpt3_175b"),
     "gpt_neox": ("Pythia, GPT-NeoX", ""),
     "starcoder2": ("StarCoder2", ""),

@@ -108,7 +108,10 @@ def save(cfg: Config, mesh, *steps: int) -> state.TrainState:
     return last
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", slow("lion"), slow("sgd")])
+RULES = ["adamw", *map(slow, ("lion", "sgd", "muon", "adafactor"))]
+
+
+@pytest.mark.parametrize("optimizer", RULES)
 def test_a_round_trip_keeps_every_bit(setup, optimizer):
     cfg, mesh = setup(**{"optimizer.name": optimizer})
     saved = save(cfg, mesh, 3)
@@ -117,12 +120,20 @@ def test_a_round_trip_keeps_every_bit(setup, optimizer):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
 
-@pytest.mark.parametrize("other", [slow(TENSOR_2), VIRTUAL], ids=["tensor", "virtual stages"])
-def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, other):
-    first, first_mesh = setup()
+ELSEWHERE = [
+    slow(TENSOR_2, "adamw", id="tensor"),
+    pytest.param(VIRTUAL, "adamw", id="virtual stages"),
+    slow(VIRTUAL, "muon", id="muon"),
+    slow(VIRTUAL, "adafactor", id="adafactor"),
+]
+
+
+@pytest.mark.parametrize(("other", "rule"), ELSEWHERE)
+def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, other, rule):
+    first, first_mesh = setup(**{"optimizer.name": rule})
     expected = logical(save(first, first_mesh, 5), first)
 
-    second, second_mesh = setup(**other)
+    second, second_mesh = setup(**{"optimizer.name": rule}, **other)
     restored = checkpoint.restore(second, second_mesh)
     assert_same_bits(logical(restored, second), expected)
     if other is VIRTUAL:  # the running order does differ, or this proves nothing

@@ -25,10 +25,25 @@ OTHERS = [
     slow({"parallel.expert": 2, "parallel.data": 2}),
     slow({"parallel.expert": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2}),
 ]
+#: A dense layer before unequal stages.
+DENSE = {"model.num_layers": 4, "model.dense_layers": 1, "parallel.layer_loop": "unroll"}
+STAGES = {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_expert_degree_reads_the_same_arrays(tmp_path, devices, other):
+    _move(tmp_path, devices, EXPERT_4, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [slow(STAGES | DENSE, EXPERT_4 | DENSE), (EXPERT_4 | DENSE, STAGES | DENSE)],
+)
+def test_dense_layers_move_between_meshes_with_and_without_stages(tmp_path, devices, one, other):
+    _move(tmp_path, devices, one, other)
+
+
+def _move(tmp_path, devices, one, other):
     data = write_dataset(tmp_path / "data")
     fields = STATE | EXPERTS | {"data.path": data, "run.dir": str(tmp_path / "run")}
 
@@ -38,7 +53,7 @@ def test_another_expert_degree_reads_the_same_arrays(tmp_path, devices, other):
         n = p.pipeline * p.data * p.expert * p.tensor
         return resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
 
-    cfg, mesh = make(EXPERT_4)
+    cfg, mesh = make(one)
     expected = logical(save(cfg, mesh, 5), cfg)
     cfg, mesh = make(other)
     assert_same_bits(logical(checkpoint.restore(cfg, mesh), cfg), expected)

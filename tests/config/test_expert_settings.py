@@ -10,6 +10,7 @@ from tests.tiny import TINY
 EXPERTS = replace(TINY, **{"model.num_experts": 4, "parallel.layer_loop": "unroll"})
 NAN, INF = float("nan"), float("inf")
 DENSE = {"model.dense_layers": 1}
+STAGES = DENSE | {"model.num_layers": 3, "parallel.pipeline": 2, "parallel.num_microbatches": 2}
 LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
 BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
@@ -62,7 +63,19 @@ CASES = [
     ),
     (
         DENSE | {"parallel.pipeline": 2},
-        "pipeline = 2: does not support model.dense.*same layers.*ne 1",
+        "num_layers = 2: must be at least 3: 1 layer for each of 2 stages.*dense_layers = 1 before",
+    ),
+    (
+        STAGES | {"parallel.layers_per_stage": "2,1"},
+        "per_stage = '2,1': must add up to 2, the layers after model.dense_layers = 1, not to 3",
+    ),
+    (
+        STAGES | {"model.nope_every": 2, "model.num_layers": 5},
+        "nope_every = 2: does not support model.dense.*pipeline 2: stages begin .*pipeline 1",
+    ),
+    (
+        STAGES | {"model.matmul_dtype": "float8"},
+        "matmul_dtype = 'float8': does not support model.dense_layers.*before the stages are not",
     ),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
     (DENSE | LORA, "lora.rank = 2: does not support model.dense_layers"),

@@ -133,8 +133,8 @@ def test_adding_again_replaces():
     [
         (
             {"optimizer.name": "momentun"},
-            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, muon, or registered "
-            r"with jaxpar\.config\.registry \(momentum\)",
+            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, muon, adafactor, or "
+            r"registered with jaxpar\.config\.registry \(momentum\)",
         ),
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.validate import check, resolve
 
 
@@ -22,3 +23,28 @@ def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
     found = resolve(cfg, devices)
     assert found.parallel.num_microbatches == count
     assert resolve(found, devices) == found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(1, 1), (32 * 1024, 1), (32 * 1024 + 1, 2), (10**9, 30518)]
+)
+def test_a_length_in_tokens_is_the_fewest_steps(tokens, steps):
+    cfg = resolve(replace(Config(), **{"train.num_tokens": tokens}), 1)
+    assert cfg.train.num_steps == steps
+
+
+def test_rules_read_the_steps_of_a_length_in_tokens():
+    long = {"train.num_tokens": 10**9, "profile.start": 20_000}
+    check(replace(Config(), **long))
+    with pytest.raises(ConfigError, match="num_steps is 31"):
+        check(replace(Config(), **(long | {"train.num_tokens": 10**6})))
+
+
+def test_a_command_line_gives_one_length():
+    read = lambda *words: read_config(["quickstart", *words], "jaxpar.train", None).train  # noqa: E731
+    assert read("--train.num-tokens", "40960").num_steps == 10
+    with pytest.raises(ConfigError, match=r"train\.num_tokens = 9.* Fix: use one of both"):
+        read("--train.num-tokens", "9", "--train.num-steps", "5")
+    base = replace(Config(), **{"train.num_tokens": 10**6})
+    cfg = parse_overrides(base, ["--train.num-steps", "7"], "jaxpar.train")
+    assert (cfg.train.num_steps, cfg.train.num_tokens) == (7, 0)

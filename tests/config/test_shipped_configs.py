@@ -13,6 +13,7 @@ CONFIGS = config_file.known_configs().split(", ")
 #: Parameters as published, and the numbers of devices that the config's first line promises.
 SHIPPED = {
     "llama_1b": (1_235_814_400, [1, 8]),
+    "llama_100m": (100_092_672, [1, 8]),
     "llama_1b_chat": (1_235_814_400, [1, 8]),
     "llama_1b_lora_chat": (1_235_814_400, [1, 8]),
     "llama_1b_long/8k": (1_235_814_400, [1, 8]),

@@ -173,6 +173,10 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         return found | {moe + name: shape for name, shape in bias.items()}
     if values["model_type"] == "llama4_text":
         E, moe = values["num_local_experts"], layer + "feed_forward."
+        if (int(layer.split(".")[2]) + 1) % values["interleave_moe_layer_step"]:
+            F = values["intermediate_size_mlp"]
+            of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+            return {f"{moe}{name}.weight": shape for name, shape in of.items()}
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         found = {moe + "router.weight": (E, D), moe + "experts.gate_up_proj": (E, D, 2 * F)}
         found |= {f"{moe}shared_expert.{name}.weight": shape for name, shape in of.items()}

@@ -1,6 +1,6 @@
 """config.json of a tiny model of each family."""
 
-from tests.convert import tiny_gpt
+from tests.convert import tiny_gpt, tiny_llama4
 from tests.convert.tiny_hybrids import HYBRIDS
 from tests.convert.tiny_ropes import LLAMA3, YARN
 
@@ -95,26 +95,7 @@ MODELS = {
         tie_word_embeddings=True,
         pad_token_id=0,
     ),
-    "llama4": _model(
-        "llama4_text",
-        "Llama4ForCausalLM",
-        num_hidden_layers=4,
-        head_dim=8,
-        rope_theta=10000.0,
-        rope_scaling=LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0},
-        no_rope_layer_interval=2,
-        no_rope_layers=[],
-        attention_chunk_size=48,
-        attn_temperature_tuning=True,
-        attn_scale=0.3,
-        floor_scale=32,
-        attention_bias=False,
-        num_local_experts=4,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=1,
-        use_qk_norm=True,
-        pad_token_id=0,
-    ),
+    **tiny_llama4.models(_model),
     "helium": _model("helium", "HeliumForCausalLM", rope_theta=10000.0, head_dim=8, pad_token_id=0),
     "mistral": _model(
         "mistral", "MistralForCausalLM", rope_theta=10000.0, sliding_window=48, head_dim=8

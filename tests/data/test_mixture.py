@@ -7,9 +7,10 @@ import pytest
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
+from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.loader import source_seeds
-from jaxpar.data.mixture import BLOCK, Mixture, apportion
+from jaxpar.data.mixture import BLOCK, Mixture, StagedMixture, apportion
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.sources import fingerprint, tokenizer_folder
@@ -218,3 +219,69 @@ def test_different_tokenizers_do_not_mix(corpus, dataset, tmp_path):
         with pytest.raises(ConfigError, match="was made with a different tokenizer than") as error:
             Loader(replace(Config(), **base | {field: value}), mesh_of(1), split)
         assert error.value.field == field and error.value.value == value
+
+
+SCHEDULE = {"data.mixture_schedule": "50:0,0.5,0.5; 120:0.2,0.2,0.6"}
+
+
+def test_a_schedule_changes_the_shares_and_each_source_goes_on(cfg):
+    loader = Loader(replace(cfg, **SCHEDULE), mesh_of(1))
+    rows = seen(loader, range(400))
+    at = np.repeat(np.arange(400), BATCH)
+    for first, end, wanted in ((0, 50, [5, 1, 4]), (50, 120, [0, 5, 5]), (120, 400, [2, 2, 6])):
+        counts = np.bincount(rows[(at >= first) & (at < end), 0], minlength=3)
+        np.testing.assert_allclose(counts / counts.sum(), np.array(wanted) / 10, atol=0.05)
+    assert not (rows[(at >= 50) & (at < 120), 0] == 0).any()
+    for source, size in enumerate([200, 50, 1000]):
+        order = rows[rows[:, 0] == source, 1]
+        for start in range(0, len(order) - size + 1, size):
+            assert sorted(order[start : start + size]) == list(range(size))
+    sizes = np.array([200, 50, 1000])
+    for steps in (30, 50, 51, 120, 400):
+        taken = np.bincount(rows[at < steps, 0], minlength=3)
+        assert list(loader.epochs(steps).values()) == pytest.approx(taken / sizes)
+
+
+def test_a_schedule_changes_nothing_before_it_and_not_the_held_out_text(cfg):
+    one, other = Loader(cfg, mesh_of(1)), Loader(replace(cfg, **SCHEDULE), mesh_of(1))
+    np.testing.assert_array_equal(seen(one, range(50)), seen(other, range(50)))
+    assert (seen(one, range(50, 60)) != seen(other, range(50, 60))).any()
+
+
+def test_far_steps_of_a_stage_agree_with_near_ones():
+    staged = StagedMixture([0, 100, BLOCK + 300], [[3, 1], [1, 3], [0, 1]], seed=5)
+    numbers = np.arange(BLOCK + 400)
+    sources, before = staged.places(numbers)
+    for source in (0, 1):
+        np.testing.assert_array_equal(
+            before[sources == source], np.arange((sources == source).sum())
+        )
+    np.testing.assert_array_equal(staged.taken(len(numbers)), np.bincount(sources, minlength=2))
+    again = staged.places(np.array([BLOCK + 350, 99, 100]))
+    for found, wanted in zip(again, (sources, before), strict=True):
+        np.testing.assert_array_equal(found, wanted[[BLOCK + 350, 99, 100]])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("50", "must be STEP:WEIGHT"),
+        ("50:1,x,2", "must be STEP:WEIGHT"),
+        ("0:1,1,1", "ascending steps above 0"),
+        ("50:1,1,1;50:1,2,1", "ascending steps above 0"),
+        ("50:1,1", "a weight for each of the 3 sources"),
+        ("50:0,0,0", "not all of them 0"),
+        ("50:1,-1,1", "at least 0"),
+        ("50:1,inf,1", "at least 0"),
+        (";".join(f"{n}:1,1,1" for n in range(1, 200)), "more than 100"),
+    ],
+)
+def test_a_bad_schedule_is_one_error(cfg, text, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(cfg, **{"data.mixture_schedule": text}))
+
+
+def test_a_schedule_needs_several_sources(cfg):
+    one = replace(cfg, **{"data.mixture": "", "data.mixture_schedule": "50:1"})
+    with pytest.raises(ConfigError, match=r"needs data\.mixture with several sources"):
+        check(one)

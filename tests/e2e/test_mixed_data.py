@@ -72,3 +72,21 @@ def test_another_mixture_is_refused(train_on, config_file, finished, args, mixtu
     with pytest.raises(ConfigError, match="is not the data of the checkpoint of step 12") as error:
         train_on(2, config_file, *args, "--data.mixture", changed, "--train.num-steps", "14")
     assert error.value.field == "data.mixture" and mixture in error.value.fix
+
+
+def test_a_schedule_may_change_only_later_steps(
+    train_on, config_file, finished, args, mixture, capsys
+):
+    shutil.copytree(finished, Path(config_file).parent / "run")
+    more = [*args, "--train.num-steps", "14"]
+    with pytest.raises(ConfigError, match="changes weights before step 12") as error:
+        train_on(2, config_file, *more, "--data.mixture-schedule", "11:1,1")
+    assert error.value.field == "data.mixture_schedule"
+    later = ("--data.mixture-schedule", "13:0,1")
+    assert train_on(2, config_file, *more, *later) == exit_codes.EXIT_OK
+    assert "after step 13: 0.00%, 100.00% of the sequences" in capsys.readouterr().out
+    before, last = (
+        record["epochs"] for record in records_of(Path(config_file).parent / "run")[-2:]
+    )
+    first, second = (part.rpartition(":")[0] for part in mixture.split(","))
+    assert last[first] == before[first] and last[second] > before[second]

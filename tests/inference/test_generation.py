@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
 from jaxpar.inference.generation import Sampling
-from jaxpar.model import decode
+from jaxpar.model import decode, reference
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.verification import small_config
@@ -154,6 +154,35 @@ def test_greedy_text_is_that_of_whole_passes(name, tensor):
     found = texts(*model(name, tensor), PROMPTS)
     assert found == [greedy_by_whole_passes(name, tuple(ids), 24) for ids in PROMPTS]
     assert len({tuple(row) for row in found}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [{}, {"model.kv_lora_rank": 8, "model.num_kv_heads": 4}])
+def test_angles_of_longrope_are_those_of_a_text_so_far(values):
+    """Rows that pass the original length at different times, or never."""
+    longrope = RopeScaling(
+        kind="longrope",
+        original_max_position=16,
+        short_factors="1,1.5,1,2",
+        long_factors="2,3,4,9",
+    )
+    values = values | {"model.rope_scaling": longrope, "model.qk_rope_head_dim": 8}
+    if "model.kv_lora_rank" in values:
+        values |= {"model.head_dim": 12, "model.v_head_dim": 8}
+    else:
+        values.pop("model.qk_rope_head_dim")
+    cfg = resolve(generation.config_for_sampling(replace(BASE, **values)), 1)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:1])
+    params = init_state(cfg, mesh).params
+    weights = generation.weights_for_sampling(params, cfg, mesh)
+    found = texts(cfg, mesh, params, weights, PROMPTS, max_tokens=14)
+    plain = jax.device_get(params)
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        for count, token in enumerate(new):
+            text = np.array([[*prompt, *new[:count]]], np.int32)
+            place = np.arange(text.shape[1], dtype=np.int32)[None]
+            logits = reference.logits_of(plain, text, place, place * 0, cfg.model)
+            assert token == int(jnp.argmax(logits[0, -1, :60]))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

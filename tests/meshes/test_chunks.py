@@ -48,6 +48,10 @@ EXPERTS = {
 ALL_CHUNKS = {"model.global_every": 0, "model.nope_every": 0, "model.nope_query_beta": 0.0}
 ALL_CHUNKS |= {"model.nope_query_span": 8192, "parallel.layer_loop": "scan"}
 
+#: Dense layers between layers with experts.
+BETWEEN = EXPERTS | {"model.moe_every": 2, "model.dense_layers": 2, "model.num_layers": 4}
+BETWEEN |= {"model.dense_d_ff": 16, "model.global_every": 4, "model.nope_every": 4}
+
 CASES = [
     ("sequence=2,tensor=2,context=ulysses", {}),
     slow("sequence=2,tensor=2,context=ring", {}),
@@ -55,6 +59,8 @@ CASES = [
     slow("data=2,sequence=4", ALL_CHUNKS),
     slow("data=2,tensor=2,row_groups=2", EXPERTS),
     slow("expert=2,sequence=2,tensor=2", EXPERTS),
+    slow("expert=2,tensor=2", BETWEEN),
+    slow("data=2,num_microbatches=2,zero=2", BETWEEN),
 ]
 
 
@@ -118,6 +124,10 @@ def test_pairs_of_chunks():
         ({"model.nope_query_beta": 0.0}, "nope_query_span = 4: needs model.nope_query_beta"),
         (ALL_CHUNKS | {"model.mtp_depth": 1}, "attention_chunk = 5: is not supported with"),
         (EXPERTS | {"model.experts_per_token": 2}, "router_scales_input = True: needs .* 1, not 2"),
+        (BETWEEN | {"model.dense_layers": 1}, "dense_layers = 1: must be 2, the layers without"),
+        (BETWEEN | {"model.moe_every": 8}, "leaves no layer with experts of model.num_layers = 4"),
+        (BETWEEN | {"run.record_routing": "1"}, "does not support model.moe_every, which is 2"),
+        ({"model.moe_every": 2}, "moe_every = 2: needs experts, but model.num_experts is 0"),
         ({"model.router_scales_input": True}, "needs experts, but model.num_experts is 0"),
     ],
 )

@@ -40,12 +40,45 @@ expert=2,data=2,zero=2,num_microbatches=2,layer_loop=unroll
 replica=2,tensor=2,layer_loop=unroll,remat=full
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 tensor=2,num_microbatches=4,zero=1,layer_loop=unroll
+pipeline=2,num_microbatches=2,zero=1,layer_loop=unroll
+pipeline=2,num_microbatches=4,data=2,layer_loop=unroll
+pipeline=2,num_microbatches=2,tensor=2,layer_loop=scan
+pipeline=2,num_microbatches=2,expert=2,tensor=2,zero=1,layer_loop=unroll
+pipeline=2,num_microbatches=2,expert=2,sequence=2,zero=2,layer_loop=unroll
+pipeline=2,num_microbatches=4,schedule=gpipe,pipeline_save=inputs,layer_loop=unroll
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 """.split()
 
+#: Two dense layers, then four others. With larger weights, rounding grows with depth on every mesh.
+STAGES = {
+    "model.num_layers": 6,
+    "model.dense_layers": 2,
+    "model.dense_d_ff": 20,
+    "model.init_std": 0.1,
+    "parallel.layer_loop": "unroll",
+}
 
-@pytest.mark.parametrize("mesh", slow_but(MESHES[:1], MESHES))
+
+ZERO_1 = "pipeline=2,num_microbatches=2,zero=1,layer_loop=unroll"
+
+
+@pytest.mark.parametrize("mesh", slow_but([MESHES[0], ZERO_1], MESHES))
 def test_gradients(mesh, devices):
     assert not compare(mesh, replace(DEEPSEEK, **DENSE), devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    """
+pipeline=2,virtual_stages=2,num_microbatches=2,zero=1,layer_loop=unroll
+pipeline=2,virtual_stages=2,num_microbatches=2,sequence=2,layer_loop=scan
+pipeline=2,virtual_stages=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
+pipeline=3,num_microbatches=4,data=2,zero=1,layers_per_stage=2,1,1,layer_loop=unroll
+""".split(),
+)
+def test_gradients_before_several_stages(mesh, devices):
+    assert not compare(mesh, replace(DEEPSEEK, **STAGES), devices).mismatches()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +94,12 @@ def test_gradients_of_other_layers(fields, devices):
 
 
 @pytest.mark.slow
-def test_steps_with_a_bias(devices):
-    found = compare("data=2,tensor=2,layer_loop=unroll", replace(DEEPSEEK, **DENSE), devices, 5)
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=2,tensor=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2,layer_loop=unroll"],
+)
+def test_steps_with_a_bias(mesh, devices):
+    found = compare(mesh, replace(DEEPSEEK, **DENSE), devices, 5)
     assert found.update is not None and not found.mismatches()
 
 

@@ -33,9 +33,6 @@ EXPERTS = (
     "expert=2,sequence=2",
     "pipeline=2,num_microbatches=2,expert=2,zero=1",
 )
-#: With dense first layers, which no pipeline has.
-DENSE_FIRST = (*EXPERTS[:2], "data=2,expert=2,tensor=2")
-
 #: One model of each family; the other models differ in what other tests compare.
 MODELS = {family_of(values).model_type: name for name, values in tiny.MODELS.items()}
 
@@ -63,7 +60,7 @@ def config_of(name: str) -> Config:
 
 def meshes_of(name: str) -> tuple[str, ...]:
     m = config_of(name).model
-    return DENSE_FIRST if m.dense_layers else EXPERTS if m.num_experts else DENSE
+    return EXPERTS if m.num_experts else DENSE
 
 
 @functools.cache

@@ -47,6 +47,9 @@ CASES = [
     slow("expert=2,sequence=2,zero=1,num_microbatches=2,layer_loop=unroll", DEEPSEEK),
     slow("data=2,zero=2,num_microbatches=2,layer_loop=unroll", DEEPSEEK | NO_QUERY_LATENT),
     slow("data=2,tensor=2", EXPERTS | {"train.router_z_loss": 1e-2}),
+    slow("pipeline=2,num_microbatches=2,expert=2,zero=1,layer_loop=unroll", DEEPSEEK | TWO),
+    slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", DEEPSEEK),
+    slow("pipeline=2,num_microbatches=2,schedule=gpipe", EXPERTS | {"train.router_z_loss": 1e-2}),
 ]
 
 
@@ -74,6 +77,7 @@ def test_gradients(mesh, values, devices):
         slow("sequence=2,tensor=2,context=ring,layer_loop=unroll", V3 | EXPERTS),
         slow("data=2,expert=2,layer_loop=unroll", DEEPSEEK | TWO),
         slow("pipeline=2,num_microbatches=2,layer_loop=unroll", TWO),
+        slow("pipeline=2,num_microbatches=2,data=2,layer_loop=unroll", DEEPSEEK | TWO),
     ],
 )
 def test_steps(mesh, values, devices):

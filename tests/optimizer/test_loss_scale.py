@@ -42,6 +42,8 @@ MESHES = {
 OPTIMIZERS = {
     "adamw": {},
     "sgd": {"optimizer.name": "sgd"},
+    "muon": {"optimizer.name": "muon"},
+    "adafactor": {"optimizer.name": "adafactor"},
     "lion in bfloat16": {
         "optimizer.name": "lion",
         "optimizer.first_moment_dtype": "bfloat16",
@@ -100,6 +102,8 @@ CASES = [
     slow("pipeline", "adamw"),
     slow("fsdp", "sgd"),
     slow("fsdp", "lion in bfloat16"),
+    slow("tensor", "muon"),
+    slow("fsdp", "adafactor"),
     slow("tensor", "adamw"),
 ]
 

@@ -196,7 +196,7 @@ def test_matrices_have_one_moment(devices):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"optimizer.offload": True}, r"optimizer\.offload.*shares whole matrices"),
+        ({"optimizer.offload": True}, r"optimizer\.offload.*muon needs whole matrices"),
         ({"optimizer.muon_momentum": 1.0}, r"optimizer\.muon_momentum"),
         ({"optimizer.muon_steps": 0}, r"optimizer\.muon_steps"),
         (

@@ -7,6 +7,7 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning import calibration
 from jaxpar.planning.command import read_command
@@ -64,10 +65,11 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
         {"expert": 2, "data": 2},
         {"expert": 2, "tensor": 2, "sequence": 2},
         {"expert": 2, "tensor": 2, "data": 2, "expert_tensor": 1},
+        {"expert": 2, "pipeline": 2, "num_microbatches": 2},
     ],
 )
 def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
-    count = 8 if len(mesh) > 2 else 4
+    count = 8 if "tensor" in mesh else 4
     cfg = on(count, replace(SMALL, **{"model.dense_layers": 1}), **{"data": 1} | mesh)
     to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:count]))
     placed = jax.tree.map(
@@ -75,6 +77,24 @@ def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
     )
     assert sum(state_bytes(cfg)) == bytes_per_device(placed)
     assert shard_of(cfg).owned == pytest.approx(state_bytes(cfg)[0] / 4, rel=0.05)
+
+
+STAGES = {"pipeline": 2, "num_microbatches": 4, "zero": 1, "data": 4}
+
+
+def test_dense_layers_before_the_stages_are_work_of_the_first():
+    """By a branch, or on all stages if collectives need them. They save nothing in the stash."""
+    by_branch, masked = on(8, DENSE, **STAGES), on(8, DENSE, **STAGES | {"zero": 3})
+    assert layers_per_chunk(by_branch) == (1, 3)
+    one, all_of_them = shard_of(by_branch), shard_of(masked)
+    assert (one.layers_in_turn, one.dense_in_turn) == (3, 2)
+    assert (all_of_them.layers_in_turn, all_of_them.dense_in_turn) == (3 + 2, 2)
+    routed = replace(by_branch, **{"model.dense_layers": 0, "model.dense_d_ff": None})
+    assert one.layers == shard_of(routed).layers == 3
+    assert memory_of(by_branch).total > memory_of(routed).total
+    assert step_time(masked, cluster(8)).total > step_time(by_branch, cluster(8)).total
+    even = replace(by_branch, **{"parallel.layers_per_stage": "2,2"})
+    assert shard_of(even).layers_in_turn == 4
 
 
 def test_the_buffer_is_the_one_of_the_layer():

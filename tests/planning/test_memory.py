@@ -44,7 +44,7 @@ def on(cfg: Config, mesh: dict) -> Config:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "adafactor"])
 def test_state_is_that_of_the_arrays(mesh, optimizer, devices):
     cfg = on(replace(SMALL, **{"optimizer.name": optimizer}), mesh)
     p = cfg.parallel

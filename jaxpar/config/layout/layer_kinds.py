@@ -32,6 +32,13 @@ def num_attention_layers(m: ModelConfig) -> int:
     return kinds(m).count(ATTENTION)
 
 
+def dense_places(m: ModelConfig) -> tuple[int, ...]:
+    """Return the indices of the layers of `model.dense_layers`: the first, or between experts."""
+    if m.moe_every == 1:
+        return tuple(range(m.dense_layers))
+    return tuple(i for i in range(m.num_layers) if (i + 1) % m.moe_every)
+
+
 def has_feed_forward(m: ModelConfig, kind: str) -> bool:
     """Return whether layers of a kind have a feed-forward branch.
 

@@ -18,14 +18,24 @@ _MAX_DIGITS = 6
 
 def layer_period(m: ModelConfig) -> int:
     """Return after how many layers the pattern of kinds, windows and rotary embeddings repeats."""
-    return math.lcm(max(m.global_every, 1), max(m.nope_every, 1), max(len(m.layer_pattern), 1))
+    every = m.global_every, m.nope_every, m.moe_every, len(m.layer_pattern)
+    return math.lcm(*(max(n, 1) for n in every))
+
+
+def dense_before_stages(m: ModelConfig, p: ParallelConfig) -> int:
+    """Return the number of layers before the first stage: `model.dense_layers`, in a pipeline.
+
+    They run with the embedding (`model/transformer.embed_and_dense_layers`), since all stages
+    execute the same layers. Without a pipeline, they are the first ones of the only chunk.
+    """
+    return m.dense_layers if p.pipeline > 1 else 0
 
 
 def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
     """Return the number of layers of each chunk, in the order of the model.
 
-    Chunk c of stage s is the (c * P + s)-th. The numbers are those of `parallel.layers_per_stage`,
-    or `even_split`.
+    Chunk c of stage s is the (c * P + s)-th. Layers before the stages (`dense_before_stages`) are
+    in no chunk. The numbers are those of `parallel.layers_per_stage`, or `even_split`.
 
     Args:     cfg: satisfies the rule `rules.layout.layers`.
     """
@@ -37,13 +47,23 @@ def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
 
     Each stage has the same part of the embedding and of the head (the vocabulary is split over the
     pipeline), so layers are all that differs in cost. Where layers differ, whole periods
-    (`layer_period`) are split, and the last chunk may end with part of one.
+    (`layer_period`) are split, and the last chunk may end with part of one. Dense layers before the
+    stages are work of the first, whose chunk has as many layers less, but at least one.
     """
     period, chunks = layer_period(m), p.pipeline * p.virtual_stages
-    each, more = divmod(-(-m.num_layers // period), chunks)
-    sizes = [period * (each + (k < more)) for k in range(chunks)]
+    if dense := dense_before_stages(m, p):
+        whole = _evenly(m.num_layers, chunks)
+        first = max(whole[0] - dense, 1)
+        return (first, *_evenly(m.num_layers - dense - first, chunks - 1))
+    sizes = [period * n for n in _evenly(-(-m.num_layers // period), chunks)]
     sizes[-1] -= sum(sizes) - m.num_layers
     return tuple(sizes)
+
+
+def _evenly(n: int, parts: int) -> list[int]:
+    """Split a number into parts that differ by at most one, the larger ones first."""
+    each, more = divmod(n, parts)
+    return [each + (k < more) for k in range(parts)]
 
 
 def slots_per_chunk(cfg: Config) -> int:

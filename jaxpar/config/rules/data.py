@@ -1,7 +1,7 @@
 """Rules about the data sources."""
 
 from jaxpar.config import Config, flag, require
-from jaxpar.config.lists.mixture import shares
+from jaxpar.config.lists.mixture import shares, stages
 
 
 def data(cfg: Config) -> None:
@@ -10,6 +10,7 @@ def data(cfg: Config) -> None:
     twice = next((path for path in paths if paths.count(path) > 1), "")
     rule = f"contains {twice} twice"
     require(not twice, cfg, "data.mixture", rule, flag("data.mixture", f"{twice}:1"))
+    stages(cfg)
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))

@@ -59,8 +59,9 @@ def _placement(cfg: Config) -> None:
 
 def _dense_layers(cfg: Config) -> None:
     """Check the first layers without experts. Their weights are a second stack of layers, which a
-    pipeline does not split and a scan over layers does not include."""
+    scan over layers does not include. A pipeline runs them before its stages."""
     m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
+    _between(cfg)
     if m.dense_layers == 0:
         _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
         return
@@ -70,17 +71,47 @@ def _dense_layers(cfg: Config) -> None:
     require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
     ok = m.dense_d_ff is None or m.dense_d_ff >= 1
     require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
-    reasons = (
-        ("pipeline", 1, "all stages execute the same layers, and only the first has dense ones"),
-        ("layer_loop", "unroll", "a scan executes layers of one kind"),
-    )
-    for other, better, why in reasons:
-        other, rule = f"parallel.{other}", f"{said}: {why}"
-        require(value_of(cfg, other) == better, cfg, other, rule, flag(other, better), none)
+    if p.pipeline == 1:
+        loop, rule = "parallel.layer_loop", f"{said}: a scan executes layers of one kind"
+        require(p.layer_loop == "unroll", cfg, loop, rule, flag(loop, "unroll"), none)
+    else:
+        _before_stages(cfg, said)
     require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
     wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
     require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))
+
+
+def _between(cfg: Config) -> None:
+    """Check dense layers between layers with experts, and what does not know of their places."""
+    m, path, every = cfg.model, "model.dense_layers", "model.moe_every"
+    if m.moe_every == 1:
+        return
+    one = flag(every, 1)
+    rule = f"needs experts, but {COUNT} is 0"
+    require(m.num_experts > 0, cfg, every, rule, one, flag(COUNT, 8))
+    rule = f"leaves no layer with experts of model.num_layers = {m.num_layers}"
+    require(m.moe_every <= m.num_layers, cfg, every, rule, one)
+    wanted = m.num_layers - m.num_layers // m.moe_every
+    rule = f"must be {wanted}, the layers without experts: every {m.moe_every}th has them"
+    require(m.dense_layers == wanted, cfg, path, rule, flag(path, wanted))
+    others = {"run.record_routing": "", "model.mtp_depth": 0, "parallel.pipeline": 1}
+    for other, none in others.items():
+        rule = f"does not support {every}, which is {m.moe_every}"
+        require(value_of(cfg, other) == none, cfg, other, rule, flag(other, none))
+
+
+def _before_stages(cfg: Config, said: str) -> None:
+    """Check what dense layers before the stages of a pipeline are combined with."""
+    reasons = (
+        ("model.global_every", 0, "stages begin with the same kind of layer"),
+        ("model.nope_every", 0, "stages begin with the same kind of layer"),
+        ("model.matmul_dtype", "compute", "layers before the stages are not rounded"),
+    )
+    one = flag("parallel.pipeline", 1)
+    for path, better, why in reasons:
+        rule = f"{said}, with parallel.pipeline {cfg.parallel.pipeline}: {why}"
+        require(value_of(cfg, path) == better, cfg, path, rule, flag(path, better), one)
 
 
 def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:

@@ -7,6 +7,7 @@ from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.fields import ALL, FIELDS, names_of
 from jaxpar.config.layout.layer_split import (
     FIELD,
+    dense_before_stages,
     even_split,
     in_words,
     layer_period,
@@ -40,11 +41,14 @@ def layers(cfg: Config) -> None:
     """
     m, p, period = cfg.model, cfg.parallel, layer_period(cfg.model)
     chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
-    least, one = (chunks - 1) * period + 1, f"{period} layers" if period > 1 else "1 layer"
+    dense = dense_before_stages(m, p)
+    least, one = (chunks - 1) * period + 1 + dense, f"{period} layers" if period > 1 else "1 layer"
     stages = "virtual stages" if p.virtual_stages > 1 else "stages"
     rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
     if period > 1:
         rule += f" except the last, since {_fields_of_period(cfg)} is the period of the layers"
+    if dense:
+        rule += f", and model.dense_layers = {dense} before the first"
     require(m.num_layers >= least, cfg, path, rule, flag(path, least))
     if not p.layers_per_stage:
         return
@@ -53,7 +57,10 @@ def layers(cfg: Config) -> None:
     require(len(sizes) == chunks, cfg, FIELD, rule, way)
     require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
     rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
-    require(sum(sizes) == m.num_layers, cfg, FIELD, rule, way)
+    if dense:
+        rule = f"must add up to {m.num_layers - dense}, the layers after model.dense_layers = "
+        rule += f"{dense}, not to {sum(sizes)}"
+    require(sum(sizes) == m.num_layers - dense, cfg, FIELD, rule, way)
     rule = f"must be multiples of {_fields_of_period(cfg)} = {period} except the last, so that "
     rule += f"{stages} begin with the same kind of layer"
     require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)

@@ -21,9 +21,10 @@ MAX_SEQUENCE = 1 << 24
 #: Most seconds of a wait or a limit: 115 days.
 MAX_SECONDS = 10_000_000
 
-#: The largest value of each field whose limit is below MAX_INT.
+#: The largest value of each field whose limit is not MAX_INT.
 MOST = {
     "run.cpu_devices": MAX_CPU_DEVICES,
+    "train.num_tokens": 10**16,
     "train.global_batch_size": 1 << 24,
     "train.micro_batch_size": 1 << 24,
     "data.seq_len": MAX_SEQUENCE,

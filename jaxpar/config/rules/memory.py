@@ -127,8 +127,7 @@ def offloaded_moments(cfg: Config) -> None:
     """Check that moments in host memory belong to a rule that can update one layer at a time."""
     name, path = cfg.optimizer.name, "optimizer.offload"
     added = registry.function("optimizer.name", name) is not None
-    whole = registry.needs(name) == "matrices" if added else name == "muon"
-    rule = f"updates one layer at a time, but {name} shares whole matrices of all layers between "
-    rule += "devices"
+    whole = registry.needs(name) == "matrices" if added else name in ("muon", "adafactor")
+    rule = f"updates one layer, or rows of a table, at a time, but {name} needs whole matrices"
     ways = flag(path, False), flag("optimizer.name", "adamw")
     require(not (cfg.optimizer.offload and whole), cfg, path, rule, *ways)

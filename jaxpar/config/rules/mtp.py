@@ -10,7 +10,7 @@ MAX_DEPTH = 8
 
 def multi_token_prediction(cfg: Config) -> None:
     """Check the modules of multi-token prediction and the weight of their losses."""
-    m, p = cfg.model, cfg.parallel
+    m = cfg.model
     none = flag(DEPTH, 0)
     if m.mtp_depth == 0:
         default = default_of(WEIGHT)
@@ -32,7 +32,3 @@ def multi_token_prediction(cfg: Config) -> None:
         require(value_of(cfg, path) == alike, cfg, path, rule, flag(path, alike), none)
     path, rule = "model.logits_scaling", f"{said}: modules read what the head reads, unscaled"
     require(m.logits_scaling == 1, cfg, path, rule, flag(path, 1.0), none)
-    if m.num_experts and p.pipeline > 1:
-        rule = f"{said}, with experts: all stages compute the modules, and the losses and loads of "
-        rule += "their routers would count once for each"
-        require(False, cfg, "parallel.pipeline", rule, flag("parallel.pipeline", 1), none)

@@ -8,7 +8,8 @@ from jaxpar.config import require as _require
 from jaxpar.config.fields import field_types
 from jaxpar.config.rules.limits import MAX_INT, most_of
 
-_AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
+_AT_LEAST_ONE = """model.moe_every train.num_steps train.global_batch_size train.log_every
+data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.router_groups model.router_groups_per_token
 model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
@@ -26,7 +27,7 @@ optimizer.muon_steps cluster.connect_seconds""".split()
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
 model.global_every train.seed
 model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
-train.micro_batch_size train.mtp_loss train.z_loss
+train.num_tokens train.micro_batch_size train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout.layer_kinds import STACKS, kinds
+from jaxpar.config.layout.layer_kinds import STACKS, dense_places, kinds
 from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
@@ -281,6 +281,12 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
     """
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
     held = (entry for entry in family.entries if rank.get(entry.path) == len(entry.ours))
+    if m.moe_every > 1:
+        dense = dense_places(m)
+        others = tuple(i for i in range(m.num_layers) if i not in dense)
+        of_stack = {"dense_layers": dense, "layers": others}
+        layers_of = lambda path: of_stack.get(path.partition("/")[0], ())  # noqa: E731
+        return [dataclasses.replace(entry, layers=layers_of(entry.path)) for entry in held]
     if not m.layer_pattern:
         first = lambda path: m.num_layers if path.startswith("mtp/") else m.dense_layers  # noqa: E731
         return [dataclasses.replace(entry, first=first(entry.path)) for entry in held]

@@ -11,6 +11,7 @@ from jaxpar.convert.hf.entries import (
     GPT2_LAYERS,
     GPT2_TOP,
     LLAMA4_EXPERTS,
+    LLAMA4_MLP,
     MLP,
     MLP_BIAS,
     MLP_NORM,
@@ -21,6 +22,7 @@ from jaxpar.convert.hf.entries import (
     QKV_BIAS,
     STARCODER2_LAYERS,
     TOP,
+    of_dense_layers,
 )
 from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.rope_keys import ORIGINAL
@@ -206,12 +208,19 @@ STARCODER2 = Family(
     sliding=True,
     heads_fill_model=True,
 )
+_OF_LLAMA4 = (*ATTENTION, *QKV_BIAS, *OUT_BIAS)
 LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
-    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *MLP_NORM, *LLAMA4_EXPERTS),
+    entries=(
+        *(*TOP, *_OF_LLAMA4, *MLP_NORM, *LLAMA4_EXPERTS),
+        *of_dense_layers((*_OF_LLAMA4, *LLAMA4_MLP)),
+    ),
     fields=COMMON
     | {
+        "moe_every": "interleave_moe_layer_step",
+        "dense_d_ff": "intermediate_size_mlp",
+        "qk_norm": "use_qk_norm",
         "num_experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",
         "qkv_bias": "attention_bias",
@@ -219,8 +228,6 @@ LLAMA4 = Family(
     },
     fixed={
         "rope_layout": "interleaved",
-        "qk_norm": True,
-        "qk_norm_gain": False,
         "router_score": "sigmoid",
         "router_scales_input": True,
         "normalize_experts": False,
@@ -236,11 +243,15 @@ LLAMA4 = Family(
         "num_experts_per_tok": 1,
         "no_rope_layer_interval": 4,
         "attention_chunk_size": 8192,
+        "use_qk_norm": True,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 16384,
         "attn_temperature_tuning": True,
         "attn_scale": 0.1,
         "floor_scale": 8192,
     },
-    required={"hidden_act": "silu", "use_qk_norm": True, "interleave_moe_layer_step": 1},
+    same_as={"dense_d_ff": "d_ff"},
+    required=_SILU,
     nope=True,
     chunked=True,
 )

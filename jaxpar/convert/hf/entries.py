@@ -93,6 +93,9 @@ LLAMA4_EXPERTS = (
     Entry("layers/w_shared_up", _FEED_FORWARD + "shared_expert.up_proj.weight", "LDS", "S D"),
     Entry("layers/w_shared_down", _FEED_FORWARD + "shared_expert.down_proj.weight", "LSD", "D S"),
 )
+LLAMA4_MLP = tuple(
+    dataclasses.replace(entry, name=entry.name.replace(".mlp.", ".feed_forward.")) for entry in MLP
+)
 GPT2_LAYER = "transformer.h.{L}."
 #: Matrices are stored as [in, out].
 GPT2_LAYERS = (

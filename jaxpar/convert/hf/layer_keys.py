@@ -7,7 +7,13 @@ readers ignore the form they do not know. `rope_keys.py` has the keys of one RoP
 """
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.config.layout.layer_kinds import ATTENTION, DELTA_NET, FEED_FORWARD, MAMBA
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    DELTA_NET,
+    FEED_FORWARD,
+    MAMBA,
+    dense_places,
+)
 from jaxpar.config.layout.layer_kinds import kinds as kinds_of
 from jaxpar.convert.hf import latent_keys
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
@@ -36,6 +42,7 @@ def fields(family: Family) -> set[str]:
         found |= {"nope_every"}
     if family.chunked:
         found |= {"attention_chunk", "global_every", "nope_query_beta", "nope_query_span"}
+        found |= {"qk_norm_gain", "dense_layers"}
     if family.hybrid:
         found |= {"layer_pattern"}
     if family.sliding:
@@ -191,11 +198,17 @@ def _read_chunks(values: Values, num_layers: int, nope_every: int) -> Values:
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
     if size is None or every == 1:
         size, every = None, 0
-    experts = values.get("moe_layers")
-    if experts is not None and experts != list(range(num_layers)):
-        fix = "use a model with experts in all layers"
-        raise refuse("moe_layers", experts, "is not supported by jaxpar", fix)
+    step, experts = values["interleave_moe_layer_step"], values.get("moe_layers")
+    check_kind("interleave_moe_layer_step", step, int)
+    if step < 1:
+        raise refuse("interleave_moe_layer_step", step, "must be 1 or more", "use 1")
+    with_experts = list(range(step - 1, num_layers, step))
+    if experts is not None and experts != with_experts:
+        rule = "is not every Nth layer, of interleave_moe_layer_step"
+        raise refuse("moe_layers", experts, rule, "use a model in which it is")
     found: Values = {"attention_chunk": size, "global_every": every}
+    found |= {"dense_layers": num_layers - len(with_experts)}
+    found["qk_norm_gain"] = not values["use_qk_norm"]
     if not values.get("attn_temperature_tuning") or not nope_every:
         return found
     for key, kind in (("attn_scale", float), ("floor_scale", int)):
@@ -214,7 +227,7 @@ def _write_chunks(m: ModelConfig) -> Values:
         "attn_temperature_tuning": m.nope_query_beta > 0,
         "attn_scale": m.nope_query_beta or 0.1,
         "floor_scale": m.nope_query_span,
-        "moe_layers": list(range(m.num_layers)),
+        "moe_layers": [i for i in range(m.num_layers) if i not in dense_places(m)],
     }
 
 

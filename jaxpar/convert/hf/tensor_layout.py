@@ -175,6 +175,8 @@ def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     index = dict(zip(entry.stacked, at, strict=True))
     for letter in set(index) & set("LJMPU"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
+    if "N" in index and entry.layers:
+        index["N"] = entry.layers[index["N"]]
     return entry.name.format(**index)
 
 

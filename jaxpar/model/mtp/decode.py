@@ -12,8 +12,9 @@ import jax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.model import decode, norm
-from jaxpar.model.fused_weights import module_of
+from jaxpar.model.fused_weights import outside_layer
 from jaxpar.model.mtp.module import joined, of_layer
+from jaxpar.model.mtp.parameters import prefix
 
 type Tree = dict[str, Any]
 type Held = tuple[Any, Any, Any]
@@ -43,8 +44,9 @@ def step(
     Returns:  (hidden states for the head and for the next module, [B, T, D]; held).
     Communication: two all-reduces over TENSOR, and one for the embedding.
     """
-    m, w = cfg.model, module_of(weights["top"], k)
-    positions, context = decode.context_of(tokens, first, held[0].shape[1], cfg)
+    m, w = cfg.model, outside_layer(weights["top"], prefix(k))
+    of_text = first + tokens.shape[1] if lengths is None else lengths
+    positions, context = decode.context_of(tokens, first, of_text, held[0].shape[1], cfg)
     x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
     x, held = decode.layer(x, of_layer(w), context, held, first, cfg, lengths)
     return norm.norm(x, w["out_norm"], m), held

@@ -6,7 +6,7 @@
 Embedding and head are those of the model. A module sees tokens of its document only: where the
 next token belongs to another one, there is no loss, and no later token of the document attends.
 With pipeline stages, every stage computes the modules from the last stage's output, as they compute
-the head, which is split over them.
+the head, which is split over them. The losses and the loads of their routers count on one stage.
 
 Source:   DeepSeek-AI 2024 (2412.19437), section 2.2.
 """

@@ -6,11 +6,10 @@ layers, with flat names: "mtp0.wo" is an array of the first module.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.config import ModelConfig
-from jaxpar.sharding.params import ParamSpec, map_specs
+from jaxpar.sharding.params import ParamSpec, on_every_stage
 
 type Tree = dict[str, Any]
 
@@ -32,25 +31,15 @@ def specs(m: ModelConfig, layers: Tree) -> Tree:
     Args:     layers: the specs of `mtp_depth` stacked layers.
     """
     D, depth = m.d_model, m.mtp_depth
-
-    def unsharded(spec: ParamSpec) -> ParamSpec:
-        return dataclasses.replace(spec, axes=("depth", *spec.axes[1:]))
-
     gain = ParamSpec(shape=(depth, D), axes=("depth", "norm"), init="ones", decay=False)
     if m.norm_offset:
         gain = dataclasses.replace(gain, init="zeros")
     axes = ("depth", "rank", "rank", "embed")
     join = ParamSpec(shape=(depth, 2, D, D), axes=axes, std=m.init_std, columns=1)
     own = {"embed_norm": gain, "hidden_norm": gain, "w_join": join, "out_norm": gain}
-    return map_specs(unsharded, layers) | own
+    return on_every_stage(layers) | own
 
 
-def flat_names(k: int, w: Mapping[str, Any]) -> Tree:
-    """Return the arrays of module k under their flat names."""
-    return {f"mtp{k}.{name}": a for name, a in w.items()}
-
-
-def of_module(k: int, top: Mapping[str, Any]) -> Tree:
-    """Return the arrays of module k by their names in a layer, from those outside the layers."""
-    prefix = f"mtp{k}."
-    return {n.removeprefix(prefix): a for n, a in top.items() if n.startswith(prefix)}
+def prefix(k: int) -> str:
+    """Return what the flat names of module k begin with."""
+    return f"mtp{k}"

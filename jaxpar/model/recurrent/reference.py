@@ -20,6 +20,10 @@ def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
         names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
         stack = names[letters[i]]
         return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
+    if m.moe_every > 1:
+        before, is_moe = (i + 1) // m.moe_every, (i + 1) % m.moe_every == 0
+        stack, i = ("layers", before - 1) if is_moe else ("dense_layers", i - before)
+        return jax.tree.map(lambda a: a[i], params[stack])
     dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])

@@ -165,7 +165,10 @@ def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     layer = sent / direct_bandwidth(ranks, here, cluster)
     if shard.execution.expert_dispatch == "rows" and here == ranks:
         layer *= rates.COPIES / rates.ROWS
-    units = _layer_units(cfg, shard) * (1 - cfg.model.dense_layers / cfg.model.num_layers)
+    dense = cfg.model.dense_layers / cfg.model.num_layers
+    if cfg.parallel.pipeline > 1:
+        dense = shard.dense_in_turn / shard.layers_in_turn
+    units = _layer_units(cfg, shard) * (1 - dense)
     exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
     return Traffic("expert", units * sent, units * layer, 0.0, exposed)
 

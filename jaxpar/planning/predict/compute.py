@@ -16,8 +16,9 @@ from jaxpar.planning.predict.attention import (
     widths,
 )
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.layer_kinds import layer_kinds
-from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
+from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
+from jaxpar.planning.predict.memory import slot_bytes
+from jaxpar.planning.predict.postponed import factors_per_token
 from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
@@ -56,6 +57,18 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
         all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
         seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
     return seconds
+
+
+def stage_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """Return the time of the slowest stage's layers for one microbatch, with dense layers before
+    the stages."""
+    before = shard.dense_in_turn
+    stage = layer_seconds(cfg, shard, gpu).times(shard.layers_in_turn - before)
+    if not before:
+        return stage
+    kind = before_stages(cfg)
+    dense = _layer_seconds(kind.cfg, shard, gpu, repeats(kind.cfg, kind.remat))
+    return stage + dense.times(before)
 
 
 def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> Seconds:

@@ -258,6 +258,7 @@ def round_seconds(cfg: Config, shard: Shard) -> float:
         return 0.0
     beyond = (shard.imbalance - cfg.parallel.expert_slack) / rates.SPREAD_OF_LOADS
     share = min(max(0.5 + beyond, 0.0), 1.0)
-    layers = shard.layers_in_turn - cfg.model.dense_layers
+    before = shard.dense_in_turn if cfg.parallel.pipeline > 1 else cfg.model.dense_layers
+    layers = shard.layers_in_turn - before
     each = rates.ROUND_DECISION + share * rates.FURTHER_ROUND
     return 2 * each * layers * cfg.parallel.num_microbatches

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import has_feed_forward, kinds
-from jaxpar.config.layout.layer_split import slots_per_chunk
+from jaxpar.config.layout.layer_kinds import dense_places, has_feed_forward, kinds
+from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
 
@@ -26,27 +26,39 @@ class LayerKind:
 
 
 def layer_kinds(cfg: Config) -> list[LayerKind]:
-    """Return the kinds of layers. `model.dense_layers` are the first."""
+    """Return the kinds of layers of the stages.
+
+    Those before the stages of a pipeline are of `before_stages`.
+    """
     if cfg.model.layer_pattern:
         return _of_pattern(cfg)
     if not cfg.model.dense_layers:
         return [LayerKind(cfg, remat, share) for remat, share in shares_of_policies(cfg).items()]
+    if dense_before_stages(cfg.model, cfg.parallel):
+        alike = dataclasses.replace(cfg, model=_dense_and_others(cfg.model)[1])
+        return [LayerKind(alike, remat, share) for remat, share in shares_of_policies(cfg).items()]
     m, policies = cfg.model, of_layers(cfg.parallel, cfg.model.num_layers)
     models = dict(zip((True, False), _dense_and_others(m), strict=True))
-    counts = Counter((i < m.dense_layers, remat) for i, remat in enumerate(policies))
+    dense = dense_places(m)
+    counts = Counter((i in dense, remat) for i, remat in enumerate(policies))
     return [
         LayerKind(dataclasses.replace(cfg, model=models[is_dense]), remat, count / m.num_layers)
         for (is_dense, remat), count in counts.items()
     ]
 
 
+def before_stages(cfg: Config) -> LayerKind:
+    """Return the kind of the dense layers before the stages, whose backward computes them again."""
+    return LayerKind(dataclasses.replace(cfg, model=_dense_and_others(cfg.model)[0]), "full", 1.0)
+
+
 # A plan has thousands of layouts of one model. Making a changed copy of it is a third of a
 # prediction.
 @functools.lru_cache(maxsize=8)
 def _dense_and_others(m: ModelConfig) -> tuple[ModelConfig, ModelConfig]:
-    """Return models all of whose layers are like the first ones, or like the others."""
-    dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff, dense_layers=0)
-    return dense, dataclasses.replace(m, dense_layers=0)
+    """Return models all of whose layers are like the dense ones, or like the others."""
+    others = dataclasses.replace(m, dense_layers=0, moe_every=1)
+    return dataclasses.replace(others, num_experts=0, d_ff=m.dense_d_ff or m.d_ff), others
 
 
 def _of_pattern(cfg: Config) -> list[LayerKind]:

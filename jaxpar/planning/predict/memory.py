@@ -16,6 +16,7 @@ import functools
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -24,9 +25,10 @@ from jaxpar.config.remat_policies import (
 )
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices
-from jaxpar.planning.predict.attention import projections, widths
-from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
+from jaxpar.planning.predict.attention import widths
+from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
 from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.postponed import postponed_bytes
 from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -142,31 +144,17 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
         if p.pipeline_save == "residuals":
             slots += 1  # the slot that is being written
     recomputed = _unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0.0
-    return slots * slot + outputs + recomputed + _postponed_bytes(cfg, shard)
+    beside = postponed_bytes(cfg, shard) + _before_stages(cfg, shard)
+    return slots * slot + outputs + recomputed + beside
 
 
-def _postponed_bytes(cfg: Config, shard: Shard) -> float:
-    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
-    if not shard.execution.postpones_weight_gradients:
+def _before_stages(cfg: Config, shard: Shard) -> float:
+    """Return what the backward of the dense layers before the stages saves of one microbatch."""
+    layers = dense_before_stages(cfg.model, cfg.parallel)
+    if not layers:
         return 0.0
-    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
-    return layers * shard.tokens * factors_per_token(cfg, shard)
-
-
-def factors_per_token(cfg: Config, shard: Shard) -> float:
-    """Return the bytes per token of the factors of a layer's weight gradients.
-
-    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of experts
-    are not postponed.
-    """
-    m, t = cfg.model, cfg.parallel.tensor
-    f = m.d_ff / t
-    sites = [site for of in projections(m, t).values() for site in of]
-    elements = sum(site.share * (site.inner + site.out) for site in sites)
-    if not m.num_experts:
-        apart = m.mlp_gate and not shard.execution.fused_gate_up
-        elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
-    return shard.width * elements
+    device, host = _saved_by(before_stages(cfg), cfg.parallel.remat)
+    return layers * shard.tokens * (device + host)
 
 
 def slot_bytes(cfg: Config, shard: Shard) -> float:
@@ -352,7 +340,10 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 
     Those of experts are a part of `experts.backward_bytes`.
     """
-    models = [kind.cfg.model for kind in layer_kinds(cfg)]
+    kinds = layer_kinds(cfg)
+    if dense_before_stages(cfg.model, cfg.parallel):
+        kinds.append(before_stages(cfg))
+    models = [kind.cfg.model for kind in kinds]
     widest = max(m.d_ff * (m.num_shared_experts if m.num_experts else 1) for m in models)
     return 3 * shard.tokens * shard.width * widest / cfg.parallel.tensor
 

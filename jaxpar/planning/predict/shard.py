@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
-from jaxpar.config.layout.layer_split import layers_per_chunk
+from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
@@ -49,7 +49,8 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     They are exact. With `optimizer.offload`, they include the moments in host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
-    model = dataclasses.replace(cfg.model, num_layers=num_slots(cfg))
+    layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
+    model = dataclasses.replace(cfg.model, num_layers=layers)
     return _bytes_on_device(model, cfg.lora, cfg.optimizer, sizes)
 
 
@@ -135,6 +136,8 @@ class Shard:
                         stage has the modules of multi-token prediction, which count as layers.
     layers_in_turn      layers for which it has time in a round of the pipeline: those of the
                         slowest stage, chunk by chunk, since stages are in lock-step.
+    dense_in_turn       those of them that are dense layers before the stages of a pipeline. They
+                        save nothing for the backward, which computes them again.
     layer, stack        parameters of one layer, and of all layers of the device. If layers
                         differ, `layer` is one of the largest.
     table               parameters of the embedding table (the head has the same number), sharded
@@ -151,6 +154,7 @@ class Shard:
     tokens: int
     layers: int
     layers_in_turn: int
+    dense_in_turn: int
     chunks: int
     layer: Parameters
     stack: Parameters
@@ -195,15 +199,19 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     dense, module = (_of_a_layer(m, n, *ways_of_layers) for n in ("dense_layers", "mtp"))
     of_kinds = {kind: _of_a_layer(m, STACKS[kind], *ways_of_layers) for kind in set(kinds(m))}
     layer = max(of_kinds.values(), key=lambda one: one.everything)
-    counts = Counter(kinds(dataclasses.replace(m, num_layers=layers - m.dense_layers)))
+    before = dense_before_stages(m, p)
+    alike = layers - (m.dense_layers - before)
+    counts = Counter(kinds(dataclasses.replace(m, num_layers=alike)))
     stack = functools.reduce(operator.add, (of_kinds[kind].times(n) for kind, n in counts.items()))
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
+    in_turn, dense_in_turn = _layers_in_turn(cfg, execution)
     return Shard(
         rows=rows,
         tokens=rows * cfg.data.seq_len // p.sequence,
         layers=layers + m.mtp_depth,
-        layers_in_turn=_layers_in_turn(cfg, execution) + m.mtp_depth,
+        layers_in_turn=in_turn + m.mtp_depth,
+        dense_in_turn=dense_in_turn,
         chunks=p.virtual_stages,
         layer=layer,
         stack=stack + dense.times(m.dense_layers) + module.times(m.mtp_depth),
@@ -218,12 +226,21 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     )
 
 
-def _layers_in_turn(cfg: Config, execution: Execution) -> int:
-    """Empty slots are skipped by a branch, or computed and masked."""
+def _layers_in_turn(cfg: Config, execution: Execution) -> tuple[int, int]:
+    """Layers in turn, and how many of them are dense layers before the stages.
+
+    Empty slots are skipped by a branch, or computed and masked. So are dense layers on all stages
+    but the first.
+    """
     stages, sizes = cfg.parallel.pipeline, layers_per_chunk(cfg)
+    before = dense_before_stages(cfg.model, cfg.parallel)
     if execution.stage_wide_collectives or cfg.parallel.layer_loop == "scan":
-        return num_slots(cfg) // stages
-    return sum(map(max, itertools.batched(sizes, stages)))
+        return num_slots(cfg) // stages + before, before
+    (first, *others), *rounds = itertools.batched(sizes, stages)
+    later = sum(map(max, rounds))
+    slowest = max((first + before, *others))
+    waits = before > 0 and slowest > first + before  # the first stage
+    return slowest + later, 0 if waits else before
 
 
 @functools.cache

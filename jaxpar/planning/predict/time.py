@@ -70,7 +70,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
     """
     shard, gpu, p = shard_of(cfg, imbalance), cluster.gpu, cfg.parallel
     layer = compute.layer_seconds(cfg, shard, gpu)
-    stage = layer.times(shard.layers_in_turn)
+    stage = compute.stage_seconds(cfg, shard, gpu)
     head = compute.head_seconds(cfg, shard, gpu)
     beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
