@@ -55,6 +55,18 @@ def test_in_bfloat16(rule):
     assert max(errors(run(interpreted(case), case), exact).values()) < 1e-2
 
 
+def test_large_states_in_float16():
+    """1,000 times float16's range, in results and in gradients."""
+    case = Case(H=1, decay=1e-3, documents=0.0, dtype="float16")
+    (q, k, v, *rest, state), (d_out, d_last) = inputs_of(case)
+    function = functools.partial(reference.delta_rule, size=case.C)
+    large = lambda a: 1e8 * a  # noqa: E731
+    (out, last), pull = jax.vjp(function, q, k, v, *rest, large(state))
+    gradients = pull((large(d_out), large(d_last)))
+    found = [out, last, gradients[-1]]
+    assert all(np.isfinite(a).all() and np.abs(a).max() > 1e7 for a in map(np.asarray, found))
+
+
 def test_sums_of_decays_keep_their_digits():
     """Between two tokens after ones that decay fast, as in a sum of these two alone."""
     rng = np.random.default_rng(0)

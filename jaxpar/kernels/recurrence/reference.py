@@ -1,8 +1,9 @@
 """The recurrences in plain JAX, in chunks. All platforms run it.
 
-Products have operands in the dtype of queries, keys and values, and add up in float32. The state is
-float32. Only what needs the state before a chunk is sequential: with `delta_rule` two products,
-with `state_space` a sum.
+Products have operands in the dtype of queries, keys and values, and add up in float32. In float16,
+whose range a state or its gradient may leave, operands are float32. The state is float32. Only what
+needs the state before a chunk is sequential: with `delta_rule` two products, with `state_space` a
+sum.
 
 Within a chunk, the writes u_t = b_t (v_t - a_t S_{t-1}^T k_t) of the delta rule depend on one
 another linearly. They solve a triangular system, whose right-hand side is linear in the state
@@ -62,6 +63,7 @@ class _Chunks(NamedTuple):
 
 def delta_rule(q, k, v, log_decay, rate, begins, state, size: int):
     """`api.delta_rule`."""
+    q, k, v = _operands(q, k, v)
     x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
     rate = _by_group(in_chunks(rate, size)[..., None], k.shape[2])
     below = jnp.tril(rate * x.products(x.keys) * x.between, -1)
@@ -70,21 +72,68 @@ def delta_rule(q, k, v, log_decay, rate, begins, state, size: int):
     reads = solved(rate * x.since_start * x.keys[:, :, :, None].astype(f32)).astype(dtype)
     writes, keys = solved(rate * x.values), x.until_end * x.keys[:, :, :, None].astype(f32)
 
+    chunks = reads, writes, keys.astype(dtype), x.of_chunk
+    before, written, state = _states(*chunks, _grouped(state, k.shape[2]))
+    out = in_sequence(x.out(before, written), q.shape[1])
+    return out, state.reshape(v.shape[0], -1, *state.shape[3:])
+
+
+@jax.custom_vjp
+def _states(reads, writes, keys, of_chunk, state):
+    """Run the sequential part of the delta rule: u = writes - reads S, S' = d S + keys^T u.
+
+    Its derivative is written out, so that loops hold no more than what is sequential: of each chunk
+    two products. All others follow for all chunks at once.
+
+    Args:     reads, keys: [N, B, G, R, C, K]. writes: float32 [N, B, G, R, C, V]. of_chunk: float32
+              [N, B, G, R, 1, 1]. state: float32 [B, G, R, K, V].
+    Returns:  the states before chunks and u, in the dtype of keys; the last state, float32.
+    """
+
     def one(state, chunk):
         reads, writes, keys, of_chunk = chunk
-        before = state.astype(dtype)
-        written = (writes - product("bgrik,bgrkv->bgriv", reads, before)).astype(dtype)
-        state = of_chunk * state + product("bgrik,bgriv->bgrkv", keys, written)
-        return state, (before, written)
+        before = state.astype(keys.dtype)
+        written = writes - product("bgrik,bgrkv->bgriv", reads, before)
+        added = product("bgrik,bgriv->bgrkv", keys, written.astype(keys.dtype))
+        return of_chunk * state + added, before
 
-    state, read = lax.scan(
-        one, _grouped(state, k.shape[2]), (reads, writes, keys.astype(dtype), x.of_chunk)
-    )
-    return in_sequence(x.out(*read), q.shape[1]), state.reshape(v.shape[0], -1, *state.shape[3:])
+    last, before = lax.scan(one, state, (reads, writes, keys, of_chunk))
+    written = writes - product("nbgrik,nbgrkv->nbgriv", reads, before)
+    return before, written.astype(keys.dtype), last
+
+
+def _states_forward(reads, writes, keys, of_chunk, state):
+    before, written, last = _states(reads, writes, keys, of_chunk, state)
+    return (before, written, last), (reads, keys, of_chunk, before, written)
+
+
+def _states_backward(saved, cotangents):
+    reads, keys, of_chunk, before, written = saved
+    d_before, d_written, d_last = cotangents
+    dtype = keys.dtype
+
+    def one(d_state, chunk):
+        reads, keys, of_chunk, d_before, d_written = chunk
+        after = d_state.astype(dtype)
+        d_u = d_written + product("bgrik,bgrkv->bgriv", keys, after)
+        read = product("bgrik,bgriv->bgrkv", reads, d_u.astype(dtype))
+        return of_chunk * d_state + d_before - read, after
+
+    given = reads, keys, of_chunk, d_before, d_written
+    d_state, after = lax.scan(one, d_last, given, reverse=True)
+    d_writes = d_written + product("nbgrik,nbgrkv->nbgriv", keys, after)
+    d_reads = -product("nbgriv,nbgrkv->nbgrik", d_writes.astype(dtype), before)
+    d_keys = product("nbgriv,nbgrkv->nbgrik", written, after)
+    d_of_chunk = jnp.sum(before.astype(f32) * after, axis=(-2, -1), keepdims=True)
+    return d_reads.astype(dtype), d_writes, d_keys.astype(dtype), d_of_chunk, d_state
+
+
+_states.defvjp(_states_forward, _states_backward)
 
 
 def state_space(q, k, v, log_decay, begins, state, size: int):
     """`api.state_space`."""
+    q, k, v = _operands(q, k, v)
     x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
     written = (x.until_end * x.values).astype(dtype)
     added = product("nbgjk,nbgrjv->nbgrkv", x.keys, written)
@@ -96,6 +145,10 @@ def state_space(q, k, v, log_decay, begins, state, size: int):
     state, states = lax.scan(one, _grouped(state, k.shape[2]), (x.of_chunk, added))
     out = x.out(states, x.values.astype(dtype))
     return in_sequence(out, q.shape[1]), state.reshape(v.shape[0], -1, *state.shape[3:])
+
+
+def _operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(a.astype(f32) if a.dtype == jnp.float16 else a for a in arrays)
 
 
 def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
