@@ -21,6 +21,9 @@ from typing import Any
 from jaxpar.profiling.trace.launches import HostCall
 from jaxpar.profiling.trace.read import ProfiledKernel
 
+#: CUDA graphs that a profile names. Branches of experts make a graph for each of their parts.
+GRAPHS = 20
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -39,7 +42,8 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
 
     calls, graphs        calls of the host that launch kernels, and those that launch a CUDA graph.
     kernels, in_graphs   all kernels, and those inside CUDA graphs.
-    by_graph             calls, kernels and milliseconds of kernels by CUDA graph, by time.
+    by_graph             calls, kernels and milliseconds of kernels by CUDA graph, of the GRAPHS
+                         longest of `distinct_graphs`, by time.
     host_ms              time in these calls, which includes waits for room in the queue.
     ahead_ms             from a call to its first kernel: the least and the median.
     gaps, idle_ms        gaps between kernels of a step, and their sum.
@@ -61,13 +65,14 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
     ahead = [(k.start - call.start) / 1e6 for step in calls for call, k in step.items()]
     latencies = [gap.rest / 1e3 for gap in flat if not gap.queued]
     queued = [gap.rest / 1e3 for gap in flat if gap.queued]
-    each = len(steps)
+    each, by_graph = len(steps), _by_graph(steps)
     return {
         "calls": sum(map(len, calls)) / each,
         "graphs": sum(call.is_graph for step in calls for call in step) / each,
         "kernels": sum(map(len, steps)) / each,
         "in_graphs": sum(k.call.is_graph for step in steps for k in step if k.call) / each,
-        "by_graph": _by_graph(steps),
+        "distinct_graphs": len(by_graph),
+        "by_graph": dict(itertools.islice(by_graph.items(), GRAPHS)),
         "host_ms": sum(c.end - c.start for step in calls for c in step) / 1e6 / each,
         "ahead_ms": {"least": min(ahead), "median": median(ahead)},
         "gaps": len(flat) / each,

@@ -120,7 +120,8 @@ def _launching(found: dict[str, Any], between_ms: float | None) -> str:
     graphs = [*found["by_graph"].items()]
     if graphs:
         texts = [f"{name} {g['kernels']:,.0f} kernels, {g['ms']:,.1f} ms" for name, g in graphs]
-        more = [f"{len(graphs) - MAX_GRAPHS} more"] if len(graphs) > MAX_GRAPHS else []
+        left = found.get("distinct_graphs", len(graphs)) - MAX_GRAPHS
+        more = [f"{left} more"] if left > 0 else []
         rows.insert(1, ("graphs", "; ".join(texts[:MAX_GRAPHS] + more)))
     if found["latency_us"] is not None:
         least, middle, most = (

@@ -79,6 +79,13 @@ def test_kernels_of_a_graph_share_its_call():
     assert (found["calls"], found["graphs"], found["in_graphs"], found["kernels"]) == (2, 1, 4, 5)
     assert found["ahead_ms"]["median"] == pytest.approx(100e-6)
     assert found["by_graph"] == {"CudaGraph:7": {"calls": 1.0, "kernels": 4.0, "ms": 40e-6}}
+    assert found["distinct_graphs"] == 1
+
+
+def test_a_profile_names_only_the_longest_graphs(monkeypatch):
+    monkeypatch.setattr("jaxpar.profiling.launching.GRAPHS", 0)
+    found = launching([[[kernel(100, 110, (0, 50), graph=True)]]])
+    assert found["by_graph"] == {} and found["distinct_graphs"] == 1
 
 
 def test_the_time_between_steps():
