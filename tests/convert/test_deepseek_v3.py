@@ -9,11 +9,10 @@ import numpy as np
 from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import reference
 from jaxpar.model.layer import EXPERTS
 from jaxpar.model.moe import router
-from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.model.moe.experts import Received
 from tests.convert import tiny
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/deepseek_v3.npz"))
@@ -84,7 +83,7 @@ def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL))
     context = SimpleNamespace(loss_weight=None, rows=None)
-    (found,) = EXPERTS.function(Shards((NormOutput(x),)), w, context, ex).parts
+    found = EXPERTS.function(Received(x, x), w, context, ex).partial
     plain = reference._experts(x, w, MODEL)
     largest = np.abs(GOLDEN["out"]).max()
     for out in (found, plain):

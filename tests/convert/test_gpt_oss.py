@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import reference
 from jaxpar.model.layer import EXPERTS
 from jaxpar.model.moe import router
-from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.model.moe.experts import Received
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
 
@@ -82,7 +81,7 @@ def as_trained(w: dict, x: jax.Array) -> jax.Array:
     ex, context = execution_of(Config(model=MODEL)), SimpleNamespace(loss_weight=None, rows=None)
 
     def local(w, x):
-        return EXPERTS.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
+        return EXPERTS.function(Received(x, None), w, context, ex).partial
 
     mesh, whole = make_mesh(Config().parallel, jax.devices()[:1]), PartitionSpec()
     return jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(w, x)

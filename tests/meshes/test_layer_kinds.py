@@ -95,7 +95,10 @@ def test_shrinking_keeps_both_kinds():
     [
         ({"model.global_every": -1}, r"model\.global_every = -1: must not be negative"),
         ({"model.global_every": 1}, r"model\.global_every = 1: leaves no sliding-window layer"),
-        ({"model.sliding_window": None}, r"global_every = 2: .*sliding_window is None"),
+        (
+            {"model.sliding_window": None},
+            r"global_every = 2: .*model\.sliding_window and .* are None",
+        ),
         ({"model.global_every": 0}, r"model\.local_rope_theta = 100\.0: .*global_every is 0"),
         ({"model.local_rope_theta": 0.0}, r"model\.local_rope_theta = 0\.0: must be above 0"),
         ({"model.query_scale_dim": 0}, r"model\.query_scale_dim = 0: must be at least 1"),
