@@ -6,7 +6,14 @@ from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.params import partition_specs
-from tests.meshes.test_experts import BASE, DEEPSEEK, GPT_OSS, OVER_BATCH, compare
+from tests.meshes.test_experts import (
+    BASE,
+    DEEPSEEK,
+    GPT_OSS,
+    OVER_BATCH,
+    compare,
+    drawn_biases,  # noqa: F401
+)
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -20,23 +27,30 @@ MESHES = [
     slow(SPREAD, BASE),
     slow(f"expert=2,{SPREAD},layer_loop=unroll,zero=1", OVER_BATCH),
     slow(f"data=2,{SPREAD},expert_dispatch=rows,layer_loop=unroll", DEEPSEEK),
-    slow(f"expert=2,{SPREAD},expert_dispatch=rows", GPT_OSS),
-    slow(f"expert=2,{SPREAD},num_microbatches=2,zero=2,remat=full", GPT_OSS),
     slow(f"sequence=2,{SPREAD},remat=none", DEEPSEEK),
     slow(f"replica=2,{SPREAD},expert_slack=0.3", OVER_BATCH),
     slow(f"{SPREAD},pipeline=2,num_microbatches=2,zero=1", DEEPSEEK),
     slow(f"{SPREAD},expert=2,row_groups=2,layer_loop=unroll", DEEPSEEK),
-    slow(
-        f"{SPREAD},pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",
-        GPT_OSS,
-    ),
     slow("tensor=4,expert_tensor=1,data=2", replace(DEEPSEEK, **HEADS)),
+]
+
+BIASED = [
+    f"expert=2,{SPREAD},expert_dispatch=rows",
+    f"expert=2,{SPREAD},num_microbatches=2,zero=2,remat=full",
+    f"{SPREAD},pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",
 ]
 
 
 @pytest.mark.parametrize(("mesh", "cfg"), MESHES)
 def test_gradients(mesh, cfg, devices):
     assert not compare(mesh, cfg, devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", BIASED)
+@pytest.mark.usefixtures("drawn_biases")
+def test_gradients_with_biases(mesh, devices):
+    assert not compare(mesh, GPT_OSS, devices).mismatches()
 
 
 @pytest.mark.slow
