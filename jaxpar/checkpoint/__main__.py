@@ -58,7 +58,7 @@ class BranchOff:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-    """Folder of the new run, which must not exist."""
+    """Folder of the new run, which must be empty or not exist."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to start from. None: the latest intact one."""
 

@@ -173,7 +173,7 @@ class ModelConfig:
     sliding_window: int | None = None
     """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
     attention_chunk: int | None = None
-    """Attend within chunks of so many tokens of a document (Llama 4: 8192); at least 2. A chunk's
+    """Attend within chunks of this many tokens of a document (Llama 4: 8192); at least 2. A chunk's
     first token sees only itself. None: no chunks."""
     global_every: int = 0
     """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks

@@ -238,7 +238,7 @@ class OptimizerConfig:
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     muon_momentum: float = 0.95
-    """Decay rate of muon's momentum. beta1, beta2 are those of adamw beside it."""
+    """Decay rate of muon's momentum. beta1 and beta2 apply to the parameters that AdamW updates."""
     muon_nesterov: bool = True
     """Whether muon uses Nesterov momentum."""
     muon_steps: int = 5

@@ -17,8 +17,8 @@ from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
-from jaxpar.convert.new_folder import require_place, require_space
 from jaxpar.convert.safetensors_file import Stored, create_file
+from jaxpar.runtime.files.new_folder import require_place, require_space
 from jaxpar.runtime.progress import meter
 
 #: Allowed suffixes of the file's name.

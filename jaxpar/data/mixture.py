@@ -62,7 +62,7 @@ class Mixture:
 
 
 class StagedMixture:
-    """A mixture whose weights change after some sequences. Each source goes on where it was."""
+    """A mixture whose weights change after some sequences. Each source continues from its place."""
 
     def __init__(self, starts: Sequence[int], weights: Sequence[Sequence[float]], seed: int):
         """
@@ -103,8 +103,12 @@ def apportion(weights: Sequence[float], total: int) -> np.ndarray:
 
     Returns:  int64 [weights], which sum to total. 0 for a weight of 0, else at least 1.
     """
-    exact = np.asarray(weights, np.float64) / np.sum(weights) * total
-    least = (exact > 0).astype(np.int64)
+    shares = np.asarray(weights, np.float64)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.sum(shares)):
+            shares /= np.max(shares)
+    exact = shares / np.sum(shares) * total
+    least = (np.asarray(weights) > 0).astype(np.int64)
     counts = np.maximum(np.floor(exact).astype(np.int64), least)
     while (missing := total - int(counts.sum())) != 0:
         step = 1 if missing > 0 else -1

@@ -11,10 +11,10 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
-from jaxpar.convert.new_folder import refuse_used
 from jaxpar.data.formats import writer
 from jaxpar.report.__main__ import where
 from jaxpar.runtime import options
+from jaxpar.runtime.files.new_folder import refuse_used
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
 

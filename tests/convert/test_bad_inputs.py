@@ -9,13 +9,14 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError, replace
-from jaxpar.convert import new_folder, selfcheck
+from jaxpar.convert import selfcheck
 from jaxpar.convert.__main__ import main, read_options
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.hf.mesh_load import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
+from jaxpar.runtime.files import new_folder
 from tests.convert import tiny
 
 VALUES = tiny.MODELS["llama3_2"]

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, models
 
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import ConfigError, RunConfig
+from jaxpar.convert.carried_files import CARRIED
 from jaxpar.convert.hf import importing
-from jaxpar.convert.new_folder import CARRIED
 from jaxpar.convert.peft.importing import base_folder
 from jaxpar.convert.run_arrays import IMPORTED_STEP
 from jaxpar.data.tokenizer import open_tokenizer

@@ -285,3 +285,16 @@ def test_a_schedule_needs_several_sources(cfg):
     one = replace(cfg, **{"data.mixture": "", "data.mixture_schedule": "50:1"})
     with pytest.raises(ConfigError, match=r"needs data\.mixture with several sources"):
         check(one)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1e308, 1e308], [5, 5]),
+        ([1e-320, 1e308], [1, 9]),
+        ([0, 1], [0, 10]),
+        ([3, 0, 7], [3, 0, 7]),
+    ],
+)
+def test_extreme_weights_are_apportioned(weights, counts):
+    np.testing.assert_array_equal(apportion(weights, 10), counts)

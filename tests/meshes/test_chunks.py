@@ -84,7 +84,7 @@ def test_gradients(mesh, values, devices):
 
 @pytest.mark.parametrize("documents", [True, False])
 def test_segments_are_chunks_numbered_from_one(documents):
-    """As cuDNN's offsets need them: consecutive, and no more than it is told."""
+    """As cuDNN's offsets need them: consecutive, and at most `max_segments`."""
     cfg = replace(BASE, **{"data.document_mask": documents})
     batch, at_most = traces.random_batch(cfg, 0), 6
     assert batch.segment_ids.max() <= at_most or not documents

@@ -52,6 +52,7 @@ def test_what_cannot_be_branched_is_one_error_and_makes_nothing(run, capsys):
         ([str(run), str(new), "--step", "5"], "is not a checkpoint of"),
         ([str(run.with_name("none")), str(new)], "contains no finished checkpoint"),
         ([str(run), "gs://bucket/new"], "NEW"),
+        ([str(run), str(run / "config.json" / "new")], "is a file"),
     ):
         with pytest.raises(ConfigError, match=said):
             main(["branch", *words])

@@ -10,6 +10,7 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck
+from jaxpar.convert.carried_files import CARRIED, copy_carried
 from jaxpar.convert.hf import tokenizer
 from jaxpar.convert.hf.config import (
     choose_family,
@@ -34,11 +35,11 @@ from jaxpar.convert.hf.tensor_layout import (
     tensor_shape,
     tensors_in,
 )
-from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used, require_space
 from jaxpar.convert.peft.merging import MergedArrays, check_merge
 from jaxpar.convert.run_arrays import RunArrays, open_run
 from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
 from jaxpar.model.flops import num_params
+from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import grid
 

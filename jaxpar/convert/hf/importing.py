@@ -14,6 +14,7 @@ from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
+from jaxpar.convert.carried_files import CARRIED, copy_carried
 from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
@@ -33,7 +34,6 @@ from jaxpar.convert.hf.tensor_layout import (
     sizes_of,
     tensors_in,
 )
-from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used, require_space
 from jaxpar.convert.run_arrays import (
     IMPORTED_STEP,
     RunArrays,
@@ -46,6 +46,7 @@ from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
 from jaxpar.model.flops import num_params
 from jaxpar.runtime import hub
+from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid

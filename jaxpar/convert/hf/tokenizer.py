@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.convert.new_folder import CARRIED
+from jaxpar.convert.carried_files import CARRIED
 from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.formats.tokens import TokenDataset

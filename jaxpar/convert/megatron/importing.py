@@ -16,9 +16,9 @@ from jaxpar.convert.hf.tensor_layout import sizes_of
 from jaxpar.convert.megatron.arguments import arguments_of, values_of
 from jaxpar.convert.megatron.checkpoint import AGAIN, open_checkpoint
 from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_experts, num_layers
-from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
 from jaxpar.model.flops import num_params
+from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 
 
 def open_source(folder: str | Path) -> PublishedModel:

@@ -28,11 +28,11 @@ from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.hf.tensor_layout import Entry
-from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.merging import MergedArrays, unmerged_reader, with_factor
 from jaxpar.convert.safetensors_file import DTYPES, NAMES, create_file, read_header
 from jaxpar.model.flops import num_adapter_params
 from jaxpar.model.lora import A, B, is_adapter
+from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import meter
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -20,13 +20,13 @@ from jaxpar.convert.hf.importing import (
     open_source,
     source_config,
 )
-from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
 from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.runtime import hub
+from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 
 #: Keys of adapter_config.json that do not affect what trained adapters compute.
 _OF_TRAINING = {

@@ -1,4 +1,4 @@
-"""The output folder of a conversion: it appears only when it is complete."""
+"""A folder that a program makes: it appears only when it is complete."""
 
 import contextlib
 import os
@@ -9,11 +9,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path
-from jaxpar.convert.hf.folder import CARRIED_FILES
 from jaxpar.runtime.progress import size
-
-#: Folder of a run for the files that came with its weights.
-CARRIED = "hf"
 
 
 def refuse_used(argument: str, path: Path) -> None:
@@ -74,11 +70,3 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def copy_carried(folder: Path, to: Path) -> None:
-    """Copy the files that come with weights: config, tokenizer, generation settings."""
-    to.mkdir(exist_ok=True)
-    for name in CARRIED_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, to / name)
