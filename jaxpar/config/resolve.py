@@ -5,6 +5,7 @@ import math
 
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.rules.divisibility import largest_divisor
+from jaxpar.config.rules.limits import MAX_INT
 
 #: All axes except data.
 _OTHER_AXES = tuple(
@@ -13,13 +14,17 @@ _OTHER_AXES = tuple(
 
 
 def fill_steps(cfg: Config) -> Config:
-    """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set."""
+    """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set.
+
+    Raises:   ConfigError if these are too many steps.
+    """
     t, each = cfg.train, cfg.train.global_batch_size * cfg.data.seq_len
     if t.num_tokens <= 0 or each <= 0:  # the rules of numbers report the latter
         return cfg
-    return dataclasses.replace(
-        cfg, train=dataclasses.replace(t, num_steps=-(-t.num_tokens // each))
-    )
+    steps, path = -(-t.num_tokens // each), "train.num_tokens"
+    rule = f"is {steps} steps of {each} tokens, more than {MAX_INT}"
+    require(steps <= MAX_INT, cfg, path, rule, flag(path, MAX_INT * each))
+    return dataclasses.replace(cfg, train=dataclasses.replace(t, num_steps=steps))
 
 
 def cast_once(cfg: Config) -> Config:

@@ -33,6 +33,11 @@ def test_a_length_in_tokens_is_the_fewest_steps(tokens, steps):
     assert cfg.train.num_steps == steps
 
 
+def test_a_length_of_too_many_steps_names_its_field():
+    with pytest.raises(ConfigError, match=r"train\.num_tokens = .* more than 2147483647"):
+        check(replace(Config(), **{"train.num_tokens": 10**16, "data.seq_len": 128}))
+
+
 def test_rules_read_the_steps_of_a_length_in_tokens():
     long = {"train.num_tokens": 10**9, "profile.start": 20_000}
     check(replace(Config(), **long))

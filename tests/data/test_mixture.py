@@ -269,6 +269,7 @@ def test_far_steps_of_a_stage_agree_with_near_ones():
         ("50:1,x,2", "must be STEP:WEIGHT"),
         ("0:1,1,1", "ascending steps above 0"),
         ("50:1,1,1;50:1,2,1", "ascending steps above 0"),
+        (f"{10**30}:1,1,1", "at most 2147483647"),
         ("50:1,1", "a weight for each of the 3 sources"),
         ("50:0,0,0", "not all of them 0"),
         ("50:1,-1,1", "at least 0"),

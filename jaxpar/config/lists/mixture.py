@@ -23,8 +23,8 @@ class WeightsFrom(NamedTuple):
     weights: tuple[float, ...]
 
 
-#: Most stages of a schedule.
-MAX_STAGES = 100
+#: Most stages of a schedule, and the last step of any run.
+MAX_STAGES, MAX_STEP = 100, 2**31 - 1
 
 
 def stages(cfg: Config) -> list[WeightsFrom]:
@@ -54,6 +54,8 @@ def stages(cfg: Config) -> list[WeightsFrom]:
             refuse(f"must be STEP:WEIGHT,WEIGHT;STEP:WEIGHT,WEIGHT, but has {text!r}")
         if stage.step <= found[-1].step:
             refuse(f"must have ascending steps above 0, but has {stage.step}")
+        if stage.step > MAX_STEP:
+            refuse(f"must have steps of at most {MAX_STEP}, but has {stage.step}")
         if len(stage.weights) != count:
             refuse(f"needs a weight for each of the {count} sources, but has {text!r}")
         if not all(math.isfinite(w) and w >= 0 for w in stage.weights) or not sum(stage.weights):
