@@ -8,9 +8,10 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
-from jaxpar.planning.predict.kernels import attention_runs_on_reference
+from jaxpar.planning.predict.kernels import attention_runs_on_reference, platform_of
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, no_report
@@ -72,8 +73,9 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
         rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
-    memory = memory_of(cfg, on_reference=on_reference)
-    return Layout(cfg, memory, step_time(cfg, cluster, imbalance), on_reference)
+    there = with_backend(cfg, platform_of(cluster.gpu))
+    memory = memory_of(there, on_reference=on_reference)
+    return Layout(cfg, memory, step_time(there, cluster, imbalance), on_reference)
 
 
 def make_plan(
