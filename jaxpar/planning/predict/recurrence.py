@@ -29,9 +29,9 @@ def with_backend(cfg: Config, platform: Platform) -> Config:
     shapes = [
         recurrence.Shape(m.recurrent_chunk, *_sizes(kind, 1)[1:3], m.dtype) for kind in one_kind
     ]
-    backends = {recurrence.choose("auto", shape, platform) for shape in shapes}
-    backend = "triton" if backends == {"triton"} else "reference"
-    return dataclasses.replace(cfg, model=dataclasses.replace(m, recurrent_backend=backend))
+    if {recurrence.choose("auto", shape, platform) for shape in shapes} == {"triton"}:
+        return dataclasses.replace(cfg, model=dataclasses.replace(m, recurrent_backend="triton"))
+    return dataclasses.replace(cfg, model=dataclasses.replace(m, recurrent_backend="reference"))
 
 
 def by_kernels(m: ModelConfig) -> bool:

@@ -97,7 +97,7 @@ def below_diagonal(C: int):
 
 
 @dataclass(frozen=True)
-class Split:
+class TwoParts:
     """A float32 tile as a sum of tiles that tensor cores multiply: two of bfloat16, for 16 bits.
 
     Unlike TF32, whose right operands Triton transposes in shared memory, bfloat16 is read as it is.
@@ -107,8 +107,8 @@ class Split:
     parts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, s: RecurrenceShape, x) -> "Split":
-        """Split a tile."""
+    def of(cls, s: RecurrenceShape, x) -> "TwoParts":
+        """TwoParts a tile."""
         if s.dtype == f32:
             return cls((x,))
         # Cut instead of rounded: the remainder is exact, and takes no conversion back.
@@ -116,7 +116,7 @@ class Split:
         high = lax.bitcast_convert_type(bits, f32)
         return cls((high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)))
 
-    def __matmul__(self, other: "Split"):
+    def __matmul__(self, other: "TwoParts"):
         """Multiply into float32, without the product of low parts. Small products come first."""
         pairs = [(i, j) for i in range(len(self.parts)) for j in range(len(other.parts))]
         found = None

@@ -13,7 +13,7 @@ from jaxpar.kernels.attention.triton.compiler import div, f32, iota, launch, mod
 from jaxpar.kernels.recurrence.triton.shape import (
     ChunkDecays,
     RecurrenceShape,
-    Split,
+    TwoParts,
     below_diagonal,
     product,
     scaled,
@@ -68,9 +68,9 @@ def unit_lower_inverse(s: RecurrenceShape, below):
     # i and j are in neighboring blocks of `count` rows if the highest bit that differs is `count`.
     apart, count = i ^ j, 1
     inverse = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -below, 0.0)).astype(f32)
-    right = Split.of(s, below)
+    right = TwoParts.of(s, below)
     while (count := 2 * count) < s.C:
-        blocks = Split.of(s, inverse)
-        joined = Split.of(s, blocks @ right) @ blocks
+        blocks = TwoParts.of(s, inverse)
+        joined = TwoParts.of(s, blocks @ right) @ blocks
         inverse -= jnp.where((apart >= count) & (apart < 2 * count), joined, 0.0)
     return inverse
