@@ -62,6 +62,10 @@ class TrainConfig:
     decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    batch_schedule: str = ""
+    """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after so many steps, the largest of them
+    global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
+    have global_batch_size."""
     micro_batch_size: int = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
@@ -92,6 +96,12 @@ class DataConfig:
     """Dataset from `python -m jaxpar.data prepare`, or token files of Megatron, nanoGPT, llm.c."""
     seq_len: int = 1024
     """Tokens per training sequence."""
+    length_schedule: str = ""
+    """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after so many steps. They divide
+    the longest of them, seq_len. Empty: seq_len."""
+    length_keeps: Literal["tokens", "sequences"] = "tokens"
+    """What length_schedule leaves as it is. tokens: shorter sequences are more, so that a step has
+    as many tokens. sequences: a step has as many sequences."""
     document_mask: bool = True
     """Restrict attention to a document and restart its positions. False: plain causal attention."""
     prefetch: int = 2

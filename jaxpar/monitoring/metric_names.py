@@ -32,6 +32,8 @@ METRICS = {
     "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
     "loss_scale": Metric("training", "", "factor of the loss; float16 only"),
     "num_tokens": Metric("training", "tokens", "labeled tokens in the step"),
+    "global_batch_size": Metric("training", "", "sequences of the step, if sizes change"),
+    "seq_len": Metric("training", "tokens", "of each of its sequences, if sizes change"),
     "tokens_seen": Metric("training", "tokens", "in all steps so far, including padding"),
     "epochs": Metric("training", "passes", "over each source so far; mixtures only"),
     "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),
