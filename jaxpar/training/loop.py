@@ -104,18 +104,18 @@ def compiled(
     """
     began = time.perf_counter()
     cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
+    which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
     step: Any = make_train_step(
         cfg, run.mesh, run.max_segments, execution_of(cfg), expert_rows=True, record=record
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, batch)
-        peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+        peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
         program = lowered.compile()
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
-    which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
     log(f"compiled{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

@@ -9,6 +9,7 @@ import pytest
 from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
+from jaxpar.verification.replay import ReplayOptions, replay
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -67,3 +68,10 @@ def test_a_resumed_run_may_change_steps_to_come_only(whole, config_file, train_o
     more += ["--parallel.num-microbatches", "4", "--train.num-steps", "7"]
     assert train_on(1, config_file, *FIELDS, *more) == exit_codes.EXIT_OK
     assert records(whole)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32
+
+
+def test_a_step_is_replayed_with_its_size(whole, only_devices):
+    """From the checkpoint of step 3, over steps of two sizes."""
+    with only_devices(1):
+        said = replay(ReplayOptions(run=str(whole), step=5, repeat=1))
+    assert said.startswith("nothing wrong: the step repeats bit for bit")
