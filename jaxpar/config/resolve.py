@@ -17,8 +17,12 @@ _OTHER_AXES = tuple(
 def fill_steps(cfg: Config) -> Config:
     """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set.
 
+    With `train.num_epochs`, it is unknown before the data is open (`data/epochs.py`): no limit.
+
     Raises:   ConfigError if these are too many steps.
     """
+    if cfg.train.num_epochs > 0:
+        return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, num_steps=MAX_INT))
     t, each = cfg.train, cfg.train.global_batch_size * cfg.data.seq_len
     if t.num_tokens <= 0 or each <= 0:  # the rules of numbers report the latter
         return cfg

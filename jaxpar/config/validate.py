@@ -7,6 +7,7 @@ one table, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
+from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
     fill_data_axis,
@@ -45,7 +46,8 @@ from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 def resolve(cfg: Config, num_devices: int) -> Config:
     """Check every rule and fill in `train.num_steps` for `train.num_tokens`, `parallel.data = -1`,
     ZeRO-1 if weights are not sharded, and the number of microbatches for `train.micro_batch_size`;
-    deterministic attention for `run.deterministic`.
+    deterministic attention for `run.deterministic`; and the shares of steps in a learning rate by
+    tokens.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
@@ -57,6 +59,7 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
     _divides(cfg)
     sizes_of_steps(cfg, _every_rule)
+    cfg = fill_shares(cfg)
     return cast_once(cfg)
 
 

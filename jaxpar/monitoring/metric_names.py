@@ -28,6 +28,8 @@ METRICS = {
     "balance_loss": Metric("experts", "", "before its weight, mean over layers; 1 is balanced"),
     "router_z_loss": Metric("experts", "", "before its weight, mean over layers"),
     "router_bias_range": Metric("experts", "", "largest difference within a layer"),
+    "z_loss_weight": Metric("training", "", "of train.z_loss_schedule at the step"),
+    "mtp_loss_weight": Metric("training", "", "of train.mtp_loss_schedule at the step"),
     "learning_rate": Metric("training", "", "used for the step's update"),
     "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
     "loss_scale": Metric("training", "", "factor of the loss; float16 only"),

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 import rich.progress
 
-from jaxpar.config import Config
+from jaxpar.config import Config, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
+from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.monitoring import stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
@@ -29,6 +30,9 @@ from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
+
+#: Schedules of weights, and the metrics that show them.
+WEIGHTS = {Z_LOSS: "z_loss_weight", MTP_LOSS: "mtp_loss_weight"}
 
 
 class MetricsWriter:
@@ -139,6 +143,11 @@ class MetricsWriter:
         size = self.sizes.at(step)
         if len(self.sizes.sizes) > 1:
             record |= {"global_batch_size": size.rows, "seq_len": size.length}
+        record |= {
+            metric: weight_at(self.cfg, path, step)
+            for path, metric in WEIGHTS.items()
+            if value_of(self.cfg, path)
+        }
         if self.steps:
             record |= self._speed(size)
             record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)

@@ -211,7 +211,13 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
     if len(step_sizes(asked.cfg).sizes) > 1:
-        parts = whole_run.parts_of(chosen[0], cluster, asked.cfg.train.num_steps, load)
+        steps = asked.cfg.train.num_steps
+        if asked.cfg.train.num_epochs:  # unknown before the data is open: one step after the last
+            steps = step_sizes(asked.cfg).sizes[-1].step + 1
+            console.print(
+                "train.num_epochs depends on the data: counted is 1 step of the last size"
+            )
+        parts = whole_run.parts_of(chosen[0], cluster, steps, load)
         showing.show_parts(console, parts)
         record["sizes"] = whole_run.record_of(parts)
     if options.tokens:

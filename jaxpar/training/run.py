@@ -16,6 +16,7 @@ from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
+from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of, rows_per_device
@@ -62,7 +63,7 @@ class Run:
         self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
         self.first_step = start(cfg) if in_folder else None
         saved = self._saved()
-        cfg = with_shuffle(cfg, saved)
+        cfg = with_epochs(with_shuffle(cfg, saved))
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
         self._check_memory()

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
+from jaxpar.data.epochs import with_epochs
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.parallel.context import order_of, token_order
 from jaxpar.sharding.mesh import make_mesh
@@ -93,6 +95,18 @@ def test_held_out_batches_have_the_largest_size(cfg):
     cfg = replace(cfg, **BATCHES, **LENGTHS)
     mesh = make_mesh(ParallelConfig(data=1), jax.devices()[:1])
     assert Loader(cfg, mesh, "val").batch(0).tokens.shape == (BATCH, LENGTH)
+
+
+@pytest.mark.parametrize(("epochs", "fields"), [(1.0, {}), (2.5, BATCHES), (0.001, LENGTHS)])
+def test_a_length_in_epochs(epochs, fields, cfg):
+    """The fewest steps with so many passes; then the config needs no data to say so."""
+    found = with_epochs(replace(cfg, **fields, **{"train.num_epochs": epochs}))
+    steps = resolve(replace(found, **{"parallel.num_microbatches": 4}), 1).train.num_steps
+    loader = loader_of(replace(cfg, **fields))
+    (each,), path = loader.sequences_per_epoch, str(cfg.data.path)
+    wanted = max(np.ceil(epochs * each), 1) / each
+    assert loader.epochs(steps - 1)[path] < wanted <= loader.epochs(steps)[path]
+    assert with_epochs(found) == found and found.train.num_epochs == 0
 
 
 def test_epochs_count_text(cfg):
