@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at, with_weights_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.loss_weights import loss_weights
@@ -17,7 +17,9 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.small_config import steady
 from tests import weights
+from tests.meshes.test_experts import compare
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -25,12 +27,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 BY_STEP = {Z_LOSS: "0:0.1;4:0.02", MTP_LOSS: "0:0.5;2:0.5;4:0.1"}
 MODULES = {"model.mtp_depth": 1}
-
-
-def constant(cfg: Config, step: int) -> Config:
-    """The same config with the weights of one step."""
-    values = {path.removesuffix("_schedule"): weight_at(cfg, path, step) for path in BY_STEP}
-    return replace(cfg, **dict.fromkeys(BY_STEP, ""), **values)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 1000])
@@ -58,10 +54,18 @@ def test_gradients(mesh, devices):
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     batch = traces.random_batch(cfg, 0)
     found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
-    wanted = weights.plain_gradients(constant(cfg, 0), batch)
+    wanted = weights.plain_gradients(with_weights_of(cfg, 0), batch)
     assert not distances.compare(found, wanted, 1e-5).mismatches()
-    others = weights.plain_gradients(constant(cfg, 4), batch)
+    others = weights.plain_gradients(with_weights_of(cfg, 4), batch)
     assert distances.compare(found, others, 1e-5).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2", "pipeline=2,num_microbatches=2"])
+def test_steps(mesh, devices):
+    """Weights of the model after five steps, each with other weights of losses."""
+    found = compare(mesh, steady(replace(TINY, **BY_STEP, **MODULES)), devices, steps=5)
+    assert found.update is not None and not found.mismatches()
 
 
 def test_a_step_has_the_weights_of_its_number(devices):
@@ -71,7 +75,7 @@ def test_a_step_has_the_weights_of_its_number(devices):
     batch = traces.place_batch(traces.random_batch(cfg, 0), cfg, mesh)
     at = lambda: dataclasses.replace(init_state(cfg, mesh), step=jax.device_put(jnp.int32(3)))  # noqa: E731
     found, _ = make_train_step(cfg, mesh)(at(), batch)
-    wanted, _ = make_train_step(constant(cfg, 3), mesh)(at(), batch)
+    wanted, _ = make_train_step(with_weights_of(cfg, 3), mesh)(at(), batch)
     for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
 

@@ -21,7 +21,7 @@ CFG = resolve(
             "train.num_steps": STEPS,
             "parallel.num_microbatches": 4,
             "train.batch_schedule": "0:8;12:16;30:32",
-            "data.length_schedule": "0:512;20:1024",
+            "data.length_schedule": "0:512;6:256;8:512;20:1024",
             "data.length_keeps": "sequences",
             "optimizer.schedule_by": "tokens",
             "optimizer.warmup_steps": 5,
@@ -37,11 +37,14 @@ def rates(cfg, num_steps: int, at) -> np.ndarray:
 
 
 def test_the_shares_are_of_tokens():
-    assert CFG.optimizer.schedule_by == "0:0.125;12:0.25;20:0.5;30:1.0"
+    assert CFG.optimizer.schedule_by == "0:0.125;6:0.0625;8:0.125;12:0.25;20:0.5;30:1.0"
     sizes = step_sizes(CFG)
     for steps in (0, 1, 12, 13, 25, 30, 31, STEPS):
         assert counted(CFG.optimizer, steps) == sizes.tokens_before(steps) / WHOLE
     assert resolve(CFG, 1) == CFG
+    kept = {"data.length_schedule": "0:256;12:512;30:1024", "data.length_keeps": "tokens"}
+    kept |= {"train.batch_schedule": "0:16;30:32", "optimizer.schedule_by": "tokens"}
+    assert resolve(replace(CFG, **kept), 1).optimizer.schedule_by == "0:0.5;30:1.0"
     even = {"train.batch_schedule": "", "data.length_schedule": "", "data.length_keeps": "tokens"}
     even |= {"optimizer.schedule_by": "tokens"}
     assert resolve(replace(CFG, **even), 1).optimizer.schedule_by == "steps"

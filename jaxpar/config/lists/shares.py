@@ -47,8 +47,11 @@ def fill_shares(cfg: Config) -> Config:
     sizes, most = step_sizes(cfg).sizes, cfg.train.global_batch_size * cfg.data.seq_len
     if len(sizes) == 1:
         return replace(cfg, **{FIELD: STEPS})
-    text = ";".join(f"{size.step}:{size.tokens / most!r}" for size in sizes)
-    return replace(cfg, **{FIELD: text})
+    found: list[ShareFrom] = []
+    for size in sizes:
+        if not found or found[-1].share != size.tokens / most:
+            found.append(ShareFrom(size.step, size.tokens / most))
+    return replace(cfg, **{FIELD: ";".join(f"{step}:{share!r}" for step, share in found)})
 
 
 def counted(optimizer: OptimizerConfig, steps: int) -> float:

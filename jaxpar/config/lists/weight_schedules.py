@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import NamedTuple, NoReturn
 
-from jaxpar.config import Config, ConfigError, flag, value_of
+from jaxpar.config import Config, ConfigError, flag, replace, value_of
 from jaxpar.config.lists.mixture import MAX_STAGES, MAX_STEP
 from jaxpar.config.numerals import number, whole_number
 
@@ -54,6 +54,13 @@ def corners(cfg: Config, path: str) -> list[Corner]:
     if not any(corner.weight for corner in found):
         refuse("must have a weight above 0")
     return found
+
+
+def with_weights_of(cfg: Config, step: int) -> Config:
+    """Return the config with the weights of one step at every step."""
+    given = [path for path in CONSTANT if corners(cfg, path)]
+    values = {CONSTANT[path]: weight_at(cfg, path, step) for path in given}
+    return replace(cfg, **dict.fromkeys(given, ""), **values)
 
 
 def weight_at(cfg: Config, path: str, step: int) -> float:
