@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
@@ -54,7 +55,8 @@ class Plan:
 
 
 def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) -> Layout:
-    """Predict one layout.
+    """Predict one layout: the memory of the size of steps that needs most, and the time of a step
+    of the largest size.
 
     Args:     cfg: resolved. imbalance: load of the fullest rank of an expert axis, relative to the
               mean.
@@ -74,8 +76,13 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
     there = with_backend(cfg, platform_of(cluster.gpu))
-    memory = memory_of(there, on_reference=on_reference)
+    each = [config_of(there, size) for size in step_sizes(there).sizes]
+    memory = max((memory_of(one, on_reference=on_reference) for one in each), key=_total)
     return Layout(cfg, memory, step_time(there, cluster, imbalance), on_reference)
+
+
+def _total(memory: MemoryForecast) -> float:
+    return memory.total
 
 
 def make_plan(

@@ -63,7 +63,7 @@ class Evaluation:
         """
         if self.loader is None:
             return None
-        return self.step.program.lower(params, self.loader.abstract_batch)
+        return self.step.program.lower(params, self.loader.abstract_batch())
 
     def __call__(self, params: Any) -> tuple[float, float | None]:
         """Returns:  nats per labeled token, and bits per byte if the text's length is known."""
