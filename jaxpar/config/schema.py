@@ -308,6 +308,11 @@ class EvaluationConfig:
     """Global batches per evaluation, the same ones every time."""
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
+    sets: str = ""
+    """Further sets to evaluate on, each with its own loss: NAME=PATH,NAME=PATH. PATH:SPLIT takes
+    another split than evaluation.split. Empty: none."""
+    test: bool = False
+    """Also evaluate on the test split, once, after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,14 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
-from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
+from jaxpar.config.rules.run import (
+    evaluation,
+    initial_weights,
+    places,
+    profile,
+    saving,
+    schedule,
+)
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
@@ -97,5 +104,5 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
-    for rule in first + others + of_models:
+    for rule in first + others + of_models + (evaluation,):
         rule(cfg)

@@ -47,6 +47,19 @@ class LoadedModel:
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
+@dataclass(frozen=True)
+class LoadedParams:
+    """A model's parameters, as the train step and the evaluation step take them."""
+
+    cfg: Config
+    """From `config_for_sampling`."""
+    mesh: Mesh
+    params: Any
+    """float32, in running order, sharded as `state.state_shardings`."""
+    step: int | None
+    """The step of the run's checkpoint; None for a published model."""
+
+
 def load(
     folder: str,
     step: int | None,
@@ -64,10 +77,9 @@ def load(
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
-    _start(tensor, log)
-    if _is_run(folder):
+    source = _source(folder, step, tensor, log)
+    if source is None:
         return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor, modules))
-    source = _published(folder, step)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
@@ -76,16 +88,35 @@ def load(
     return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
 
 
+def load_params_of(
+    folder: str, step: int | None, tensor: int, log: Callable[[str], None]
+) -> LoadedParams:
+    """Load parameters; arguments and errors as `load`."""
+    source = _source(folder, step, tensor, log)
+    if source is None:
+        return checkpoint.read_whole(folder, step, lambda at: _params_of_run(folder, at, tensor))
+    cfg, mesh = _placed(source.config, tensor, folder)
+    with stage(f"reading the weights in {source.name}"):
+        return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
+
+
 def _of_run(folder: str, step: int, tensor: int, modules: bool) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
-    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
+    cfg = checkpoint.load_config(folder, step)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
+    loaded = _params_of_run(folder, step, tensor)
+    weights = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
+    return LoadedModel(loaded.cfg, loaded.mesh, weights, tokenizer, begin, step)
+
+
+def _params_of_run(folder: str, step: int, tensor: int) -> LoadedParams:
+    """Load the parameters of a checkpoint, with adapters merged into them."""
+    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
     with stage(f"reading the weights in {folder}"):
         params = checkpoint.restore_params(folder, cfg, mesh, step)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
-        weights = weights_for_sampling(params, cfg, mesh, modules=modules)
-    return LoadedModel(cfg, mesh, weights, tokenizer, begin, step)
+    return LoadedParams(cfg, mesh, params, step)
 
 
 def _placed(cfg: Config, tensor: int, folder: str) -> tuple[Config, Mesh]:
@@ -122,11 +153,13 @@ def _start(tensor: int, log: Callable[[str], None]) -> None:
         raise ConfigError("--tensor", tensor, rule, fix)
 
 
-def _is_run(folder: str) -> bool:
-    return bool(checkpoint.saved_steps(folder))
-
-
-def _published(folder: str, step: int | None) -> PublishedModel:
+def _source(
+    folder: str, step: int | None, tensor: int, log: Callable[[str], None]
+) -> PublishedModel | None:
+    """Start JAX, and return the published model; None for the folder of a run."""
+    _start(tensor, log)
+    if checkpoint.saved_steps(folder):
+        return None
     if not (Path(folder) / CONFIG_FILE).is_file() and not hub.is_name(folder):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         raise ConfigError("RUN", folder, rule, "use such a folder")

@@ -111,11 +111,11 @@ class BetweenSteps:
             require_equal(done, self.ready.replicas(state))
 
     def evaluate(self, done: int, state: TrainState) -> None:
-        """If due, compute the held-out loss."""
-        if self._due(done, self.run.cfg.evaluation.every):
+        """If due, compute held-out losses."""
+        if names := self.ready.evaluation.due(done):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, *self.ready.evaluation(state.params))
+            self.metrics.evaluation(done, self.ready.evaluation(state.params, names))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

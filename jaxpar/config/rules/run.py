@@ -1,6 +1,7 @@
-"""Rules about a run: its paths, schedule, checkpoints and profile."""
+"""Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.rules.paths import check_path, check_run_folder
 
@@ -64,6 +65,18 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
+
+
+def evaluation(cfg: Config) -> None:
+    """Check that evaluation sets have names and paths, and that something evaluates them."""
+    e, path = cfg.evaluation, "evaluation.sets"
+    for one in held_out_sets(cfg):
+        check_path(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
+    rule = "are never evaluated: evaluation.every is 0"
+    require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
+    path, rule = "evaluation.test", "is the split that evaluation.split has evaluated before"
+    ok = not (e.test and e.split == "test" and e.every > 0)
+    require(ok, cfg, path, rule, flag("evaluation.split", "val"), flag(path, False))
 
 
 #: Steps of one trace. A large step has tens of thousands of events, kept in memory until it ends.
