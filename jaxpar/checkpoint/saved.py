@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig, flag, replace
@@ -38,11 +38,18 @@ MODEL_FIELDS = tuple(
 #: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
-#: Storage dtypes of the moments, which are converted when a run resumes with other ones.
-MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
+#: Storage dtypes of the state, which are converted when a run resumes with other ones.
+STORAGE_DTYPES = tuple(
+    f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")
+)
 
 #: Fields that may not change during a run: the meaning of the moments, and the order of the data.
 RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
+
+#: The weights of a checkpoint: those that are trained, or their moving average.
+type Weights = Literal["trained", "ema"]
+TRAINED: Weights = "trained"
+AVERAGED: Weights = "ema"
 
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
@@ -79,6 +86,11 @@ class Saved:
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it has a moving average of the weights."""
+        return any(name.startswith("ema/") for name in self.fingerprints)
 
 
 def folder(run_dir: str | Path) -> Path:
@@ -318,6 +330,14 @@ def load_config(run_dir: str | Path, step: int | None = None) -> Config:
     Raises:   ConfigError as `read_saved`, or when this version does not know a field.
     """
     return from_values(read_saved(run_dir, step).config)
+
+
+def require_weights(run_dir: str | Path, saved: Saved, weights: Weights) -> None:
+    """Raises:   ConfigError when a checkpoint does not have such weights."""
+    if weights == AVERAGED and not saved.has_average:
+        rule = f"{saved} of {run_dir} has no moving average of the weights"
+        fix = "use --weights trained; a run has an average with --optimizer.ema-decay 0.999"
+        raise ConfigError("--weights", weights, rule, fix)
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:

@@ -107,7 +107,7 @@ class Checkpointer:
     def prepare(self, state: TrainState) -> None:
         """Run the programs of a save once, so that the first one delays the loop no more than
         others."""
-        fingerprints(vars(state if is_equal(self._cfg) else snapshot(state, self._cfg)))
+        fingerprints((state if is_equal(self._cfg) else snapshot(state, self._cfg)).saved)
 
     def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
         """Start saving. Training may continue, and donate the state, as soon as this returns.
@@ -124,7 +124,7 @@ class Checkpointer:
             return False
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
-        tree = vars(snapshot(state, self._cfg))
+        tree = snapshot(state, self._cfg).saved
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:

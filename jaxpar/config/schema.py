@@ -235,6 +235,11 @@ class OptimizerConfig:
     """Storage dtype of the first moment; bfloat16 uses stochastic rounding."""
     second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of adamw's second moment."""
+    ema_decay: float = 0.0
+    """Decay rate of an exponential moving average of the weights, such as 0.999, which is kept in
+    the state and has a held-out loss of its own. 0: none."""
+    ema_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     muon_momentum: float = 0.95

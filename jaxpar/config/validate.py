@@ -22,7 +22,7 @@ from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
-from jaxpar.config.rules.memory import moments, offloaded_moments, remat
+from jaxpar.config.rules.memory import average, moments, offloaded_moments, remat
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     activation,
@@ -91,6 +91,7 @@ def _each_rule(cfg: Config) -> None:
         schedule,
         moments,
         offloaded_moments,
+        average,
         latent_attention,
         rope,
         model,

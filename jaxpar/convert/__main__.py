@@ -91,6 +91,8 @@ class ToHf:
     """Folder to write; it must be new."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest intact one."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
     family: str | None = None
@@ -114,6 +116,8 @@ class ToPeft:
     """Name or folder of the base model. None: the published folder in run.init_from."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest intact one."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype = "float32"
     """Dtype of the adapters."""
     family: str | None = None
@@ -133,6 +137,8 @@ class ToTorch:
     """File to write, along with a .json file of the model's fields; both must be new."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest intact one."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
 
@@ -213,7 +219,9 @@ def from_megatron(options: FromMegatron) -> None:
 
 def to_hf(options: ToHf, step: int) -> None:
     """Run `to-hf` on a checkpoint."""
-    export = exporting.open_export(options.run, step, options.dtype, options.family)
+    export = exporting.open_export(
+        options.run, step, options.dtype, options.family, options.weights
+    )
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
     shard_bytes = int(options.shard_gb * 1e9)
@@ -223,7 +231,9 @@ def to_hf(options: ToHf, step: int) -> None:
 
 def to_peft(options: ToPeft, step: int) -> None:
     """Run `to-peft` on a checkpoint."""
-    export = exporting.open_export(options.run, step, options.dtype, options.family)
+    export = exporting.open_export(
+        options.run, step, options.dtype, options.family, options.weights
+    )
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
     peft_folder.to_peft(export, Path(options.folder), log, base, tolerance)
@@ -233,7 +243,7 @@ def to_peft(options: ToPeft, step: int) -> None:
 def to_torch(options: ToTorch, step: int) -> None:
     """Run `to-torch` on a checkpoint."""
     torch_file.require_torch()
-    export = exporting.open_export(options.run, step, options.dtype, PLAIN)
+    export = exporting.open_export(options.run, step, options.dtype, PLAIN, options.weights)
     torch_file.to_torch(export, Path(options.file), log)
     log(f"{options.file}: {export.dtype}, of step {export.step}")
 

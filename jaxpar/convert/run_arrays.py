@@ -6,8 +6,9 @@ while their boxes are read or written.
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 import jaxpar
 from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, store
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint.saved import METADATA, require_weights
 from jaxpar.config import Config
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.model.parameters import param_specs
@@ -34,20 +35,27 @@ IMPORTED_STEP = 0
 class RunArrays:
     """The parameters of a checkpoint by path, for reading or writing box by box."""
 
-    def __init__(self, arrays: dict[str, Any], expected: dict[str, str], where: str):
+    def __init__(
+        self,
+        arrays: dict[str, Any],
+        expected: dict[str, str],
+        where: str,
+        names: Mapping[str, str] = MappingProxyType({}),
+    ):
         """
-        Args:     expected: the known fingerprints, by path. where: for messages.
+        Args:     expected: the known fingerprints, by path. where: for messages. names: of the
+                  arrays in the checkpoint, by path; those that are missing are "params/PATH".
         """
-        self.by_path, self.expected, self.where = arrays, expected, where
+        self.by_path, self.expected, self.where, self._names = arrays, expected, where, names
 
     def counted(self, path: str) -> RunningFingerprint:
-        """Start a fingerprint of a parameter, to be updated box by box."""
-        return RunningFingerprint(self.shape(path))
+        """Start a fingerprint of a parameter, to be updated with its values box by box."""
+        return _StoredFingerprint(self.shape(path), self.by_path[path].dtype.numpy_dtype)
 
     def compare(self, path: str, found: str) -> None:
         """Raises:   Damaged when a parameter's fingerprint differs from the saved one."""
         if path in self.expected:
-            name = f"params/{path}"
+            name = self._names.get(path, f"params/{path}")
             damage = integrity.describe_differences({name: self.expected[path]}, {name: found})
             if damage:
                 raise integrity.Damaged(self.where, damage)
@@ -68,35 +76,52 @@ class RunArrays:
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """Read the float32 values of a box."""
-        return self.by_path[path][box].read().result()
+        return self.by_path[path][box].read().result().astype(np.float32, copy=False)
 
     def write(self, path: str, box: Box, values: np.ndarray) -> None:
         """Write the values of a box. They are on disk when this returns."""
         self.by_path[path][box].write(values).result()
 
 
-def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
+class _StoredFingerprint(RunningFingerprint):
+    """The fingerprint of an array that is stored in another dtype than its values are read in."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype):
+        super().__init__(shape)
+        self._dtype = dtype
+
+    def add(self, values: Any, origin: Sequence[int]) -> None:
+        super().add(np.asarray(values).astype(self._dtype, copy=False), origin)
+
+
+def open_run(
+    run_dir: str | Path, cfg: Config, step: int, weights: checkpoint.Weights = checkpoint.TRAINED
+) -> RunArrays:
     """Open the parameters of a checkpoint, including adapters, and verify its files.
 
-    Raises:   Damaged when a file differs from its entry in the list, or a parameter is missing;
-              Unreadable.
+    Args:     weights: those that are trained, or their moving average.
+    Raises:   ConfigError when it has no such weights; Damaged when a file differs from its entry in
+              the list, or a parameter is missing; Unreadable.
     """
     step_folder, where = checkpoint.folder(run_dir) / str(step), f"step {step} of {run_dir}"
     damage = integrity.file_damage(step_folder)
     if damage:
         raise integrity.Damaged(where, damage)
-    arrays = {}
+    saved = checkpoint.read_saved(run_dir, step)
+    require_weights(run_dir, saved, weights)
+    arrays, names, known = {}, {}, saved.fingerprints
     for path in flat(param_specs(cfg.model, cfg.lora)):
+        averaged = weights == checkpoint.AVERAGED and f"ema/{path}" in known
+        names[path] = f"{'ema' if averaged else 'params'}/{path}"
         try:
             with integrity.reading_checkpoint(where):
-                arrays[path] = store.open_array(step_folder, f"params/{path}")
+                arrays[path] = store.open_array(step_folder, names[path])
         except (ValueError, OSError) as error:
-            raise integrity.Damaged(where, [f"it does not contain params/{path}"]) from error
-    known = checkpoint.read_saved(run_dir, step).fingerprints
+            raise integrity.Damaged(where, [f"it does not contain {names[path]}"]) from error
     if not known:
         integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
-    expected = {name.removeprefix("params/"): text for name, text in known.items()}
-    return RunArrays(arrays, expected, where)
+    expected = {path: known[name] for path, name in names.items() if name in known}
+    return RunArrays(arrays, expected, where, names)
 
 
 def create_run(

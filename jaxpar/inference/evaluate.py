@@ -36,6 +36,8 @@ class EvaluateOptions:
     """Folder with your own tasks, as YAML files."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest intact one."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8
@@ -90,7 +92,8 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     check(options)
     results: dict[str, Any] = {}
     if options.split is not None:
-        loaded = load_params_of(options.run, options.step, options.tensor, log)
+        where = options.run, options.step, options.tensor
+        loaded = load_params_of(*where, log, options.weights)
         how = options.data, options.split, options.sequences, options.batch_size
         score = text_loss(loaded, *how, log)
         results["text_loss"] = {"data": options.data, "split": options.split, **score._asdict()}
@@ -117,7 +120,8 @@ def _on_tasks(options: EvaluateOptions, log: Callable[[str], None]) -> dict[str,
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
-    model = HarnessModel(load(options.run, options.step, options.tensor, log), options.batch_size)
+    where = options.run, options.step, options.tensor
+    model = HarnessModel(load(*where, log, weights=options.weights), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,
         tasks=list(options.tasks),

@@ -67,19 +67,22 @@ def load(
     log: Callable[[str], None],
     *,
     modules: bool = False,
+    weights: checkpoint.Weights = checkpoint.TRAINED,
 ) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
-              modules: keep those of multi-token prediction, for speculative decoding.
+              modules: keep those of multi-token prediction, for speculative decoding. weights:
+              of a run: those that are trained, or their moving average.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
-    source = _source(folder, step, tensor, log)
+    source = _source(folder, step, tensor, weights, log)
     if source is None:
-        return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor, modules))
+        read = lambda at: _of_run(folder, at, tensor, modules, weights)  # noqa: E731
+        return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
@@ -89,32 +92,41 @@ def load(
 
 
 def load_params_of(
-    folder: str, step: int | None, tensor: int, log: Callable[[str], None]
+    folder: str,
+    step: int | None,
+    tensor: int,
+    log: Callable[[str], None],
+    weights: checkpoint.Weights = checkpoint.TRAINED,
 ) -> LoadedParams:
     """Load parameters; arguments and errors as `load`."""
-    source = _source(folder, step, tensor, log)
+    source = _source(folder, step, tensor, weights, log)
     if source is None:
-        return checkpoint.read_whole(folder, step, lambda at: _params_of_run(folder, at, tensor))
+        read = lambda at: _params_of_run(folder, at, tensor, weights)  # noqa: E731
+        return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     with stage(f"reading the weights in {source.name}"):
         return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
 
 
-def _of_run(folder: str, step: int, tensor: int, modules: bool) -> LoadedModel:
+def _of_run(
+    folder: str, step: int, tensor: int, modules: bool, weights: checkpoint.Weights
+) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
     cfg = checkpoint.load_config(folder, step)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
-    loaded = _params_of_run(folder, step, tensor)
-    weights = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
-    return LoadedModel(loaded.cfg, loaded.mesh, weights, tokenizer, begin, step)
+    loaded = _params_of_run(folder, step, tensor, weights)
+    cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
+    return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step)
 
 
-def _params_of_run(folder: str, step: int, tensor: int) -> LoadedParams:
+def _params_of_run(
+    folder: str, step: int, tensor: int, weights: checkpoint.Weights
+) -> LoadedParams:
     """Load the parameters of a checkpoint, with adapters merged into them."""
     cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
     with stage(f"reading the weights in {folder}"):
-        params = checkpoint.restore_params(folder, cfg, mesh, step)
+        params = checkpoint.restore_params(folder, cfg, mesh, step, weights)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
     return LoadedParams(cfg, mesh, params, step)
 
@@ -154,7 +166,11 @@ def _start(tensor: int, log: Callable[[str], None]) -> None:
 
 
 def _source(
-    folder: str, step: int | None, tensor: int, log: Callable[[str], None]
+    folder: str,
+    step: int | None,
+    tensor: int,
+    weights: checkpoint.Weights,
+    log: Callable[[str], None],
 ) -> PublishedModel | None:
     """Start JAX, and return the published model; None for the folder of a run."""
     _start(tensor, log)
@@ -166,4 +182,7 @@ def _source(
     if step is not None:
         rule = f"selects a run's checkpoint, but {folder} is a published model"
         raise ConfigError("--step", step, rule, "remove the option")
+    if weights != checkpoint.TRAINED:
+        rule = f"selects weights of a run, but {folder} is a published model"
+        raise ConfigError("--weights", weights, rule, "remove the option")
     return open_source(folder, "RUN")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, TEST
 
 
 class Score(NamedTuple):
@@ -26,14 +26,18 @@ class Score(NamedTuple):
 
 
 #: The names of the loss and of bits per byte in metrics.jsonl. Those of sets are objects, by set.
-NAMES = {HELD_OUT: ("held_out_loss", "bits_per_byte"), TEST: ("test_loss", "test_bits_per_byte")}
+NAMES = {
+    HELD_OUT: ("held_out_loss", "bits_per_byte"),
+    EMA: ("ema_loss", "ema_bits_per_byte"),
+    TEST: ("test_loss", "test_bits_per_byte"),
+}
 OF_SETS = ("set_loss", "set_bits_per_byte")
 
 
 def record_of(scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return the values of a record of metrics.jsonl.
 
-    Args:     scores: by name: HELD_OUT, TEST, or a set of `evaluation.sets`.
+    Args:     scores: by name: HELD_OUT, EMA, TEST, or a set of `evaluation.sets`.
     """
     record: dict[str, Any] = {}
     for name, score in scores.items():
@@ -49,6 +53,6 @@ def record_of(scores: Mapping[str, Score]) -> dict[str, Any]:
 
 def lines(scores: Mapping[str, Score]) -> Iterator[str]:
     """Yield a line for each result."""
-    words = {HELD_OUT: "held-out loss", TEST: "test loss"}
+    words = {HELD_OUT: "held-out loss", EMA: "held-out loss of the EMA", TEST: "test loss"}
     for name, score in scores.items():
         yield f"{words.get(name, f'held-out loss of {name}')} {score}"

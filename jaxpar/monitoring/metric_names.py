@@ -36,6 +36,8 @@ METRICS = {
     "epochs": Metric("training", "passes", "over each source so far; mixtures only"),
     "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),
     "bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte of text, if known"),
+    "ema_loss": Metric("evaluation", "nats per token", "of the weights' moving average"),
+    "ema_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
     "set_loss": Metric("evaluation", "nats per token", "of each set of evaluation.sets"),
     "set_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
     "test_loss": Metric("evaluation", "nats per token", "of the test split, after the last step"),

@@ -39,6 +39,7 @@ class Shown:
 SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
+    Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
     Shown("tokens_per_second_per_device", "Throughput per device"),

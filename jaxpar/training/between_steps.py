@@ -115,7 +115,7 @@ class BetweenSteps:
         if names := self.ready.evaluation.due(done):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, self.ready.evaluation(state.params, names))
+            self.metrics.evaluation(done, self.ready.evaluation(state, names))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

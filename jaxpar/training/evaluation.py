@@ -9,10 +9,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
 from jaxpar.data import Loader
 from jaxpar.monitoring.evaluations import Score
+from jaxpar.optimizer import moving_average
 from jaxpar.step import compiled
 from jaxpar.step.evaluating import mean_loss
+from jaxpar.step.state import TrainState, averaged
 from jaxpar.step.train_step import make_eval_step
 from jaxpar.training.held_out import HeldOut
 
@@ -31,7 +34,7 @@ class Evaluation:
         """
         Args:     alone: as in `FirstRunAlone`.
         """
-        self.data, self.num_batches = data, cfg.evaluation.num_batches
+        self.cfg, self.data, self.num_batches = cfg, data, cfg.evaluation.num_batches
         self._every, self._last = cfg.evaluation.every, cfg.train.num_steps
         if data.loaders:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
@@ -49,11 +52,19 @@ class Evaluation:
         """Return the names of what is evaluated after `done` steps."""
         at_end = done == self._last
         regular = self._every > 0 and (done % self._every == 0 or at_end)
-        return [*(self.data.repeated if regular else ()), *(self.data.last if at_end else ())]
+        names = list(self.data.repeated) if regular else []
+        if regular and moving_average.is_on(self.cfg):
+            names.insert(1, EMA)
+        return names + (list(self.data.last) if at_end else [])
 
-    def __call__(self, params: Any, names: Iterable[str]) -> dict[str, Score]:
+    def __call__(self, state: TrainState, names: Iterable[str]) -> dict[str, Score]:
         """Evaluate on some of the data, by name."""
-        return {name: self._score(params, self.data.loaders[name]) for name in names}
+        return {name: self._score(*self._params_and_loader(state, name)) for name in names}
+
+    def _params_and_loader(self, state: TrainState, name: str) -> tuple[Any, Loader]:
+        if name == EMA:
+            return averaged(state, self.cfg), self.data.repeated[HELD_OUT]
+        return state.params, self.data.loaders[name]
 
     def _score(self, params: Any, loader: Loader) -> Score:
         with contextlib.closing(loader.prefetched()) as batches:

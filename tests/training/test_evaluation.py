@@ -1,4 +1,5 @@
-"""Which text a run is evaluated on: its held-out split, named sets, and once its test split."""
+"""What a run is evaluated on: its held-out split, named sets, and once its test split; and with
+which weights: those that are trained, and their moving average."""
 
 import json
 import math
@@ -13,13 +14,16 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
+from jaxpar.convert.__main__ import main as convert
 from jaxpar.data import Loader
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.inference.load import load
 from jaxpar.model import reference
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training.run import Run
+from jaxpar.verification import traces
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +71,24 @@ def plain_loss(run: Path, dataset: str, split: str, sequences: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def evaluated(train_on, write_config, three, dataset, tmp_path_factory) -> Path:
-    """A run on two devices with sets. Tests must not write to it."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    values = f"--data.path {three} --evaluation.every 4 --evaluation.num-batches 1"
-    values += f" --evaluation.sets verses={dataset},seen={three}:train --evaluation.test True"
-    values += " --train.num-steps 8 --checkpoint.every 8"
-    assert train_on(2, write_config(folder), *values.split()) == exit_codes.EXIT_OK
-    return folder / "run"
+def train_evaluated(train_on, write_config, three, dataset):
+    """(folder, further fields) -> a run on two devices with sets and a moving average."""
+    values = f"""--data.path {three} --evaluation.every 2 --evaluation.num-batches 1
+    --evaluation.sets verses={dataset},seen={three}:train --evaluation.test True
+    --optimizer.ema-decay 0.6 --optimizer.schedule constant --optimizer.warmup-steps 0
+    --train.num-steps 4 --checkpoint.every 1 --checkpoint.keep 9"""
+
+    def train(folder: Path, *more: str) -> Path:
+        assert train_on(2, write_config(folder), *values.split(), *more) == exit_codes.EXIT_OK
+        return folder / "run"
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def evaluated(train_evaluated, tmp_path_factory) -> Path:
+    """Four steps of it. Tests must not write to it."""
+    return train_evaluated(tmp_path_factory.mktemp("evaluated"))
 
 
 def test_named_sets_and_the_test_split_have_losses_of_their_own(
@@ -83,7 +97,7 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
     """In the run, and by the command for the run's folder."""
     run = evaluated
     records = [r for r in records_of(run) if "held_out_loss" in r]
-    assert [r["step"] for r in records] == [4, 8]
+    assert [r["step"] for r in records] == [2, 4]
     assert ["test_loss" in r for r in records] == [False, True]
     of_verses = [r["set_loss"]["verses"] for r in records]
     assert of_verses[0] > of_verses[1] and set(records[0]["set_loss"]) == {"verses", "seen"}
@@ -102,6 +116,47 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
     assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
 
 
+def weights_of(run: Path, step: int, weights: str) -> traces.Arrays:
+    cfg = checkpoint.load_config(run, step)
+    mesh = make_mesh(cfg.parallel, jax.devices()[: cfg.parallel.data])
+    return traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
+
+
+def test_it_is_the_recurrence_of_the_saved_weights(evaluated):
+    average = weights_of(evaluated, 1, "ema")
+    for step in (2, 3, 4):
+        d = np.float32(min(0.6, (1 + step) / (10 + step)))
+        trained = weights_of(evaluated, step, "trained")
+        average = {n: d * a + (1 - d) * trained[n] for n, a in average.items()}
+        found = weights_of(evaluated, step, "ema")
+        assert all(np.allclose(found[n], average[n], rtol=0, atol=1e-6) for n in average)
+        assert not np.allclose(found["embed"], trained["embed"], atol=1e-4)
+
+
+def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
+    losses = {r["step"]: r for r in records_of(evaluated) if "ema_loss" in r}
+    assert list(losses) == [2, 4] and losses[4]["ema_loss"] > losses[4]["held_out_loss"]
+    flags = "--split val --sequences 8 --weights ema --output".split()
+    evaluate.main([str(evaluated), *flags, str(tmp_path / "of_run.json")])
+    assert convert(["to-hf", str(evaluated), str(tmp_path / "hf"), "--weights", "ema"]) == 0
+    data = str(checkpoint.load_config(evaluated).data.path)
+    flags = ["--split", "val", "--sequences", "8", "--data", data, "--output"]
+    evaluate.main([str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
+    for name in ("of_run", "of_hf"):
+        found = json.loads((tmp_path / f"{name}.json").read_text())["text_loss"]
+        assert found["loss"] == pytest.approx(losses[4]["ema_loss"], abs=2e-5)
+        assert found["bits_per_byte"] == pytest.approx(losses[4]["ema_bits_per_byte"], abs=3e-5)
+    with pytest.raises(ConfigError, match="--weights = 'ema': selects weights of a run"):
+        load(str(tmp_path / "hf"), None, 1, print, weights="ema")
+
+
+def test_a_run_that_was_stopped_resumes_it_exactly(evaluated, train_evaluated, tmp_path):
+    for last in ("2", "4"):
+        run = train_evaluated(tmp_path, "--train.num-steps", last)
+    saved = [checkpoint.read_saved(one, 4) for one in (evaluated, run)]
+    assert saved[0].fingerprints == saved[1].fingerprints and saved[0].has_average
+
+
 BAD_SETS = {
     "web": "must be NAME=PATH",
     "web=": "must be NAME=PATH",
@@ -110,6 +165,7 @@ BAD_SETS = {
     "we/b=data/web": "needs names of at most 64",
     "a=x,a=y": "has the name a twice",
     "test=data/web": "has a set named test",
+    "ema=data/web": "has a set named ema",
     "held_out=data/web": "has a set named held_out",
     "a=gs://web": "gs:// is not supported",
     ",".join(f"a{i}=x" for i in range(65)): "has 65 sets, more than 64",

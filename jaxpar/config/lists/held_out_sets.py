@@ -5,8 +5,8 @@ from typing import NamedTuple, NoReturn
 
 from jaxpar.config import Config, ConfigError, flag
 
-#: Names of the evaluations that every run may have.
-HELD_OUT, TEST = "held_out", "test"
+#: Names of the evaluations that every run may have. EMA: of the moving average, on HELD_OUT.
+HELD_OUT, TEST, EMA = "held_out", "test", "ema"
 
 #: Splits of a dataset.
 SPLITS = ("train", "val", "test")
@@ -48,8 +48,8 @@ def held_out_sets(cfg: Config) -> list[HeldOutSet]:
             refuse(f"{rule}, but has {name!r}")
         if name in found:
             refuse(f"has the name {name} twice")
-        if name in (HELD_OUT, TEST):
-            refuse(f"has a set named {name}, which is the name of the data's own")
+        if name in (HELD_OUT, TEST, EMA):
+            refuse(f"has a set named {name}, which has a meaning of its own")
         found[name] = HeldOutSet(name, *_split_of(place, cfg.evaluation.split))
     if len(found) > MAX_SETS:
         refuse(f"has {len(found)} sets, more than {MAX_SETS}")

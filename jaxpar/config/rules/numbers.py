@@ -42,7 +42,7 @@ optimizer.muon_lr_ratio guard.spike_deviations""".split()
 
 
 _BELOW_ONE = (
-    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum", "optimizer.ema_decay"),
     "optimizer.warmup_fraction",
 )
 
