@@ -54,6 +54,9 @@ AVERAGED: Weights = "ema"
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
 
+#: Folder of a run for the files that came with its published weights.
+CARRIED = "hf"
+
 #: Orbax's file for the metadata of a checkpoint.
 METADATA = "_CHECKPOINT_METADATA"
 

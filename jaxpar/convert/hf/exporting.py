@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck
-from jaxpar.convert.carried_files import CARRIED, copy_carried
+from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf import tokenizer
 from jaxpar.convert.hf.config import (
     choose_family,
