@@ -11,6 +11,7 @@ config, so it is self-contained. Every array has a fingerprint, which every load
     first_whole, require_whole               finds the step that a program can use
 """
 
+from jaxpar.checkpoint.best import Step, step_of
 from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.checkpoint.inspection import require_whole
 from jaxpar.checkpoint.integrity import Damaged
@@ -46,6 +47,7 @@ __all__ = [
     "HostCopy",
     "SaveFailed",
     "Saved",
+    "Step",
     "Weights",
     "changed_fields",
     "check_resumable",
@@ -60,4 +62,5 @@ __all__ = [
     "restore_params",
     "saved_steps",
     "starting_step",
+    "step_of",
 ]

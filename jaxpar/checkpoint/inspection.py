@@ -1,5 +1,7 @@
 """Inspects checkpoints: lists them, verifies them, and compares two of them."""
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint.best import Best, of
 from jaxpar.checkpoint.reading import array_names, opened, piece, reason
 from jaxpar.checkpoint.saved import damage, folder, read_saved, read_whole, saved_steps
 from jaxpar.config import ConfigError
@@ -34,8 +37,12 @@ class CheckpointRow:
     check: str
     """The damage found without reading arrays, or what was verified."""
 
+    best: str = ""
+    """The metric of checkpoint.best, if it is the best checkpoint."""
+
     def __str__(self) -> str:
-        return f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
+        row = f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
+        return f"{row}; best, {self.best}" if self.best else row
 
 
 #: Seconds to wait before a damaged step is checked again: it may be in the middle of deletion.
@@ -47,10 +54,21 @@ def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
 
     Raises:   ConfigError when there is none.
     """
-    for step in _steps(run_dir, None):
+    steps = _steps(run_dir, None)
+    best = _best(run_dir)
+    for step in steps:
         row = _row_if_kept(run_dir, step)
         if row is not None:
-            yield row
+            is_best = best is not None and best.step == step and best.value is not None
+            yield dataclasses.replace(row, best=str(best)) if is_best else row
+
+
+def _best(run_dir: str | Path) -> Best | None:
+    """Return the best evaluation so far, unless no checkpoint is intact."""
+    for step in reversed(saved_steps(run_dir)):
+        with contextlib.suppress(integrity.Damaged, ConfigError):  # `_row` names the damage
+            return of(read_saved(run_dir, step))
+    return None
 
 
 def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:

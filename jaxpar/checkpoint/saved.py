@@ -84,6 +84,8 @@ class Saved:
     """Ranges of batches that the run skips, as (first, count)."""
     rewinds: int | None = None
     """Number of rewinds so far; None if an earlier version did not count them."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
 
@@ -309,7 +311,16 @@ def _well_formed(saved: Saved) -> bool:
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int) for number in numbers)
         and are_ranges(saved.skipped_batches)
+        and _is_best(saved.best)
     )
+
+
+def _is_best(value: Any) -> bool:
+    """Whether a value has the form of `best.Best`, or is empty."""
+    types = {"what": str, "step": int, "value": float | None, "stale": int}
+    if not isinstance(value, dict) or value.keys() - types.keys():
+        return False
+    return not value or all(isinstance(value.get(name, ()), kind) for name, kind in types.items())
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:

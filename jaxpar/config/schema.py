@@ -65,6 +65,9 @@ class TrainConfig:
     micro_batch_size: int = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
+    early_stop_patience: int = 0
+    """Evaluations in a row without a lower loss of checkpoint.best after which the run ends. 0: it
+    never ends early."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
@@ -267,6 +270,9 @@ class CheckpointConfig:
     """Number of latest checkpoints to keep."""
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
+    best: str = ""
+    """Also keep the checkpoint with the lowest loss on this: held_out, ema, or a name of
+    evaluation.sets. It is saved when it is evaluated. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""

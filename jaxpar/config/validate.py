@@ -38,6 +38,7 @@ from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
+    best,
     evaluation,
     initial_weights,
     places,
@@ -105,5 +106,5 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
-    for rule in first + others + of_models + (evaluation,):
+    for rule in first + others + of_models + (evaluation, best):
         rule(cfg)

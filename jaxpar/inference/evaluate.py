@@ -1,5 +1,6 @@
 """Scores a model: its loss on text, and its results on tasks of the Evaluation Harness."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jaxpar import checkpoint
 from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
@@ -34,8 +36,8 @@ class EvaluateOptions:
     """Sequences of the split. None: as many as in an evaluation of the run."""
     include_path: str | None = None
     """Folder with your own tasks, as YAML files."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Literal["trained", "ema"] = "trained"
     """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
@@ -90,9 +92,11 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     Raises:   ConfigError for an unknown task, and as `check`, `text_loss` and `load`.
     """
     check(options)
+    step = checkpoint.step_of(options.run, options.step)  # of a run that goes on, the same for all
+    options = dataclasses.replace(options, step=step)
     results: dict[str, Any] = {}
     if options.split is not None:
-        where = options.run, options.step, options.tensor
+        where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
         loaded = load_params_of(*where, log, options.weights)
         how = options.data, options.split, options.sequences, options.batch_size
         score = text_loss(loaded, *how, log)
@@ -120,7 +124,7 @@ def _on_tasks(options: EvaluateOptions, log: Callable[[str], None]) -> dict[str,
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
-    where = options.run, options.step, options.tensor
+    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
     model = HarnessModel(load(*where, log, weights=options.weights), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,

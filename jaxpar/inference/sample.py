@@ -42,8 +42,8 @@ class SampleOptions:
     """Maximum number of tokens to generate for each prompt."""
     stop: tuple[str, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's end of text."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Literal["trained", "ema"] = "trained"
     """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
@@ -96,7 +96,7 @@ def sample(options: SampleOptions) -> None:
     """Print each prompt, followed by the text that the model generates."""
     check(options)
     speculate = options.speculate == "auto"
-    where = options.run, options.step, options.tensor
+    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
     model = load(*where, log, modules=speculate, weights=options.weights)
     cfg, tokenizer = model.cfg, model.tokenizer
     speculate &= cfg.model.mtp_depth > 0

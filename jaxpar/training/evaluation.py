@@ -55,7 +55,12 @@ class Evaluation:
         names = list(self.data.repeated) if regular else []
         if regular and moving_average.is_on(self.cfg):
             names.insert(1, EMA)
-        return names + (list(self.data.last) if at_end else [])
+        return names + (self.at_end if at_end else [])
+
+    @property
+    def at_end(self) -> list[str]:
+        """The names of what is evaluated once, after the last step."""
+        return list(self.data.last)
 
     def __call__(self, state: TrainState, names: Iterable[str]) -> dict[str, Score]:
         """Evaluate on some of the data, by name."""

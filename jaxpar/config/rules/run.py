@@ -1,7 +1,7 @@
 """Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.held_out_sets import held_out_sets
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.rules.paths import check_path, check_run_folder
 
@@ -77,6 +77,23 @@ def evaluation(cfg: Config) -> None:
     path, rule = "evaluation.test", "is the split that evaluation.split has evaluated before"
     ok = not (e.test and e.split == "test" and e.every > 0)
     require(ok, cfg, path, rule, flag("evaluation.split", "val"), flag(path, False))
+
+
+def best(cfg: Config) -> None:
+    """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
+    path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
+    names = [HELD_OUT, *([EMA] if cfg.optimizer.ema_decay else [])]
+    names += [one.name for one in held_out_sets(cfg)]
+    rule = f"must be what is evaluated, {', '.join(names)}, or empty"
+    require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))
+    rule = "is never evaluated: evaluation.every is 0"
+    require(not name or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
+    rule = "needs checkpoints, but checkpoint.every is 0"
+    require(not name or cfg.checkpoint.every > 0, cfg, path, rule, flag("checkpoint.every", 500))
+    path = "train.early_stop_patience"
+    rule = "needs the metric that has to improve, but checkpoint.best is empty"
+    ok = not cfg.train.early_stop_patience or bool(name)
+    require(ok, cfg, path, rule, flag("checkpoint.best", HELD_OUT), flag(path, 0))
 
 
 #: Steps of one trace. A large step has tens of thousands of events, kept in memory until it ends.
