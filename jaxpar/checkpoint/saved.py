@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import (
@@ -48,8 +48,10 @@ MODEL_FIELDS = tuple(
 #: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
-#: Storage dtypes of the moments, which are converted when a run resumes with other ones.
-MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
+#: Storage dtypes of the state, which are converted when a run resumes with other ones.
+STORAGE_DTYPES = tuple(
+    f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")
+)
 
 #: Fields that may not change during a run: the meaning of the moments, and the order of the data.
 RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
@@ -57,8 +59,16 @@ RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
 #: Fields that decide the sizes of steps. A run may change them for steps to come.
 SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
 
+#: The weights of a checkpoint: those that are trained, or their moving average.
+type Weights = Literal["trained", "ema"]
+TRAINED: Weights = "trained"
+AVERAGED: Weights = "ema"
+
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
+
+#: Folder of a run for the files that came with its published weights.
+CARRIED = "hf"
 
 #: Orbax's file for the metadata of a checkpoint.
 METADATA = "_CHECKPOINT_METADATA"
@@ -87,11 +97,18 @@ class Saved:
     """Ranges of batches that the run skips, as (first, count)."""
     rewinds: int | None = None
     """Number of rewinds so far; None if an earlier version did not count them."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it has a moving average of the weights."""
+        return any(name.startswith("ema/") for name in self.fingerprints)
 
 
 def folder(run_dir: str | Path) -> Path:
@@ -325,7 +342,16 @@ def _well_formed(saved: Saved) -> bool:
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int) for number in numbers)
         and are_ranges(saved.skipped_batches)
+        and _is_best(saved.best)
     )
+
+
+def _is_best(value: Any) -> bool:
+    """Whether a value has the form of `best.Best`, or is empty."""
+    types = {"what": str, "step": int, "value": float | None, "stale": int}
+    if not isinstance(value, dict) or value.keys() - types.keys():
+        return False
+    return not value or all(isinstance(value.get(name, ()), kind) for name, kind in types.items())
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
@@ -349,6 +375,14 @@ def load_config(run_dir: str | Path, step: int | None = None) -> Config:
     Raises:   ConfigError as `read_saved`, or when this version does not know a field.
     """
     return from_values(read_saved(run_dir, step).config)
+
+
+def require_weights(run_dir: str | Path, saved: Saved, weights: Weights) -> None:
+    """Raises:   ConfigError when a checkpoint does not have such weights."""
+    if weights == AVERAGED and not saved.has_average:
+        rule = f"{saved} of {run_dir} has no moving average of the weights"
+        fix = "use --weights trained; a run has an average with --optimizer.ema-decay 0.999"
+        raise ConfigError("--weights", weights, rule, fix)
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:

@@ -23,7 +23,7 @@ from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
-from jaxpar.config.rules.memory import moments, offloaded_moments, remat
+from jaxpar.config.rules.memory import average, moments, offloaded_moments, remat
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     activation,
@@ -38,7 +38,15 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.rope import rope
-from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
+from jaxpar.config.rules.run import (
+    best,
+    evaluation,
+    initial_weights,
+    places,
+    profile,
+    saving,
+    schedule,
+)
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
@@ -97,6 +105,7 @@ def _each_rule(cfg: Config) -> None:
         schedule,
         moments,
         offloaded_moments,
+        average,
         latent_attention,
         rope,
         model,
@@ -110,5 +119,5 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
-    for rule in first + others + of_models:
+    for rule in first + others + of_models + (evaluation, best):
         rule(cfg)

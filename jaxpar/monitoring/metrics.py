@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxpar.config import Config, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
 from jaxpar.model.flops import train_flops_per_token
-from jaxpar.monitoring import stragglers
+from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RoutingWriter
@@ -200,14 +200,14 @@ class MetricsWriter:
         if self.sinks is not None:
             self.sinks.write(record)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print a held-out loss, and bits per byte if the text's length is known."""
-        record, line = {"step": step, "held_out_loss": loss}, f"held-out loss {loss:.4f}"
-        if bits_per_byte is not None:
-            record["bits_per_byte"] = bits_per_byte
-            line += f"   {bits_per_byte:.4f} bits per byte"
-        self.write(record)
-        self.screen.log(line)
+    def evaluation(self, step: int, scores: Mapping[str, evaluations.Score]) -> None:
+        """Record and print held-out losses.
+
+        Args:     scores: by name, as `evaluations.record_of`.
+        """
+        self.write({"step": step} | evaluations.record_of(scores))
+        for line in evaluations.lines(scores):
+            self.screen.log(line)
 
     def __enter__(self):
         return self

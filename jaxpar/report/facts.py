@@ -61,6 +61,8 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
     if "held_out_loss" in run.series:
         point = run.series["held_out_loss"].points()[-1]
         add("held-out loss", f"{run.last['held_out_loss']:.4f}", f"at step {point.step:,}")
+    if "test_loss" in run.last:
+        add("test loss", f"{run.last['test_loss']:.4f}", "nats per token, after the last step")
     if "tokens_seen" in run.last:
         add("tokens", short(run.last["tokens_seen"]))
     if run.sizes.get("step_seconds"):

@@ -28,7 +28,7 @@ from jaxpar.model.attention_context import (
 from jaxpar.model.moe.router import loss_weight_of
 from jaxpar.model.moe.tallies import with_tallies, without_tallies
 from jaxpar.model.weights import with_float32_gradients
-from jaxpar.optimizer import loss_scale, moments
+from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -184,6 +184,7 @@ def train_step(
         trainable, opt_state = moments.update(
             cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
         )
+        ema = moving_average.update(cfg, specs, state.ema, trainable, state.step, layers, ok)
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
@@ -195,7 +196,7 @@ def train_step(
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
-    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard), metrics
+    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard, ema), metrics
 
 
 def loss_and_gradients(

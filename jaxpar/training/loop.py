@@ -22,6 +22,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
+from jaxpar.training.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
@@ -31,6 +32,9 @@ def train(run: Run, watch: Watchdog) -> int:
     """Train to the last step, from the start or from a checkpoint. Returns the exit code."""
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
+        return exit_codes.EXIT_OK
+    if (judge := Judge(run.cfg, run.first_step)).stops:
+        log(f"already done: {run.dir}, stopped early: {judge.describe()}")
         return exit_codes.EXIT_OK
     several = jax.process_count() > 1
     with (
@@ -77,9 +81,16 @@ def steps(
             between.evaluate(step + 1, state)
             if between.save(step + 1, state):
                 return exit_codes.EXIT_PREEMPTED
+            if step + 1 == between.last:  # perhaps early
+                break
         between.finish()
     between.batches.close()
-    log(f"done: {run.dir}")
+    early = (
+        f", stopped early: {between.judge.describe()}"
+        if between.last < run.cfg.train.num_steps
+        else ""
+    )
+    log(f"done: {run.dir}{early}")
     return exit_codes.EXIT_OK
 
 

@@ -15,7 +15,13 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.replica_check import ReplicaCheck
-from jaxpar.step.state import TrainState, abstract_snapshot, compile_snapshot, without_values
+from jaxpar.step.state import (
+    TrainState,
+    abstract_snapshot,
+    compile_averaged,
+    compile_snapshot,
+    without_values,
+)
 from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.run import Run
 from jaxpar.training.step_programs import StepPrograms
@@ -49,7 +55,7 @@ def prepared(
               runs one thread at a time.
     """
     cfg, like = run.cfg, jax.tree.map(without_values, state)
-    saved = vars(abstract_snapshot(state, run.cfg, run.mesh))
+    saved = abstract_snapshot(state, run.cfg, run.mesh).saved
     with checkpoint.HostCopy(saved) as host:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         replicas = ReplicaCheck(cfg, run.mesh)
@@ -57,6 +63,7 @@ def prepared(
         def others() -> jax.stages.Lowered | None:
             compile_fingerprints(saved)
             compile_snapshot(like)
+            compile_averaged(like)
             if cfg.guard.replica_check_every:
                 replicas.compile(like)
             run.prepare_metrics()

@@ -36,8 +36,8 @@ from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
-from jaxpar.training.evaluation import check_labels
 from jaxpar.training.experts_selftest import test_experts
+from jaxpar.training.held_out import open_held_out
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
@@ -71,7 +71,9 @@ class Run:
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)
         self.mesh = make_mesh(self.cfg.parallel)
-        self.loader, self.held_out = self._loaders()
+        order = functools.partial(order_of, self.cfg)
+        self.loader = Loader(self.cfg, self.mesh, "train", order)
+        self.held_out = open_held_out(self.cfg, self.mesh, order)
         self.max_segments = max(split.max_documents for split in self._splits())
         if in_folder:
             self.loader.skipped = read_skipped(self.dir)
@@ -112,18 +114,8 @@ class Run:
             return None
         return checkpoint.read_saved(self.dir, self.first_step)
 
-    def _loaders(self) -> tuple[Loader, Loader | None]:
-        """Open the training data, and the held-out data if the run evaluates."""
-        order = functools.partial(order_of, self.cfg)
-        loader = Loader(self.cfg, self.mesh, "train", order)
-        if not self.cfg.evaluation.every:
-            return loader, None
-        held_out = Loader(self.cfg, self.mesh, self.cfg.evaluation.split, order)
-        check_labels(self.cfg, held_out)
-        return loader, held_out
-
     def _splits(self) -> list[Loader]:
-        return [self.loader, *([self.held_out] if self.held_out else [])]
+        return [self.loader, *self.held_out.loaders.values()]
 
     def _resume_from(self, saved: Any) -> dict[str, tuple[Any, Any]]:
         """Check that the checkpoint fits, and skip the batches that its run skipped.
