@@ -10,6 +10,7 @@ import pytest
 from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
+from jaxpar.training.step_guard import StepGuard
 from jaxpar.verification.replay import ReplayOptions, replay
 from tests import ranks
 
@@ -94,3 +95,24 @@ def test_a_step_is_replayed_with_its_size(whole, only_devices):
     with only_devices(1):
         said = replay(ReplayOptions(run=str(whole), step=5, repeat=1))
     assert said.startswith("nothing wrong: the step repeats bit for bit")
+
+
+def test_batches_keep_their_sizes_after_a_rewind(config_file, fields, train_on, monkeypatch):
+    """Batch 3, of the fourth step, is skipped: that step uses batch 4, of another size."""
+    look, raised = StepGuard.look, []
+
+    def spike_once(self, step, values):
+        if step == 3 and not raised:
+            raised.append(step)
+            raise exit_codes.Spike(step, "a spike of this test")
+        look(self, step, values)
+
+    monkeypatch.setattr(StepGuard, "look", spike_once)
+    more = ["--train.num-steps", "6", "--guard.spike", "rewind", "--guard.spike-skip", "1"]
+    assert train_on(1, config_file, *fields, *more) == exit_codes.EXIT_OK
+    found = records(Path(config_file).parent / "run")
+    sizes = [*SIZES[:3], *SIZES[4:], SIZES[-1]]
+    assert [(found[n]["global_batch_size"], found[n]["seq_len"]) for n in found] == sizes
+    seen = np.cumsum([rows * length for rows, length in sizes])
+    assert [found[n]["tokens_seen"] for n in found] == seen.tolist()
+    assert read_saved(Path(config_file).parent / "run").tokens_seen == seen[-1]
