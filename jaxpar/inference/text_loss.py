@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
@@ -46,7 +49,7 @@ def text_loss(
     there, known = sum(loader.sequences_per_epoch), model.cfg.evaluation.num_batches
     wanted = sequences or known * model.cfg.train.global_batch_size
     number = min(wanted, there)
-    step = make_eval_step(cfg, model.mesh, loader.max_documents)
+    step = _eval_step(cfg, model.mesh, loader.max_documents)
     name = cfg.data.held_out or ", ".join(share.path for share in shares(cfg))
     with stage(f"evaluating on {split} of {name}"):
         loss = mean_loss(step, model.params, _first(loader, number, batch_size))
@@ -57,6 +60,12 @@ def text_loss(
     what = f"{number:,} of {there:,} sequences of {cfg.data.seq_len} tokens"
     log(f"{split} loss {score}   {name}, {what}")
     return score
+
+
+@functools.cache
+def _eval_step(cfg: Config, mesh: Mesh, most: int) -> Any:
+    """Return the evaluation step, which is compiled once for all checkpoints of a run."""
+    return make_eval_step(cfg, mesh, most)
 
 
 def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config:
