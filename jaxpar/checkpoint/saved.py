@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.checkpoint import integrity
-from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig, flag, replace
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelConfig,
+    default_of,
+    flag,
+    replace,
+    value_of,
+)
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lists.mixture import stages
+from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
@@ -44,7 +54,10 @@ STORAGE_DTYPES = tuple(
 )
 
 #: Fields that may not change during a run: the meaning of the moments, and the order of the data.
-RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
+RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
+
+#: Fields that decide the sizes of steps. A run may change them for steps to come.
+SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
 
 #: The weights of a checkpoint: those that are trained, or their moving average.
 type Weights = Literal["trained", "ema"]
@@ -223,7 +236,10 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
     if cfg.data.shuffle != "auto":  # which is the order of the saved run
         fixed += ("data.shuffle",)
+    if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
+        fixed += ("train.global_batch_size",)
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
+    _check_sizes(cfg, saved)
     now = fingerprint(cfg)
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
@@ -232,6 +248,21 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         fix = f"use a new run.dir, or set it back to {then}"
         raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
     _check_stages(cfg, saved)
+
+
+def _check_sizes(cfg: Config, saved: Saved) -> None:
+    """Raises:   ConfigError if steps before the saved one had another size."""
+    then = by_path(saved.config)
+    fields = {path: then.get(path, default_of(path)) for path in SIZE_FIELDS}
+    batches = saved.step + sum(count for _, count in saved.skipped_batches)
+    past, now = (list(step_sizes(one).until(batches)) for one in (replace(cfg, **fields), cfg))
+    if past != now:
+        changed = [path for path in SIZE_FIELDS if value_of(cfg, path) != fields[path]]
+        path = next((one for one in changed if one in (BATCHES, LENGTHS)), changed[0])
+        rule = f"changes the size of steps before step {saved.step}, after which {saved} continues"
+        before = " ".join(flag(one, fields[one]) for one in changed)
+        fix = f"use {before}, or change only later steps"
+        raise ConfigError(path, value_of(cfg, path), rule, fix)
 
 
 def _check_stages(cfg: Config, saved: Saved) -> None:

@@ -70,7 +70,11 @@ def _eval_step(cfg: Config, mesh: Mesh, most: int) -> Any:
 
 def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config:
     """Return the model's config with this dataset and batch size."""
-    values = {"train.global_batch_size": batch_size}
+    values = {
+        "train.global_batch_size": batch_size,
+        "train.batch_schedule": "",
+        "data.length_schedule": "",
+    }
     if data is None:
         if model.step is None:
             rule = "is needed: a published model has no data of its own"
@@ -86,7 +90,7 @@ def _first(loader: Loader, number: int, batch_size: int) -> Iterator[Batch]:
     """Yield batches of the first sequences. Sequences beyond them have no labels."""
     limit = jax.jit(
         lambda labels, rest: jnp.where(jnp.arange(batch_size)[:, None] < rest, labels, IGNORED),
-        out_shardings=loader.abstract_batch.labels.sharding,
+        out_shardings=loader.abstract_batch().labels.sharding,
     )
     with contextlib.closing(loader.prefetched()) as batches:
         for step, batch in itertools.islice(batches, -(-number // batch_size)):

@@ -1,7 +1,7 @@
 """Builds the charts over steps and tokens from the runs' series."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -42,6 +42,8 @@ SHOWN = (
     Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
+    Shown("global_batch_size", "Sequences of a step"),
+    Shown("seq_len", "Tokens of a sequence"),
     Shown("tokens_per_second_per_device", "Throughput per device"),
     Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
@@ -107,9 +109,9 @@ def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
 def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
     lines, ticks = [], []
     for index, run in enumerate(runs):
-        factor = 1.0 if view == "steps" else run.tokens_per_step
-        lines += _lines(index, run, shown, factor)
-        ticks += [Tick(index, m.kind, m.step * factor, f"{run.name}: {m.text}") for m in run.marks]
+        place = float if view == "steps" else run.tokens_at
+        lines += _lines(index, run, shown, place)
+        ticks += [Tick(index, m.kind, place(m.step), f"{run.name}: {m.text}") for m in run.marks]
     ends = [x for line in lines for x, _ in line.points]
     if shown.name == "last half":
         # The points cover all steps. The loss determines where the second half begins.
@@ -127,17 +129,17 @@ def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
     return chart.line_chart(full)
 
 
-def _lines(index: int, run: RunRead, shown: Shown, factor: float) -> list[Line]:
+def _lines(index: int, run: RunRead, shown: Shown, place: Callable[[int], float]) -> list[Line]:
     points = points_of(run, shown.name)
-    main = [(p.step * factor, p.smooth if shown.smooth else p.mean) for p in points]
-    band = [(p.step * factor, p.low, p.high) for p in points]
+    main = [(place(p.step), p.smooth if shown.smooth else p.mean) for p in points]
+    band = [(place(p.step), p.low, p.high) for p in points]
     single = all(p.low == p.high for p in points)
     found = []
     if shown.smooth and single:
-        found.append(Line(index, [(p.step * factor, p.mean) for p in points], "raw"))
+        found.append(Line(index, [(place(p.step), p.mean) for p in points], "raw"))
     found.append(Line(index, main, "line", () if single else band))
     if shown.beside:
-        beside = [(p.step * factor, p.mean) for p in points_of(run, shown.beside)]
+        beside = [(place(p.step), p.mean) for p in points_of(run, shown.beside)]
         found.append(Line(index, beside, "dots"))
     return found
 
@@ -191,6 +193,8 @@ def hover_data(runs: Sequence[RunRead]) -> dict[str, Any]:
             if points:
                 values = [rounded(p.smooth if smooth else p.mean) for p in points]
                 metrics[name] = {"x": [p.step for p in points], "y": values}
+                if run.sizes_change:
+                    metrics[name]["tokens"] = [run.tokens_at(p.step) for p in points]
         tokens = run.tokens_per_step
         found.append({"name": run.name, "tokens_per_step": tokens, "metrics": metrics})
     beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}

@@ -1,10 +1,13 @@
 """Reads a run's folder for a report: metrics in bounded memory, and events."""
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
@@ -32,7 +35,8 @@ SMOOTH = 1 / 50
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
     """loss held_out_loss ema_loss grad_norm learning_rate tokens_per_second_per_device mfu
-    memory_gib data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
+    memory_gib global_batch_size seq_len tokens_seen
+    data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
     fullest_rank_mean further_rounds""".split()
 )
 
@@ -92,6 +96,22 @@ class RunRead:
     def tokens_per_step(self) -> float:
         """Tokens per step; 0 if not recorded."""
         return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
+
+    def tokens_at(self, step: int) -> float:
+        """Return the tokens of the first steps, between records on a straight line."""
+        if not self.sizes_change:
+            return step * self.tokens_per_step
+        return float(np.interp(step, *self._tokens_of_steps))
+
+    @property
+    def sizes_change(self) -> bool:
+        """Whether steps have different numbers of tokens."""
+        return "global_batch_size" in self.series
+
+    @functools.cached_property
+    def _tokens_of_steps(self) -> tuple[list[int], list[float]]:
+        points = self.series["tokens_seen"].points() if "tokens_seen" in self.series else []
+        return [0, *(p.step for p in points)], [0.0, *(p.high for p in points)]
 
     @property
     def num_steps(self) -> int:
@@ -174,7 +194,7 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
                     continue
                 run.series[name] = Series(0, found.last_step, span)
             run.series[name].add(step, values[name])
-        for name in ("step_seconds", "mfu"):
+        for name in ("step_seconds", "mfu", "tokens_per_second_per_device"):
             sizes[name].add(values.get(name, 0.0))
         if "loss" in values and step > half:
             run.last_half.add(step, values["loss"])

@@ -50,6 +50,7 @@ from jaxpar.step.expert_loads import (
     rows_of_all_layers,
 )
 from jaxpar.step.layer_order import layers_here, slots_in_use
+from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
@@ -173,7 +174,7 @@ def train_step(
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
     metrics, grads, loads = loss_gradients_and_loads(
-        ex, max_segments, state.params, batch, scale, record=record
+        ex, max_segments, state.params, batch, scale, record=record, step=state.step
     )
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
     trainable, frozen = split(state.params, parameters.specs_of(cfg))
@@ -217,11 +218,13 @@ def loss_gradients_and_loads(
     scale: jax.Array | float = 1.0,
     *,
     record: bool = False,
+    step: jax.Array | None = None,
 ) -> tuple[StepMetrics, Any, ExpertLoads | None]:
     """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
     Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`). record: whether
-              the loads have the experts of each token.
+              the loads have the experts of each token. step: int32 scalar, steps before this one;
+              None counts as none.
     Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
@@ -238,7 +241,7 @@ def loss_gradients_and_loads(
     frozen = join(frozen, slots_in_use(cfg))
     if record or batch.experts is not None:
         weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
-    model = staged_model(ex, max_segments, scale)
+    model = staged_model(ex, max_segments, scale, step)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
@@ -285,14 +288,17 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
 
 
 def staged_model(
-    ex: Execution, max_segments: int | None, scale: jax.Array | float | None = None
+    ex: Execution,
+    max_segments: int | None,
+    scale: jax.Array | float | None = None,
+    step: jax.Array | None = None,
 ) -> StagedModel:
     """Return the configured model in the form that the schedules of microbatches run.
 
     Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
-              backward.
+              backward. step: as in `loss_gradients_and_loads`.
     """
-    cfg = ex.cfg
+    cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
 
     def context(mb: Batch) -> AttentionContext:
         context = across_devices(attention_context(mb, cfg, max_segments), cfg)
@@ -304,9 +310,11 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = functools.partial(transformer.head, cfg=cfg)
+    head = functools.partial(transformer.head, cfg=cfg, weights=weights)
     if cfg.model.mtp_depth and scale is not None:
-        head = functools.partial(transformer.head_with_modules, ex=ex, context_of=context)
+        head = functools.partial(
+            transformer.head_with_modules, ex=ex, context_of=context, weights=weights
+        )
     return StagedModel(
         embed=embed,
         context=context,

@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
-from jaxpar.training.early_stop import Judge
+from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 
@@ -26,6 +26,7 @@ from jaxpar.training.run import Run
 IN_WORDS = {
     "step": "step {}",
     "data wait": "waiting for the batch of step {}",
+    "compile": "compiling for the size of step {}",
     "evaluation": "evaluating after step {}",
     "save wait": "waiting for the save of step {}",
     "restore": "going back from step {}",
@@ -69,11 +70,11 @@ class BetweenSteps:
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
         self.batches = run.loader.prefetched(self.first)
-        event, step = self.phases.spent.event, self.ready.train_step.program
+        event, programs = self.phases.spent.event, self.ready.train_step
         saver = checkpoint.Checkpointer(
             cfg, log, run.loader.skipped, event, run.asked, self.ready.host
         )
-        profiler = RunProfiler(cfg, run.dir, step, describe(run.mesh), log)
+        profiler = RunProfiler(cfg, run.dir, programs, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
             self.saver.keep_best(self.judge.best)
@@ -93,10 +94,19 @@ class BetweenSteps:
         self.phases.enter("data wait", step + 1)
         began = time.perf_counter()
         _, batch = next(self.batches)
+        self.data_wait = time.perf_counter() - began
+        first = not self.ready.train_step.has(batch)
+        if first:
+            self._compile_for(step, state, batch)
         self.began = time.perf_counter()
-        self.data_wait = self.began - began
-        self.phases.enter("step", step + 1, slow=step == self.first)
+        self.phases.enter("step", step + 1, slow=first or step == self.first)
         return batch
+
+    def _compile_for(self, step: int, state: TrainState, batch: Batch) -> None:
+        """Compile the train step for batches of another size than before."""
+        self.metrics.pause()
+        self.phases.enter("compile", step + 1, slow=True)
+        self.ready.train_step.prepare(state, batch)
 
     def report(self, step: int, metrics: StepMetrics) -> None:
         """Write the metrics of the previous step, whose values have arrived by now."""
@@ -140,7 +150,7 @@ class BetweenSteps:
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
             self.run.records.before_save()
-            tokens = done * cfg.train.global_batch_size * cfg.data.seq_len
+            tokens = self.run.loader.sizes_of_steps.tokens_before(done)
             self.saver.save(state, done, tokens, self.judge.best)
             spent.record(done)
         if stopping:

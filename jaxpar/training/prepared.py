@@ -1,6 +1,7 @@
 """What the training loop needs, made before its first step: programs, and memory for saves."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import jax
 from jaxpar import checkpoint
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.replica_check import ReplicaCheck
@@ -20,15 +22,16 @@ from jaxpar.step.state import (
     compile_snapshot,
     without_values,
 )
-from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.run import Run
+from jaxpar.training.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The programs that the loop runs, and memory that its saves will need."""
 
-    train_step: FirstRunAlone
+    train_step: StepPrograms
     evaluation: Evaluation
     replicas: ReplicaCheck
     host: checkpoint.HostCopy
@@ -38,9 +41,9 @@ class Prepared:
 def prepared(
     run: Run,
     state: TrainState,
-    compile_step: Callable[[Run, TrainState, Callable[[], None]], FirstRunAlone],
+    compile_step: Callable[[Run, TrainState, Batch, Callable[[], None]], FirstRunAlone],
 ) -> Iterator[Prepared]:
-    """Compile the train step, and whatever evaluations, checks and saves run.
+    """Compile the train step for the first size, and whatever evaluations, checks and saves run.
 
     Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
     The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
@@ -73,8 +76,9 @@ def prepared(
 
         waiting: list[Future[jax.stages.Lowered | None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
-            train_step = compile_step(run, state, beside)
-            train_step.alone = host.paused
+            compile_for = functools.partial(compile_step, run)
+            train_step = StepPrograms(compile_for, run.config_of, host.paused)
+            train_step.prepare(state, run.loader.abstract_batch(run.first_step or 0), beside)
             with stage("compiling the programs of evaluations and saves"):
                 lowered = waiting[0].result()
                 if lowered is not None:

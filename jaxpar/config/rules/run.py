@@ -3,6 +3,7 @@
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
+from jaxpar.config.lists.shares import shares_of_steps
 from jaxpar.config.rules.paths import check_path, check_run_folder
 
 
@@ -38,7 +39,8 @@ def initial_weights(cfg: Config) -> None:
 
 
 def schedule(cfg: Config) -> None:
-    """Check that the schedule has a decay whose steps can be set."""
+    """Check what the schedule counts, and that it has a decay whose steps can be set."""
+    shares_of_steps(cfg.optimizer)
     o, path = cfg.optimizer, "optimizer.decay_steps"
     rule = "has no effect: the learning rate is constant after the warm-up"
     ok = o.decay_steps == 0 or o.schedule != "constant"

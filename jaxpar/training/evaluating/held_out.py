@@ -1,6 +1,6 @@
 """The data that a run is evaluated on: its held-out split, its named sets, its test split."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,15 @@ from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_o
 from jaxpar.data import Loader
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.sources import check_tokenizers
+
+type Order = Callable[[int], np.ndarray | None]
+"""As in `Loader`."""
+
+#: Fields that do not apply to the training split of a dataset that is evaluated.
+OF_TRAINING = (
+    *("data.mixture", "data.mixture_schedule", "data.length_schedule"),
+    "train.batch_schedule",
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class HeldOut:
         return {**self.repeated, **self.last}
 
 
-def open_held_out(cfg: Config, mesh: Mesh, order: np.ndarray | None) -> HeldOut:
+def open_held_out(cfg: Config, mesh: Mesh, order: Order) -> HeldOut:
     """Open the data of all evaluations, and check that each has labels.
 
     Args:     order: as in `Loader`.
@@ -48,7 +57,7 @@ def open_held_out(cfg: Config, mesh: Mesh, order: np.ndarray | None) -> HeldOut:
     return found
 
 
-def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: np.ndarray | None) -> Loader:
+def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: Order) -> Loader:
     """Open a set of `evaluation.sets`.
 
     Raises:   ConfigError that names the set, if it is missing or cannot be used.
@@ -57,8 +66,7 @@ def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: np.ndarray | Non
     alone = replace(cfg, **{"data.held_out": named.path})
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
-        only = {"data.path": named.path, "data.mixture": "", "data.mixture_schedule": ""}
-        alone = replace(cfg, **only)
+        alone = replace(cfg, **{"data.path": named.path} | dict.fromkeys(OF_TRAINING, ""))
     try:
         return Loader(alone, mesh, named.split, order)
     except ConfigError as error:

@@ -17,7 +17,7 @@ from jaxpar.step import compiled
 from jaxpar.step.evaluating import mean_loss
 from jaxpar.step.state import TrainState, averaged
 from jaxpar.step.train_step import make_eval_step
-from jaxpar.training.held_out import HeldOut
+from jaxpar.training.evaluating.held_out import HeldOut
 
 
 class Evaluation:
@@ -46,7 +46,9 @@ class Evaluation:
         Returns:  a `jax.stages.Lowered`; None without evaluation.
         """
         loader = next(iter(self.data.loaders.values()), None)
-        return None if loader is None else self.step.program.lower(params, loader.abstract_batch)
+        if loader is None:
+            return None
+        return self.step.program.lower(params, loader.abstract_batch())
 
     def due(self, done: int) -> list[str]:
         """Return the names of what is evaluated after `done` steps."""
