@@ -340,7 +340,7 @@ class EvaluationConfig:
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
     sets: str = ""
-    """Further sets, each with its own loss: NAME=PATH,NAME=PATH, or NAME=PATH:SPLIT. Empty: none."""
+    """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
 
