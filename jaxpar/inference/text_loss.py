@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.data import Loader
 from jaxpar.data.sources import check_tokenizers
 from jaxpar.inference.load import LoadedParams
@@ -38,7 +39,7 @@ def text_loss(
               evaluation of the run. batch_size: sequences at a time.
     Raises:   ConfigError for data that is missing or cannot be used.
     """
-    cfg = _with_data(model, data, batch_size)
+    cfg = without_schedules(_with_data(model, data, batch_size))
     try:
         loader = Loader(cfg, model.mesh, split)
     except ConfigError as error:

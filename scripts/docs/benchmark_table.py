@@ -58,9 +58,8 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    read = {
-        path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[dglmnoq]*.json")
-    }
+    paths = CARDS.glob("[dglmnoq]*.json")
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 

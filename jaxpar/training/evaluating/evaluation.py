@@ -46,9 +46,7 @@ class Evaluation:
         Returns:  a `jax.stages.Lowered`; None without evaluation.
         """
         loader = next(iter(self.data.loaders.values()), None)
-        if loader is None:
-            return None
-        return self.step.program.lower(params, loader.abstract_batch())
+        return None if loader is None else self.step.program.lower(params, loader.abstract_batch())
 
     def due(self, done: int) -> list[str]:
         """Return the names of what is evaluated after `done` steps."""

@@ -8,18 +8,13 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_out_sets
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.data import Loader
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.sources import check_tokenizers
 
-type Order = Callable[[int], np.ndarray | None]
-"""As in `Loader`."""
-
-#: Fields that do not apply to the training split of a dataset that is evaluated.
-OF_TRAINING = (
-    *("data.mixture", "data.mixture_schedule", "data.length_schedule"),
-    "train.batch_schedule",
-)
+#: The order of tokens along the sequence axis, by their number: as in `Loader`.
+type TokenOrder = Callable[[int], np.ndarray | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class HeldOut:
         return {**self.repeated, **self.last}
 
 
-def open_held_out(cfg: Config, mesh: Mesh, order: Order) -> HeldOut:
+def open_held_out(cfg: Config, mesh: Mesh, order: TokenOrder) -> HeldOut:
     """Open the data of all evaluations, and check that each has labels.
 
     Args:     order: as in `Loader`.
@@ -57,16 +52,17 @@ def open_held_out(cfg: Config, mesh: Mesh, order: Order) -> HeldOut:
     return found
 
 
-def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: Order) -> Loader:
+def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: TokenOrder) -> Loader:
     """Open a set of `evaluation.sets`.
 
     Raises:   ConfigError that names the set, if it is missing or cannot be used.
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
-    alone = replace(cfg, **{"data.held_out": named.path})
+    alone = without_schedules(replace(cfg, **{"data.held_out": named.path}))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
-        alone = replace(cfg, **{"data.path": named.path} | dict.fromkeys(OF_TRAINING, ""))
+        only = {"data.path": named.path, "data.mixture": "", "data.mixture_schedule": ""}
+        alone = replace(alone, **only)
     try:
         return Loader(alone, mesh, named.split, order)
     except ConfigError as error:
