@@ -74,8 +74,7 @@ class TrainConfig:
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
     early_stop_patience: int = 0
-    """Evaluations in a row without a lower loss of checkpoint.best after which the run ends. 0: it
-    never ends early."""
+    """Evaluations in a row without a lower loss of checkpoint.best that end the run. 0: never."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
@@ -262,8 +261,7 @@ class OptimizerConfig:
     second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of adamw's second moment."""
     ema_decay: float = 0.0
-    """Decay rate of an exponential moving average of the weights, such as 0.999, which is kept in
-    the state and has a held-out loss of its own. 0: none."""
+    """Decay rate of a moving average of the weights (EMA), such as 0.999. 0: none."""
     ema_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
@@ -294,8 +292,7 @@ class CheckpointConfig:
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
     best: str = ""
-    """Also keep the checkpoint with the lowest loss on this: held_out, ema, or a name of
-    evaluation.sets. It is saved when it is evaluated. Empty: none."""
+    """Also keep the one with the lowest loss on held_out, ema or a set's name. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""
@@ -343,8 +340,7 @@ class EvaluationConfig:
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
     sets: str = ""
-    """Further sets to evaluate on, each with its own loss: NAME=PATH,NAME=PATH. PATH:SPLIT takes
-    another split than evaluation.split. Empty: none."""
+    """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
 

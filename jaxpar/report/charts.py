@@ -11,7 +11,7 @@ from jaxpar.charts.chart import Chart, Line, Tick
 from jaxpar.charts.elements import e, table
 from jaxpar.charts.scale import Scale, scale_of, short
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.report.runs import OF_SETS, RunRead
+from jaxpar.report.runs import OF_FOLLOWERS, OF_SETS, RunRead
 from jaxpar.report.series import Point
 
 #: Rows per run in the table under a chart.
@@ -58,10 +58,19 @@ SHOWN = (
 
 
 def shown_of(runs: Sequence[RunRead]) -> list[Shown]:
-    """Return the charts of some runs: SHOWN, and one for each set of `evaluation.sets`."""
-    names = sorted({name for run in runs for name in run.series if name.startswith(OF_SETS)})
-    titles = {name: f"Held-out loss of {name.removeprefix(OF_SETS)}" for name in names}
-    return [*SHOWN, *(Shown(name, title) for name, title in titles.items())]
+    """Return the charts of some runs: SHOWN, one for each set of `evaluation.sets`, and one for
+    each result of followers."""
+    names = sorted({name for run in runs for name in run.series})
+    found = [
+        (n, f"Held-out loss of {n.removeprefix(OF_SETS)}") for n in names if n.startswith(OF_SETS)
+    ]
+    followed = {
+        "followed_loss": "Loss, from a follower",
+        "followed_bits_per_byte": "Bits per byte, from a follower",
+    }
+    for name in (name for name in names if name.startswith(OF_FOLLOWERS)):
+        found.append((name, followed.get(name, name.partition("/")[2].replace("/", ", "))))
+    return [*SHOWN, *(Shown(name, title) for name, title in found)]
 
 
 def points_of(run: RunRead, name: str) -> list[Point]:

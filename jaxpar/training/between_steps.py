@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
-from jaxpar.training.early_stop import Judge
+from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 

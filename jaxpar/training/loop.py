@@ -22,7 +22,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
-from jaxpar.training.early_stop import Judge
+from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run

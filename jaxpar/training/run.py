@@ -36,8 +36,8 @@ from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
+from jaxpar.training.evaluating.held_out import open_held_out
 from jaxpar.training.experts_selftest import test_experts
-from jaxpar.training.held_out import open_held_out
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard

@@ -105,10 +105,13 @@ def _as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None]) -> Sinks:
+def open_sinks(
+    cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None], name: str = ""
+) -> Sinks:
     """Open the sinks that the config enables, in process 0; none in the others.
 
     Args:     first_step: steps done so far; metrics of an earlier attempt beyond it are replaced.
+              name: of the run in W&B. Empty: that of its folder.
     """
     m, ways = cfg.metrics, dict[str, Callable[[], Sink]]()
     if jax.process_index() != 0:
@@ -118,7 +121,7 @@ def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str],
         ways["TensorBoard"] = functools.partial(TensorBoard, folder, first_step)
     if m.wandb:
         about = dataclasses.asdict(cfg)
-        ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about)
+        ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about, name)
     if m.prometheus_port:
         address, port = m.prometheus_address, m.prometheus_port
         ways["Prometheus"] = functools.partial(Prometheus, address, port, run_dir)
