@@ -48,8 +48,8 @@ class ModelConfig:
     """Number of transformer layers."""
     layer_pattern: str = ""
     """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). M: Mamba-2. -: a feed-forward layer; other layers then have none
-    (Nemotron-H). Empty: attention in all layers."""
+    (Qwen3-Next: GGG*). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers
+    have no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -85,7 +85,7 @@ class ModelConfig:
     """Biases on the three projections of each expert (gpt-oss). Shared experts have none."""
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
-    GLU of width num_shared_experts * d_ff."""
+    feed-forward of width num_shared_experts * d_ff."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
     each token (Qwen3-Next)."""
@@ -93,7 +93,7 @@ class ModelConfig:
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
-    """Width of the feed-forward layer in layers without experts. None: d_ff."""
+    """Width of the feed-forward in dense_layers, or in layers of kind - beside E. None: d_ff."""
     moe_every: int = 1
     """Every Nth layer has experts (Llama 4 Maverick: 2), and dense_layers is the number of the
     others. 1: all layers but the first dense_layers."""
@@ -168,8 +168,8 @@ class ModelConfig:
     mlp_bias: bool = False
     """Biases on the feed-forward projections."""
     mlp_gate: bool = True
-    """The feed-forward is a gated linear unit, of three matrices. False: act(x W_up) W_down, of two
-    (GPT-3)."""
+    """The feed-forward, or each expert, is a gated linear unit, of three matrices. False:
+    act(x W_up) W_down, of two (GPT-3, Nemotron 3)."""
     sliding_window: int | None = None
     """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
     attention_chunk: int | None = None

@@ -42,7 +42,10 @@ ROWS: dict[str, tuple[str, str]] = {
     "kimi_k2": ("Kimi K2", "kimi_k2"),
     "qwen3_next": ("Qwen3-Next", "qwen3_next_80b_a3b"),
     "qwen3_5_text": ("Qwen3.5 (text, dense)", ""),
-    "nemotron_h": ("Nemotron-H, Nemotron Nano 2", "nemotron_h_8b"),
+    "nemotron_h": (
+        "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+        "nemotron_h_8b nemotron_3_nano",
+    ),
     "olmo2": ("OLMo 2", ""),
     "olmo3": ("OLMo 3", ""),
     "smollm3": ("SmolLM3", ""),

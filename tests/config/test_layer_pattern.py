@@ -61,6 +61,20 @@ CASES = [
         {"model.layer_pattern": "G*-", "model.num_layers": 3, "model.num_experts": 4},
         "num_experts = 4: does not support model.layer_pattern.*dense",
     ),
+    (
+        {"model.layer_pattern": "G*E", "model.num_layers": 3},
+        r"num_experts = 0: must be above 0: .* with experts \(E\).*experts 8.*G\*-",
+    ),
+    (
+        {"model.layer_pattern": "G*E", "model.num_experts": 4, "model.dense_d_ff": 8}
+        | {"model.num_layers": 3},
+        "dense_d_ff = 8: needs model.dense_layers, which is 0",
+    ),
+    (
+        {"model.layer_pattern": "G*E-", "model.num_experts": 4, "model.dense_d_ff": 9}
+        | {"model.num_layers": 4, "parallel.tensor": 2, "model.d_ff": 8},
+        "dense_d_ff = 9: must be divisible by parallel.tensor = 2.*dense-d-ff 10",
+    ),
     ({"model.layer_pattern": "", "model.rope_fraction": 0.0} | DEFAULTS, "rope_fraction = 0.0"),
     (PLAIN | DEFAULTS | {"model.recurrent_backend": "triton"}, "needs a layer of kind G or M"),
     (KERNELS | {"model.dtype": "float32"}, "backend = 'triton': needs bfloat16.*dtype bfloat16"),

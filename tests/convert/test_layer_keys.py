@@ -3,9 +3,9 @@
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.families import GEMMA3, LLAMA, QWEN2, QWEN3_MOE
+from jaxpar.convert.hf.keys import layers
 from tests.convert import tiny
 
 SCALED = {
@@ -31,7 +31,7 @@ SCALING = RopeScaling(factor=32.0)
     ],
 )
 def test_rope_forms(values, wanted):
-    found = layer_keys.read(values, LLAMA, 2)
+    found = layers.read(values, LLAMA, 2)
     assert (found["rope_theta"], found["rope_scaling"]) == wanted
 
 
@@ -60,7 +60,7 @@ TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
     ],
 )
 def test_layers_of_two_kinds(values):
-    found = layer_keys.read(GEMMA3.defaults | values, GEMMA3, 8)
+    found = layers.read(GEMMA3.defaults | values, GEMMA3, 8)
     wanted = {"sliding_window": 8, "rope_theta": 1e6, "local_rope_theta": 1e4, "global_every": 6}
     assert found == wanted | {"rope_scaling": None, "local_rope_scaling": True}
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_read_back(name):
 )
 def test_gemmas_layers_are_read_back(fields):
     model = ModelConfig(num_layers=8, **fields)
-    found = layer_keys.read(layer_keys.write(model, GEMMA3), GEMMA3, 8)
+    found = layers.read(layers.write(model, GEMMA3), GEMMA3, 8)
     back = ModelConfig(num_layers=8, **found)
     theta = lambda m: m.rope_theta if m.local_rope_theta is None else m.local_rope_theta  # noqa: E731
     same = ("sliding_window", "global_every", "rope_theta")
@@ -129,7 +129,7 @@ def test_gemmas_layers_are_read_back(fields):
 )
 def test_what_ours_cannot_express(family, values, said):
     with pytest.raises(ConfigError, match=said):
-        layer_keys.read(family.defaults | values, family, 4)
+        layers.read(family.defaults | values, family, 4)
 
 
 def test_the_other_name_of_the_number_of_experts():

@@ -35,6 +35,7 @@ def test_every_parameter_has_a_name():
         ModelConfig(kv_lora_rank=16, num_experts=4, dense_layers=1, mtp_depth=1),
         ModelConfig(kv_lora_rank=16, q_lora_rank=16, layer_pattern="M*-"),
         ModelConfig(num_experts=4, num_shared_experts=1, shared_expert_gate=True),
+        ModelConfig(layer_pattern="ME*-", num_experts=4, num_shared_experts=1, mlp_gate=False),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
@@ -93,7 +94,7 @@ def test_models_that_torch_cannot_compute_are_refused():
 
 
 #: One of each kind of layer.
-QUICK = ["llama3_1", "gemma3", "qwen3_moe", "deepseek_v2", "deepseek_v3_whole", "nemotron_h"]
+QUICK = ["llama3_1", "gemma3", "qwen3_moe", "deepseek_v2", "deepseek_v3_whole", "nemotron_3"]
 QUICK += ["qwen3_next"]
 
 

@@ -108,6 +108,7 @@ def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
             "o_proj.weight": (D, H * K),
         },
         "-": {"up_proj.weight": (F, D), "down_proj.weight": (D, F)},
+        "E": _experts_without_gate(values, D),
     }
     found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (V, D)}
     for i, letter in enumerate(values["hybrid_override_pattern"]):
@@ -115,6 +116,18 @@ def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
         found[layer + "norm.weight"] = (D,)
         found |= {f"{layer}mixer.{name}": shape for name, shape in of_kind[letter].items()}
     return found | {"backbone.norm_f.weight": (D,), "lm_head.weight": (V, D)}
+
+
+def _experts_without_gate(values: dict, D: int) -> dict[str, tuple[int, ...]]:
+    """Nemotron 3's: two matrices each, and a shared one of its own width."""
+    if "n_routed_experts" not in values:
+        return {}
+    E, F = values["n_routed_experts"], values["moe_intermediate_size"]
+    S = values["moe_shared_expert_intermediate_size"]
+    found = _experts("", E, D, {"up_proj": (F, D), "down_proj": (D, F)})
+    shared = {"up_proj": (S, D), "down_proj": (D, S)}
+    found |= {f"shared_experts.{name}.weight": shape for name, shape in shared.items()}
+    return found | {"gate.e_score_correction_bias": (E,)}
 
 
 def _module(values: dict, layer: str, D: int) -> dict[str, tuple[int, ...]]:

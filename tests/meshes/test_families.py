@@ -34,8 +34,11 @@ EXPERTS = (
     "expert=2,sequence=2",
     "pipeline=2,num_microbatches=2,expert=2,zero=1",
 )
-#: One model of each family; the other models differ in what other tests compare.
-MODELS = {family_of(values).model_type: name for name, values in tiny.MODELS.items()}
+#: One model of each table; the other models differ in what other tests compare.
+MODELS = {
+    (family.model_type, "num_experts" in family.fields): name
+    for name, family in ((name, family_of(values)) for name, values in tiny.MODELS.items())
+}
 
 
 def config_of(name: str) -> Config:

@@ -44,7 +44,7 @@ from jaxpar.convert.hf.entries import (
     of_modules,
 )
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.hybrid_families import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from jaxpar.convert.hf.hybrid_families import NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_5, QWEN3_NEXT
 
 _SILU = {"hidden_act": "silu"}
 
@@ -386,7 +386,7 @@ GPT_OSS = Family(
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, NEMOTRON_H_EXPERTS),
     *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3, LLAMA4),
     *(GPT2, GPT_NEOX, STARCODER2),
 )

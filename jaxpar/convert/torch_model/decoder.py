@@ -30,14 +30,20 @@ def load(file: str | Path) -> "Decoder":
 
 def layer(m: SimpleNamespace, i: int) -> Layer:
     """Layer i of the model. The first ones may be dense, in a model with experts."""
-    if i < m.dense_layers:
-        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
-        m = SimpleNamespace(**vars(m) | dense)
     pattern = m.layer_pattern or "*"
     letter = pattern[i % len(pattern)]
-    attention = LatentAttentionLayer if m.kv_lora_rank else AttentionLayer
-    kinds = {"*": attention, "G": DeltaNetLayer, "M": MambaLayer, "-": FeedForwardLayer}
-    return kinds[letter](m, feeds_forward=letter == "-" or "-" not in pattern)
+    if i < m.dense_layers or letter == "-":
+        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
+        m = SimpleNamespace(**vars(m) | dense)
+    kinds = {
+        "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
+        "G": DeltaNetLayer,
+        "M": MambaLayer,
+        "-": FeedForwardLayer,
+        "E": FeedForwardLayer,
+    }
+    feeds_forward = letter in "-E" or set("-E").isdisjoint(pattern)
+    return kinds[letter](m, feeds_forward=feeds_forward)
 
 
 class Decoder(nn.Module):

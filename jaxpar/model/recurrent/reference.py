@@ -12,13 +12,21 @@ from jaxpar.config import ModelConfig
 
 type Tree = dict[str, Any]
 
+#: The stack of each kind of layer.
+STACKS = {
+    "*": "layers",
+    "G": "delta_layers",
+    "M": "mamba_layers",
+    "-": "mlp_layers",
+    "E": "moe_layers",
+}
+
 
 def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
     """Return the parameters of layer i, from the stack of its kind."""
     if m.layer_pattern:
         letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
-        names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
-        stack = names[letters[i]]
+        stack = STACKS[letters[i]]
         return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
     if m.moe_every > 1:
         before, is_moe = (i + 1) // m.moe_every, (i + 1) % m.moe_every == 0
@@ -27,6 +35,16 @@ def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
     dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
+
+
+def stacks_of_biases(params: Tree, m: ModelConfig) -> list[str]:
+    """Return the stack of each layer with a router's bias, in order; modules come last."""
+    has_bias = {stack for stack in params if "router_bias" in params[stack]}
+    if not m.layer_pattern:
+        stacks = (stack for stack in ("layers", "mtp") if stack in has_bias)
+        return [stack for stack in stacks for _ in params[stack]["router_bias"]]
+    letters = m.layer_pattern * (m.num_layers // len(m.layer_pattern))
+    return [STACKS[kind] for kind in letters if STACKS[kind] in has_bias]
 
 
 def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:

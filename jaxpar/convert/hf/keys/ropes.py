@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar.config import RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
-from jaxpar.convert.hf.latent_keys import score_keys
+from jaxpar.convert.hf.keys.latents import score_keys
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
