@@ -42,7 +42,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3 by default; also Qwen3, Mistral, Mixtral, Gemma 3 and DeepSeek-V3."""
+    """The decoder: Llama 3 by default; docs/families.md lists others."""
 
     num_layers: int = 4
     """Number of transformer layers."""
@@ -192,6 +192,12 @@ class ModelConfig:
     """Gated DeltaNet: width of a query or key."""
     linear_value_head_dim: int = 32
     """Gated DeltaNet: width of a value."""
+    linear_allow_neg_eigval: bool = False
+    """Gated DeltaNet: rates of a write of up to 2 instead of 1, so that a state may change its sign
+    along a key (OLMo Hybrid)."""
+    linear_norm_eps: float | None = None
+    """Gated DeltaNet: added to the mean square in the RMSNorm of a head's output. None: norm_eps
+    (Qwen3-Next)."""
     mamba_num_heads: int = 8
     """Mamba-2: heads, each with a state [mamba_state_size, mamba_head_dim]."""
     mamba_head_dim: int = 32
@@ -220,6 +226,10 @@ class ModelConfig:
     post_norms: bool = False
     """Apply RMSNorm also to the outputs of attention and feed-forward, before the residual
     addition (Gemma)."""
+    recurrent_norms: Literal["alike", "before"] = "alike"
+    """Norms in recurrent layers. alike: as pre_norms and post_norms say of all layers. before: of
+    the inputs of both branches, and none of outputs, whatever layers with attention have
+    (OLMo Hybrid)."""
     norm_offset: bool = False
     """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
@@ -279,6 +289,11 @@ class ModelConfig:
         if self.kv_lora_rank:
             return self.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def delta_norm_eps(self) -> float:
+        """The eps of the norm of Gated DeltaNet's output."""
+        return self.norm_eps if self.linear_norm_eps is None else self.linear_norm_eps
 
     @property
     def attention_scale(self) -> float:

@@ -21,6 +21,7 @@ from jaxpar.runtime import hub
 #: none of.
 HARMLESS = frozenset(
     """_name_or_path _sliding_window_pattern experts_per_token hidden_act
+    linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
     initial_context_length activation_dropout architectures aux_loss_alpha attention_dropout
     attn_pdrop auto_map
     bos_token_id cache_implementation classifier_dropout dtype embd_pdrop embedding_dropout

@@ -17,6 +17,7 @@ from jaxpar.config.layout.layer_kinds import (
     has_experts,
     has_feed_forward,
     kinds,
+    norms_of,
 )
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
@@ -90,12 +91,13 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
         blocks = latent_attention.specs(m, matrix, gain, deep)
     elif has_mixer:
         blocks = _attention(m, matrix, vector, deep)
-    if m.pre_norms:
+    pre_norms, post_norms = norms_of(m, kind)
+    if pre_norms:
         norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
         blocks |= {name: gain((D,), ("norm",)) for name in norms}
         if m.norm == "layer":
             blocks |= {f"{name}_bias": vector((D,), ("norm",), "zeros") for name in norms}
-    if m.post_norms:
+    if post_norms:
         blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
     if not feeds_forward:
         return blocks

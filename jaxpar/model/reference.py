@@ -162,6 +162,9 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
     A layer without a rotary embedding has rope_fraction 0.
     """
+    if m.layer_pattern and m.recurrent_norms == "before":
+        recurs = m.layer_pattern[i % len(m.layer_pattern)] in "GM"
+        m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
     if m.global_every == 0:

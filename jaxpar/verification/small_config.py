@@ -153,6 +153,8 @@ def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
     of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}
     there = (of for kind, of in of_kinds.items() if kind in m.layer_pattern)
     sizes = {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+    if m.linear_norm_eps is not None:
+        sizes["model.linear_norm_eps"] = max(m.linear_norm_eps, RECURRENT_EPS)
     return sizes | {"model.norm_eps": max(m.norm_eps, RECURRENT_EPS)}
 
 

@@ -48,6 +48,7 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "olmo2": ("OLMo 2", ""),
     "olmo3": ("OLMo 3", ""),
+    "olmo_hybrid": ("OLMo Hybrid", "olmo_hybrid_7b"),
     "smollm3": ("SmolLM3", ""),
     "helium": ("Helium", ""),
     "gpt_oss": ("gpt-oss", "gpt_oss_20b gpt_oss_120b"),

@@ -54,6 +54,9 @@ CASES = [
         ({path: value}, f"{path.split('.')[1]} = .*: does not support model.layer_pattern")
         for path, value in REFUSED.items()
     ],
+    ({"model.linear_norm_eps": 0.0}, "norm_eps = 0.0: must be above 0.*eps None"),
+    (PLAIN | DEFAULTS | {"model.recurrent_norms": "before"}, "norms = 'before': needs a layer of"),
+    (PLAIN | DEFAULTS | {"model.linear_allow_neg_eigval": True}, "eigval = True: needs a layer of"),
     ({"model.mamba_num_groups": 2}, "mamba_num_groups = 2: needs a layer of kind M.*groups 1"),
     (MAMBA | {"model.mamba_num_groups": 3}, "num_heads = 8: must be a multiple of .*= 3.*heads 9"),
     (MAMBA | {"model.mamba_min_step": -1.0}, "mamba_min_step = -1.0: must not be negative"),

@@ -56,6 +56,18 @@ HYBRIDS = {
         routed_scaling_factor=2.5,
         **_NEMOTRON_H,
     ),
+    "olmo_hybrid": _model(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        num_hidden_layers=3,
+        rope_parameters={"rope_theta": None, "rope_type": "default"},
+        attention_bias=False,
+        num_key_value_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_allow_neg_eigval=True,
+        **_LINEAR | {"linear_num_key_heads": 4},
+        pad_token_id=0,
+    ),
     "qwen3_next": _model(
         "qwen3_next",
         "Qwen3NextForCausalLM",

@@ -53,6 +53,8 @@ def config_of(name: str) -> Config:
         fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
     if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
         fields["model.rope_scaling.original_max_position"] = 8
+    if m.linear_norm_eps is not None:  # as that of other hybrids: tests/convert/tiny_hybrids.py
+        fields |= {"model.linear_norm_eps": 0.1}
     if m.num_kv_heads == 1:  # meshes have two tensor ranks
         fields["model.num_kv_heads"] = 2
     if m.layer_pattern:  # of which each stage has one

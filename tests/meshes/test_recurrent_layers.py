@@ -63,6 +63,24 @@ NEMOTRON_H = replace(
     },
 )
 
+#: Norms of inputs in recurrent layers, and of outputs in the others; rates of up to 2.
+OLMO_HYBRID = replace(
+    DELTA_NET,
+    **{
+        "model.layer_pattern": "GG*",
+        "model.num_layers": 3,
+        "model.num_kv_heads": 4,
+        "model.qk_norm": True,
+        "model.qk_norm_over": "all",
+        "model.pre_norms": False,
+        "model.post_norms": True,
+        "model.recurrent_norms": "before",
+        "model.linear_allow_neg_eigval": True,
+        "model.linear_norm_eps": 3e-2,
+        "model.rope_fraction": 0.0,
+    },
+)
+
 #: The same with experts of two matrices, and in one layer a dense feed-forward.
 NEMOTRON_3 = replace(
     NEMOTRON_H,
@@ -188,6 +206,23 @@ def test_stages_with_experts(devices):
     deeper = replace(NEMOTRON_3, **{"model.num_layers": 10})
     mesh = "pipeline=2,num_microbatches=2,expert=2,zero=1"
     assert not compare(mesh, deeper, devices).mismatches()
+
+
+OLMO_HYBRID_MESHES = """
+sequence=2,tensor=2
+data=2,tensor=2
+sequence=4
+data=2,zero=2,num_microbatches=2
+data=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OLMO_HYBRID_MESHES)
+def test_olmo_hybrid(mesh, devices):
+    assert not compare(mesh, OLMO_HYBRID, devices).mismatches()
 
 
 @pytest.mark.slow

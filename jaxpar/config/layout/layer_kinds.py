@@ -62,6 +62,13 @@ def kinds_with_experts(m: ModelConfig) -> str:
     return letters[m.dense_layers :]
 
 
+def norms_of(m: ModelConfig, kind: str) -> tuple[bool, bool]:
+    """Return whether layers of a kind have norms of their branches' inputs, and of outputs."""
+    if kind in RECURRENT and m.recurrent_norms == "before":
+        return True, False
+    return m.pre_norms, m.post_norms
+
+
 def is_recurrent(m: ModelConfig) -> bool:
     """Return whether some layers carry a state from token to token."""
     return any(kind in m.layer_pattern for kind in RECURRENT)

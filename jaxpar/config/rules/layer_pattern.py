@@ -16,11 +16,11 @@ PATH = "model.layer_pattern"
 #: Fields that only layers of a kind read.
 _OF_KIND = {
     DELTA_NET: """model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
-    model.linear_value_head_dim""".split(),
+    model.linear_value_head_dim model.linear_allow_neg_eigval model.linear_norm_eps""".split(),
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
     DELTA_NET + MAMBA: """model.conv_kernel_size model.recurrent_chunk
-    model.recurrent_backend""".split(),
+    model.recurrent_backend model.recurrent_norms""".split(),
 }
 
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
@@ -64,6 +64,8 @@ def _sizes(cfg: Config) -> None:
     path, heads, groups = "model.mamba_num_heads", m.mamba_num_heads, m.mamba_num_groups
     rule = f"must be a multiple of model.mamba_num_groups = {groups}"
     require(heads % groups == 0, cfg, path, rule, flag(path, -(-heads // groups) * groups))
+    path, eps = "model.linear_norm_eps", m.linear_norm_eps
+    require(eps is None or eps > 0, cfg, path, "must be above 0", flag(path, None))
     path, rule = "model.mamba_min_step", "must not be negative"
     require(m.mamba_min_step >= 0, cfg, path, rule, flag(path, 0.0))
     path, shard = "model.conv_kernel_size", cfg.data.seq_len // cfg.parallel.sequence

@@ -70,6 +70,8 @@ class Family:
     """Whether models have rotary embeddings."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
+    null_rope: bool = False
+    """Whether models may have no rotary embedding, which a rope_theta of null says."""
     nope: bool = False
     """Whether every Nth layer may have no RoPE."""
     chunked: bool = False

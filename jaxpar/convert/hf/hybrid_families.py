@@ -20,7 +20,7 @@ from jaxpar.convert.hf.tensor_layout import Entry
 
 SILU = {"hidden_act": "silu"}
 
-_OF_DELTA_NET = {
+OF_DELTA_NET = {
     "linear_num_key_heads": "linear_num_key_heads",
     "linear_num_value_heads": "linear_num_value_heads",
     "linear_key_head_dim": "linear_key_head_dim",
@@ -46,7 +46,7 @@ QWEN3_NEXT = Family(
         *of_delta_layers((ATTENTION[0], *QWEN3_NEXT_DELTA_NET, *MLP_NORM, *QWEN3_NEXT_EXPERTS)),
     ),
     fields=COMMON
-    | _OF_DELTA_NET
+    | OF_DELTA_NET
     | {
         "d_ff": "moe_intermediate_size",
         "num_experts": "num_experts",
@@ -81,7 +81,7 @@ QWEN3_5 = Family(
         *(*TOP, *GATED_ATTENTION, *QK_NORM, *MLP),
         *of_delta_layers((ATTENTION[0], *QWEN3_5_DELTA_NET, *MLP)),
     ),
-    fields=COMMON | _OF_DELTA_NET,
+    fields=COMMON | OF_DELTA_NET,
     fixed={"qk_norm": True, "norm_offset": True, "attention_gate": True},
     defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
     required=SILU | {"attention_bias": False},

@@ -35,6 +35,8 @@ def layer(m: SimpleNamespace, i: int) -> Layer:
     if i < m.dense_layers or letter == "-":
         dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
         m = SimpleNamespace(**vars(m) | dense)
+    if letter in "GM" and m.recurrent_norms == "before":
+        m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
     kinds = {
         "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
         "G": DeltaNetLayer,

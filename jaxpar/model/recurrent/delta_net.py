@@ -59,7 +59,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     assert positions is not None, "made with the context of a model that has such layers"
     projected = split(named(h.map(project, w).in_order(), "qkv"), m)
     q, k, v = heads(causal_convolution(projected.mixed, w["delta_conv"], positions), m)
-    rates = gates(projected, w)
+    rates = gates(projected, w, m)
     out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk, m.recurrent_backend)
     out = named(gated(out, projected.gate, w, m), "attn_out")
     return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
@@ -109,14 +109,18 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + _EPS)
 
 
-def gates(projected: DeltaNetProjections, w: Weights) -> tuple[jax.Array, jax.Array]:
+def gates(
+    projected: DeltaNetProjections, w: Weights, m: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the decay, and the rate, of each token and head: float32 [B, T, H].
 
-    Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay.
+    Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay; Grazzi et al. 2024
+              (2411.12537), for rates of up to 2.
     """
     rate, step = (a.astype(jnp.float32) for a in (projected.rate, projected.step))
     log_decay = -jnp.exp(w["delta_a_log"]) * jax.nn.softplus(step + w["delta_dt_bias"])
-    return log_decay, jax.nn.sigmoid(rate)
+    rate = jax.nn.sigmoid(rate)
+    return log_decay, 2 * rate if m.linear_allow_neg_eigval else rate
 
 
 @jax.named_scope("gated_norm")
@@ -126,6 +130,6 @@ def gated(out: jax.Array, gate: jax.Array, w: Weights, m: ModelConfig) -> jax.Ar
     Args:     out: float32 [B, T, H, V]. gate: [B, T, H, V].
     Returns:  [B, T, H V].
     """
-    normalized = rms_norm(out, w["delta_norm"], m.norm_eps)
+    normalized = rms_norm(out, w["delta_norm"], m.delta_norm_eps)
     gated = normalized * jax.nn.silu(gate.astype(jnp.float32))
     return gated.astype(gate.dtype).reshape(*gate.shape[:2], -1)

@@ -64,11 +64,12 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
     repeat = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(unit(a), repeat, axis=2) for a in (q, k))
     by_head = lambda n: jnp.tensordot(h, w[f"delta_{n}"], 1).reshape(*v.shape[:3], -1)  # noqa: E731
-    rate = jax.nn.sigmoid(by_head("b")[..., 0])
+    rate = (1 + m.linear_allow_neg_eigval) * jax.nn.sigmoid(by_head("b")[..., 0])
     step = jax.nn.softplus(by_head("a")[..., 0] + w["delta_dt_bias"])
     decay = jnp.exp(-jnp.exp(w["delta_a_log"]) * step)
     out = delta_rule(q / q.shape[-1] ** 0.5, k, v, decay, rate, begins)
-    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + m.norm_eps)
+    eps = m.norm_eps if m.linear_norm_eps is None else m.linear_norm_eps
+    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + eps)
     return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
 
 

@@ -10,7 +10,7 @@ from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import latents, patterns
+from jaxpar.convert.hf.keys import latents, patterns, ropes
 from jaxpar.convert.hf.keys.patterns import FULL
 from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
@@ -29,7 +29,7 @@ def fields(family: Family) -> set[str]:
     if not family.rope:
         return {"layer_pattern"} if family.letters else set()
     found = {"rope_theta", "rope_scaling"} | ({*latents.FIELDS} if family.latent else set())
-    if family.rope_fraction is not None:
+    if family.rope_fraction is not None or family.null_rope:
         found |= {"rope_fraction"}
     if family.nope:
         found |= {"nope_every"}
@@ -67,14 +67,15 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         return _read_two_ropes(values, rope, family.two_ropes, num_layers)
     if family.rope_fraction is not None:
         values = {PARTIAL: family.rope_fraction} | values
-    one = read_rope(rope, values)
+    one = ropes.read_null(values) if family.null_rope else None
+    one = one or read_rope(rope, values)
     if reason := why_not_rope(family, one.scaling):
         raise refuse("rope_parameters", rope, f"has {reason}", "use a model of another family")
     found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
     if family.latent:
         found |= latents.read(values)
         found["rope_scaling"] = latents.with_score_factor(one.scaling, rope)
-    if family.rope_fraction is not None:
+    if family.rope_fraction is not None or family.null_rope:
         found["rope_fraction"] = one.fraction
     elif one.fraction != 1:
         raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
@@ -291,6 +292,8 @@ def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
 
 def _write_one_rope(m: ModelConfig) -> Values:
     """Return the RoPE keys for a model in which all layers have the same."""
+    if m.rope_fraction == 0:
+        return ropes.write_null()
     s = m.rope_scaling
     beside = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
     return beside | {
