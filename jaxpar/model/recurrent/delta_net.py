@@ -22,17 +22,22 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput, rms_norm
+from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule
+from jaxpar.model.recurrent.parameters import DELTA_PROJECTIONS
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
-WEIGHTS = ("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out")
+WEIGHTS = (
+    *("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out"),
+    *DELTA_PROJECTIONS,  # only adapters of these
+)
 
 #: Added to the squared length of queries and keys.
 _EPS = 1e-6
@@ -69,7 +74,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 def project(h: NormOutput, w: Weights) -> jax.Array:
     """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
     (y,) = products(h.operand, [w["delta_in"]], "attn_norm")
-    return h.scaled(y)
+    return lora.add_side_by_side(h.scaled(y), h.operand, w, DELTA_PROJECTIONS)
 
 
 def split(y: jax.Array, m: ModelConfig) -> DeltaNetProjections:
