@@ -7,15 +7,8 @@ from jaxpar.convert.hf.entries import of_dense_layers
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 
-#: Fields that `torch_model` does not read, and their only values.
-FIXED = {
-    "attention": "softmax",
-    "attention_chunk": None,
-    "qk_norm_gain": True,
-    "nope_query_beta": 0.0,
-    "router_scales_input": False,
-    "moe_every": 1,
-}
+#: Fields that `torch_model` does not read, and their only values: functions of your own.
+FIXED = {"attention": "softmax"}
 
 _LAYER = "layers.{L}."
 
