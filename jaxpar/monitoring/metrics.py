@@ -57,6 +57,8 @@ class MetricsWriter:
                   the recorded routing.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
+        #: Called with every record, after it is written.
+        self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -173,6 +175,7 @@ class MetricsWriter:
         self.file.write(json.dumps(record) + "\n")
         if self.sinks is not None:
             self.sinks.write(record)
+        self.on_record(record)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record and print a held-out loss, and bits per byte if the text's length is known."""

@@ -33,6 +33,7 @@ from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
+from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluation import check_labels
 from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
@@ -78,6 +79,7 @@ class Run:
         self.kernels = choose_kernels(self.cfg, self.max_segments)
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
+        self.calls = CallbackCalls(Callbacks(), self.dir, self.held_out is not None)
         self.startup.ended("data and checks")
 
     def _saved(self) -> Any:
@@ -175,7 +177,9 @@ class Run:
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
         epochs, order = self.loader.epochs, order_of(cfg)
-        return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
+        writer = MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
+        writer.on_record = self.calls.record
+        return writer
 
     def prepare_metrics(self) -> None:
         """Import and compute what `metrics` needs. It takes a while, on the host only."""
