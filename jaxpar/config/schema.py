@@ -221,6 +221,9 @@ class OptimizerConfig:
     until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
+    schedule_as_input: bool = False
+    """Give the learning rates to the compiled step as an input, so that runs that differ in their
+    schedule share a program (jaxpar.sweep sets it). False: the schedule is compiled into it."""
     beta1: float = 0.9
     """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95

@@ -29,6 +29,7 @@ from jaxpar.model.moe.router import loss_weight_of
 from jaxpar.model.moe.tallies import with_tallies, without_tallies
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale, moments
+from jaxpar.optimizer.rate_table import rate_table
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -49,6 +50,7 @@ from jaxpar.step.expert_loads import (
     reduce_tallies,
     rows_of_all_layers,
 )
+from jaxpar.step.fixed_input import FixedInput
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
@@ -121,14 +123,19 @@ def make_train_step(
               is trained.
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
+    as_input = cfg.optimizer.schedule_as_input
     step = jax.shard_map(
         functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
+        in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),
     )
-    kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=kept)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    kept = state_shardings(cfg, mesh), everywhere
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=kept)
+    if not as_input:
+        return jitted
+    return FixedInput(jitted, rate_table(cfg.optimizer, cfg.train.num_steps), everywhere)
 
 
 def make_eval_step(
@@ -166,6 +173,7 @@ def train_step(
     max_segments: int | None,
     state: TrainState,
     batch: Batch,
+    rates: jax.Array | None = None,
     *,
     expert_rows: bool = False,
     record: bool = False,
@@ -181,7 +189,7 @@ def train_step(
         grads = clip(grads, metrics.grad_norm, cfg.optimizer.clip_norm)
         specs, layers = parameters.trainable_specs(cfg), layers_here(cfg)
         trainable, opt_state = moments.update(
-            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
+            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok, rates
         )
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
