@@ -29,8 +29,8 @@ SMOOTH = 1 / 50
 
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
-    """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
-    data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
+    """loss held_out_loss bits_per_byte grad_norm learning_rate tokens_per_second_per_device mfu
+    memory_gib data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
     fullest_rank_mean further_rounds""".split()
 )
 
