@@ -21,6 +21,7 @@ import rich.progress
 from jaxpar.config import Config
 from jaxpar.monitoring import stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
+from jaxpar.monitoring.gpus import GpuReader
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
@@ -57,6 +58,8 @@ class MetricsWriter:
                   the recorded routing.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
+        #: Reads the power, clocks and errors of this process's GPUs; None: not recorded.
+        self.gpus: GpuReader | None = None
         #: Called with every record, after it is written.
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.epochs = epochs if cfg.data.mixture else None
@@ -137,6 +140,10 @@ class MetricsWriter:
             record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
         if self.epochs is not None:
             record["epochs"] = self.epochs(step + 1)
+        if self.gpus is not None:
+            here = jax.local_device_count() / self.devices
+            rate = record.get("tokens_per_second")
+            record |= self.gpus.metrics(None if rate is None else rate * here)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
@@ -193,6 +200,8 @@ class MetricsWriter:
         self.screen.close()
         self.file.close()
         self.loads.close()
+        if self.gpus is not None:
+            self.gpus.__exit__()
         if self.sinks is not None:
             self.sinks.close()
 

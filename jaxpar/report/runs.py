@@ -30,8 +30,8 @@ SMOOTH = 1 / 50
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
     """loss held_out_loss bits_per_byte grad_norm learning_rate tokens_per_second_per_device mfu
-    memory_gib data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
-    fullest_rank_mean further_rounds""".split()
+    memory_gib gpu_watts gpu_clock_mhz joules_per_token data_wait_seconds loss_scale expert_entropy
+    fullest_expert fullest_rank fullest_rank_mean further_rounds""".split()
 )
 
 #: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and

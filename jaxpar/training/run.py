@@ -19,6 +19,7 @@ from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
@@ -179,6 +180,7 @@ class Run:
         epochs, order = self.loader.epochs, order_of(cfg)
         writer = MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
         writer.on_record = self.calls.record
+        writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
         return writer
 
     def prepare_metrics(self) -> None:
