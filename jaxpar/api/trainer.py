@@ -21,6 +21,7 @@ from jaxpar.monitoring import startup
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import RunLock
 from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import adapters
@@ -131,7 +132,8 @@ class Trainer:
         if self._evaluation is None:
             run = self._run
             self._evaluation = Evaluation(run.cfg, run.mesh, run.held_out, run.max_segments)
-        return self._evaluation(state.params)[0]
+        with stage("evaluating"):
+            return self._evaluation(state.params)[0]
 
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint in `run.dir`, and wait until it is complete.

@@ -15,6 +15,7 @@ from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.load import load
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,14 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     """
     check(options)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import lm_eval
-    import lm_eval.tasks
-    import lm_eval.utils
+    with stage("importing the Evaluation Harness and its list of tasks"):
+        import lm_eval
+        import lm_eval.tasks
+        import lm_eval.utils
 
-    from jaxpar.inference.lm_eval import HarnessModel
+        from jaxpar.inference.lm_eval import HarnessModel
 
-    known = lm_eval.tasks.TaskManager(include_path=options.include_path)
+        known = lm_eval.tasks.TaskManager(include_path=options.include_path)
     missing = [name for name in options.tasks if name not in known.all_tasks]
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"

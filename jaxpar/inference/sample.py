@@ -175,7 +175,9 @@ def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokeni
 
 def _whole(made: Iterator[list[list[int]]], prompts: Sequence[Any]) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in prompts]
-    for new in made:
-        for row, ids in zip(rows, new, strict=True):
-            row.extend(ids)
+    with stage("generating") as now:
+        for new in made:
+            for row, ids in zip(rows, new, strict=True):
+                row.extend(ids)
+            now.at(f"token {max(map(len, rows)):,}")
     return rows

@@ -1,6 +1,5 @@
 """Continues texts with a loaded model, for callers in Python."""
 
-import itertools
 from collections.abc import Sequence
 
 from jaxpar.config import ConfigError
@@ -8,6 +7,7 @@ from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import LoadedModel
 from jaxpar.inference.memory import check_cache
 from jaxpar.inference.sample import MAX_TOKENS, check_sampling, stop_ids
+from jaxpar.runtime.stages import stage
 
 
 def continuations(
@@ -41,5 +41,12 @@ def continuations(
         vocab_size=model.tokenizer.vocab_size,
         stop=stop_ids(stop, model.tokenizer),
     )
-    texts = zip(*made, strict=True)  # of each prompt, its tokens piece by piece
-    return [model.tokenizer.decode(list(itertools.chain(*pieces))) for pieces in texts]
+    with stage("compiling the model and reading the prompts"):
+        next(made)
+    rows: list[list[int]] = [[] for _ in prompts]
+    with stage("generating") as now:
+        for new in made:
+            for row, found in zip(rows, new, strict=True):
+                row.extend(found)
+            now.at(f"token {max(map(len, rows)):,}")
+    return list(map(model.tokenizer.decode, rows))

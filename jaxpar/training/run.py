@@ -120,7 +120,7 @@ class Run:
     def attention(self) -> str:
         """A description of the attention kernels."""
         registered = f"{self.cfg.model.attention}, registered outside the package"
-        return "; ".join(map(str, self.kernels)) or registered
+        return "; ".join(dict.fromkeys(map(str, self.kernels))) or registered
 
     @property
     def content(self) -> str:
