@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.lists.held_out_sets import HELD_OUT
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
@@ -30,7 +31,7 @@ from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.step.train_step import StepMetrics
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import Callbacks
-from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
@@ -62,7 +63,7 @@ class Trainer:
 
     def _use(self, run: Run) -> None:
         self._run = run
-        self._train_step: FirstRunAlone | None = None
+        self._train_steps: dict[tuple[int, ...], FirstRunAlone] = {}
         self._evaluation: Evaluation | None = None
 
     @property
@@ -112,28 +113,29 @@ class Trainer:
                 yield next(batches)[1]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """Take one optimizer step. The first call compiles it.
+        """Take one optimizer step. The first call for a size of batches compiles it.
 
         Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
                   may still be computed when this returns; `float` waits for them.
         """
-        if self._train_step is None:
-            self._train_step = compiled(self._run, state, batch=batch)
-        return self._train_step(state, batch)
+        size = batch.tokens.shape
+        if size not in self._train_steps:
+            self._train_steps[size] = compiled(self._run, state, batch)
+        return self._train_steps[size](state, batch)
 
     def evaluate(self, state: TrainState) -> float:
         """Return the loss on held-out text, in nats per token.
 
         Raises:   ConfigError if the config evaluates nothing (`evaluation.every` 0).
         """
-        if self._run.held_out is None:
+        if HELD_OUT not in self._run.held_out.loaders:
             rule, fix = "opens no held-out data", "use evaluation.every 100"
             raise ConfigError("evaluation.every", 0, rule, fix)
         if self._evaluation is None:
             run = self._run
             self._evaluation = Evaluation(run.cfg, run.mesh, run.held_out, run.max_segments)
         with stage("evaluating"):
-            return self._evaluation(state.params)[0]
+            return self._evaluation(state, [HELD_OUT])[HELD_OUT].loss
 
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint in `run.dir`, and wait until it is complete.
@@ -153,7 +155,7 @@ class Trainer:
                 run.cfg, peers.log, run.loader.skipped, asked=run.asked
             ) as saver,
         ):
-            saver.save(state, step, step * run.cfg.train.global_batch_size * run.cfg.data.seq_len)
+            saver.save(state, step, run.loader.sizes_of_steps.tokens_before(step))
         self._own_steps.add(step)
         return checkpoint.folder(run.dir) / str(step)
 

@@ -10,7 +10,7 @@ from jaxpar.charts.chart import Chart, Line, Tick
 from jaxpar.charts.elements import e, table
 from jaxpar.charts.scale import Scale, scale_of, short
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.report.runs import RunRead
+from jaxpar.report.runs import OF_SETS, RunRead
 from jaxpar.report.series import Point
 
 #: Rows per run in the table under a chart.
@@ -39,8 +39,11 @@ SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
     Shown("bits_per_byte", "Bits per byte of held-out text", least=0.0),
+    Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
+    Shown("global_batch_size", "Sequences of a step"),
+    Shown("seq_len", "Tokens of a sequence"),
     Shown("tokens_per_second_per_device", "Throughput per device"),
     Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
@@ -57,24 +60,36 @@ SHOWN = (
 )
 
 
+def shown_of(runs: Sequence[RunRead]) -> list[Shown]:
+    """Return the charts of some runs: SHOWN, and one for each set of `evaluation.sets`."""
+    names = sorted({name for run in runs for name in run.series if name.startswith(OF_SETS)})
+    titles = {name: f"Held-out loss of {name.removeprefix(OF_SETS)}" for name in names}
+    return [*SHOWN, *(Shown(name, title) for name, title in titles.items())]
+
+
 def points_of(run: RunRead, name: str) -> list[Point]:
     """Return a run's values of a metric, with shares in percent."""
     if name == "last half":
         return run.last_half.points() if run.last_half is not None and run.last_step >= 40 else []
     if name not in run.series:
         return []
-    factor = 100.0 if METRICS[name].unit == "share" else 1.0
+    factor = 100.0 if _unit(name) == "share" else 1.0
     return [Point(p.step, *(factor * value for value in p[1:])) for p in run.series[name].points()]
 
 
 def line_charts(runs: Sequence[RunRead]) -> list[Element]:
     """Return every chart for which a run has values."""
-    return [_figure(runs, shown) for shown in SHOWN if any(points_of(r, shown.name) for r in runs)]
+    found = [shown for shown in shown_of(runs) if any(points_of(r, shown.name) for r in runs)]
+    return [_figure(runs, shown) for shown in found]
+
+
+def _unit(name: str) -> str:
+    return METRICS[name.partition("/")[0]].unit
 
 
 def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     metric = "loss" if shown.name == "last half" else shown.name
-    unit = METRICS[metric].unit.replace("share", "%")
+    unit = _unit(metric).replace("share", "%")
     nats = {"data-nats": f" {unit}"} if shown.beside == "held_out_loss" else {}
     head = e("h3", shown.title, e("span", f" {unit}", **nats) if unit else None)
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
@@ -158,17 +173,18 @@ def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
 def page_data(runs: Sequence[RunRead]) -> dict[str, Any]:
     """Return the data with which the script draws the charts again, and shows values.
 
-    Returns:  for each run: its name, tokens per step, steps and hours since it began, bits per byte
-              of a nat per token, and by metric the steps `x` and values `y`. `m` has the means that
-              are smoothed in `y`; `lo` and `hi` the range of values, where it is more than one.
+    Returns:  for each run: its name, tokens per step, steps and tokens if steps differ in size,
+              steps and hours since it began, bits per byte of a nat per token; and by metric the
+              steps `x` and values `y`. `m` has the means that are smoothed in `y`; `lo` and `hi`
+              the range of values, where it is more than one.
     """
     beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}
-    return {"runs": [_run_data(run) for run in runs], "beside": beside}
+    return {"runs": [_run_data(run, shown_of(runs)) for run in runs], "beside": beside}
 
 
-def _run_data(run: RunRead) -> dict[str, Any]:
+def _run_data(run: RunRead, charts: Sequence[Shown]) -> dict[str, Any]:
     metrics = {}
-    names = [(shown.name, shown.smooth) for shown in SHOWN]
+    names = [(shown.name, shown.smooth) for shown in charts]
     for name, smooth in (*names, ("held_out_loss", False)):
         points = points_of(run, name)
         if not points:
@@ -182,6 +198,9 @@ def _run_data(run: RunRead) -> dict[str, Any]:
         metrics[name] = found
     tokens, bits = run.tokens_per_step, bits_per_nat(run)
     about = {"name": run.name, "tokens_per_step": tokens, "bits": bits, "hours": hours_of(run)}
+    if run.sizes_change and "loss" in metrics:
+        steps = metrics["loss"]["x"]
+        about["tokens"] = steps, [run.tokens_at(step) for step in steps]
     return about | {"metrics": metrics}
 
 

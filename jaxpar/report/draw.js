@@ -38,7 +38,7 @@ function nearest(xs, x) {
 
 // Where a step of a run is on the horizontal axis.
 function across(run, step) {
-  if (state.x === "tokens") return step * run.tokens_per_step;
+  if (state.x === "tokens") return run.tokens ? interpolate(run.tokens[0], run.tokens[1], step) : step * run.tokens_per_step;
   return state.x === "hours" ? interpolate(run.hours[0], run.hours[1], step) : step;
 }
 

@@ -7,6 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxpar.config import Config
+from jaxpar.optimizer.rate_table import rate_table
+
 
 class FixedInput:
     """A jitted function, what it is lowered to, or what that is compiled to, whose last argument is
@@ -38,3 +41,8 @@ class FixedInput:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
+
+
+def with_rates(step: Any, cfg: Config, everywhere: NamedSharding) -> FixedInput:
+    """Return a train step whose last argument is the table of the run's learning rates."""
+    return FixedInput(step, rate_table(cfg.optimizer, cfg.train.num_steps), everywhere)

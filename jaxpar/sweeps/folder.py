@@ -56,7 +56,7 @@ class SweepFolder:
         run_dir = self.run_dir(point)
         if self._read().get("ended", {}).get(point.name) == EXIT_NUMERICS and run_dir.is_dir():
             return "diverged"
-        last, num_steps = last_step(run_dir), point.cfg.train.num_steps
+        last, num_steps = last_step(run_dir), _num_steps(run_dir, point.cfg)
         saves = bool(point.cfg.checkpoint.every)
         saved = (run_dir / "checkpoints" / str(num_steps)).is_dir()
         if last >= num_steps and (saved or not saves):
@@ -94,6 +94,14 @@ class SweepFolder:
 
     def _write(self, about: dict[str, Any]) -> None:
         atomic.write(self.path / FILE, (json.dumps(about, indent=2) + "\n").encode())
+
+
+def _num_steps(run_dir: Path, cfg: Config) -> int:
+    """Return the steps of a run: those of its config.json, since data may decide their number."""
+    try:
+        return int(read_json_object(run_dir / "config.json")["train"]["num_steps"])
+    except (OSError, UnreadableJson, KeyError, TypeError, ValueError):
+        return cfg.train.num_steps
 
 
 def last_step(run_dir: Path) -> int:

@@ -22,6 +22,7 @@ OF_THE_SWEEP = ("run.dir", "run.cpu_devices", "run.compilation_cache", "checkpoi
 SCHEDULE = (
     "optimizer.learning_rate",
     "optimizer.schedule",
+    "optimizer.schedule_by",
     "optimizer.warmup_steps",
     "optimizer.warmup_fraction",
     "optimizer.decay_steps",

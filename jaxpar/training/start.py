@@ -76,7 +76,7 @@ def run_to_end(
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
     with output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
-        run.calls = CallbackCalls(callbacks, run.dir, run.held_out is not None)
+        run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)
         except (RunLocked, peers.PeerFailed) as error:

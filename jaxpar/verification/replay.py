@@ -1,5 +1,6 @@
 """Replays a step of a run, to find the cause of a bad result."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import Stage, stage
 from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState, state_shardings
-from jaxpar.step.train_step import make_train_step
+from jaxpar.step.train_step import StepMetrics, make_train_step
 from jaxpar.training import initial_weights
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
@@ -101,7 +103,7 @@ class Replay:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
         self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
         self.record = self.records[self.number]
-        self._steps: dict[Mesh, Callable] = {}
+        self._steps: dict[tuple[Mesh, Config], Callable] = {}
 
     def _config(self, folder: Path, taken_by: int | None) -> Config:
         """Load the config of the step.
@@ -135,12 +137,11 @@ class Replay:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
             now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
-        step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
             told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
-            now, measured = step(now, run.loader.batch(batch))
+            now, measured = self._step(run.mesh, now, run.loader.batch(batch))
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
@@ -153,22 +154,21 @@ class Replay:
         """
         loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
         with stage(f"taking step {self.number} with batch {batch}"):
-            step = self._step_on(mesh)
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            after, measured = step(placed, loader.batch(batch))
+            after, measured = self._step(mesh, placed, loader.batch(batch))
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
-        order = order_of(self.cfg)
+        order = functools.partial(order_of, self.cfg)
         return Loader(self.cfg, mesh, "train", order)
 
-    def _step_on(self, mesh: Mesh) -> Callable:
-        if mesh not in self._steps:
-            self._steps[mesh] = make_train_step(
-                self.cfg, mesh, self.run.max_segments, expert_rows=True
-            )
-        return self._steps[mesh]
+    def _step(self, mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """Take a step on a mesh, whose batch may have any size of the run."""
+        cfg, segments = self.run.config_of(*batch.tokens.shape), self.run.max_segments
+        if (mesh, cfg) not in self._steps:
+            self._steps[mesh, cfg] = make_train_step(cfg, mesh, segments, expert_rows=True)
+        return self._steps[mesh, cfg](state, batch)
 
     def elsewhere(self) -> Mesh | None:
         """Make a mesh with every shard on another device; None if there is only one device."""

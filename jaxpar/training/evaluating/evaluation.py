@@ -1,0 +1,79 @@
+"""Held-out losses during training."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxpar.config import Config
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
+from jaxpar.data import Loader
+from jaxpar.monitoring.evaluations import Score
+from jaxpar.optimizer import moving_average
+from jaxpar.step import compiled
+from jaxpar.step.evaluating import mean_loss
+from jaxpar.step.state import TrainState, averaged
+from jaxpar.step.train_step import make_eval_step
+from jaxpar.training.evaluating.held_out import HeldOut
+
+
+class Evaluation:
+    """Computes held-out losses, over the same batches each time."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh,
+        data: HeldOut,
+        max_segments: int,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """
+        Args:     alone: as in `FirstRunAlone`.
+        """
+        self.cfg, self.data, self.num_batches = cfg, data, cfg.evaluation.num_batches
+        self._every, self._last = cfg.evaluation.every, cfg.train.num_steps
+        if data.loaders:
+            self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
+
+    def lower(self, params: Any) -> Any:
+        """Lower the evaluation step for parameters like these; `.compile()` compiles it for calls.
+
+        Args:     params: arrays, or abstract arrays with shardings.
+        Returns:  a `jax.stages.Lowered`; None without evaluation.
+        """
+        loader = next(iter(self.data.loaders.values()), None)
+        return None if loader is None else self.step.program.lower(params, loader.abstract_batch())
+
+    def due(self, done: int) -> list[str]:
+        """Return the names of what is evaluated after `done` steps."""
+        at_end = done == self._last
+        regular = self._every > 0 and (done % self._every == 0 or at_end)
+        names = list(self.data.repeated) if regular else []
+        if regular and moving_average.is_on(self.cfg):
+            names.insert(1, EMA)
+        return names + (self.at_end if at_end else [])
+
+    @property
+    def at_end(self) -> list[str]:
+        """The names of what is evaluated once, after the last step."""
+        return list(self.data.last)
+
+    def __call__(self, state: TrainState, names: Iterable[str]) -> dict[str, Score]:
+        """Evaluate on some of the data, by name."""
+        return {name: self._score(*self._params_and_loader(state, name)) for name in names}
+
+    def _params_and_loader(self, state: TrainState, name: str) -> tuple[Any, Loader]:
+        if name == EMA:
+            return averaged(state, self.cfg), self.data.repeated[HELD_OUT]
+        return state.params, self.data.loaders[name]
+
+    def _score(self, params: Any, loader: Loader) -> Score:
+        with contextlib.closing(loader.prefetched()) as batches:
+            some = itertools.islice(batches, self.num_batches)
+            loss = mean_loss(self.step, params, (batch for _, batch in some))
+        assert loss is not None  # `held_out.check_labels`
+        return Score.of(loss, loader.bytes_per_token)
