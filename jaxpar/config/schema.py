@@ -8,21 +8,8 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpar.config.metrics_schema import MetricsConfig
 from jaxpar.config.model_schema import ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
-
-    tensorboard: bool = True
-    """Write event files for TensorBoard to RUN/tensorboard."""
-    wandb: str = ""
-    """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
-    prometheus_port: int = 0
-    """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
-    prometheus_address: str = "127.0.0.1"
-    """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +233,9 @@ class OptimizerConfig:
     until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
+    schedule_as_input: bool = False
+    """Give the learning rates to the compiled step as an input, so that runs that differ in their
+    schedule share a program (jaxpar.sweep sets it). False: the schedule is compiled into it."""
     beta1: float = 0.9
     """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95
