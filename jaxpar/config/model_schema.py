@@ -42,7 +42,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3 by default; also Qwen3, Mistral, Mixtral, Gemma 3 and DeepSeek-V3."""
+    """The decoder: Llama 3 by default, or another family."""
 
     num_layers: int = 4
     """Number of transformer layers."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpar.config.model_schema import ModelConfig
+from jaxpar.config.objective_schema import DpoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The device mesh and how the model and batch are partitioned over it."""
+    """The device mesh, and how model and batch are split over it."""
 
     auto: str = ""
     """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
@@ -355,6 +356,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -174,13 +174,15 @@ class MetricsWriter:
         if self.sinks is not None:
             self.sinks.write(record)
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print a held-out loss, and bits per byte if the text's length is known."""
-        record, line = {"step": step, "held_out_loss": loss}, f"held-out loss {loss:.4f}"
-        if bits_per_byte is not None:
-            record["bits_per_byte"] = bits_per_byte
-            line += f"   {bits_per_byte:.4f} bits per byte"
-        self.write(record)
+    def evaluation(self, step: int, measured: dict[str, float]) -> None:
+        """Record and print what an evaluation measured, by name: a held-out loss, and more."""
+        line = f"held-out loss {measured['held_out_loss']:.4f}"
+        if "bits_per_byte" in measured:
+            line += f"   {measured['bits_per_byte']:.4f} bits per byte"
+        if "held_out_reward_accuracy" in measured:
+            line += f"   accuracy {measured['held_out_reward_accuracy']:.3f}"
+            line += f"   margin {measured['held_out_reward_margin']:.3f}"
+        self.write({"step": step} | measured)
         self.screen.log(line)
 
     def __enter__(self):
@@ -250,6 +252,8 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
         f"lr {record['learning_rate']:.2e}",
         f"grad norm {_shown(record['grad_norm'], '.3f')}",
     ]
+    if "reward_accuracy" in record:
+        parts.append(f"accuracy {_shown(record['reward_accuracy'], '.3f')}")
     if record.get("skipped"):
         parts.append(f"skipped {record['skipped']}")
     if "tokens_per_second" in record:

@@ -115,7 +115,7 @@ class BetweenSteps:
         if self._due(done, self.run.cfg.evaluation.every):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, *self.ready.evaluation(state.params))
+            self.metrics.evaluation(done, self.ready.evaluation(state.params))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

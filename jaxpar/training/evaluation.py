@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.data import Loader
+from jaxpar.objectives.dpo import MEASURES
 from jaxpar.step import compiled
 from jaxpar.step.train_step import make_eval_step
 
@@ -52,6 +54,7 @@ class Evaluation:
                   `FirstRunAlone`.
         """
         self.loader, self.num_batches = loader, cfg.evaluation.num_batches
+        self.of_pairs = bool(cfg.dpo.beta)
         if loader is not None:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
 
@@ -65,8 +68,8 @@ class Evaluation:
             return None
         return self.step.program.lower(params, self.loader.abstract_batch)
 
-    def __call__(self, params: Any) -> tuple[float, float | None]:
-        """Returns:  nats per labeled token, and bits per byte if the text's length is known."""
+    def __call__(self, params: Any) -> dict[str, float]:
+        """Return what is recorded, by name: `held_out_loss`, and more if it is known."""
         loader = self.loader
         assert loader is not None
         sums = []
@@ -76,6 +79,10 @@ class Evaluation:
                 if len(sums) > AHEAD:
                     jax.block_until_ready(sums[-1 - AHEAD])
         sums = jax.device_get(sums)
-        loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
-        ratio = loader.bytes_per_token
-        return loss, None if ratio is None else loss / math.log(2) / ratio
+        total, count = (sum(np.asarray(s[i], np.float64) for s in sums) for i in range(2))
+        if self.of_pairs:
+            measured = zip(MEASURES, np.asarray(total / count).tolist(), strict=True)
+            return {f"held_out_{name}": mean for name, mean in measured}
+        loss, ratio = float(total / count), loader.bytes_per_token
+        known = {} if ratio is None else {"bits_per_byte": loss / math.log(2) / ratio}
+        return {"held_out_loss": loss} | known

@@ -14,7 +14,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.data import Loader
+from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of
@@ -31,7 +31,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.training import elastic, initial_weights
+from jaxpar.training import elastic, initial_weights, reference_scores
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.evaluation import check_labels
 from jaxpar.training.experts_selftest import test_experts
@@ -89,10 +89,10 @@ class Run:
     def _loaders(self) -> tuple[Loader, Loader | None]:
         """Open the training data, and the held-out data if the run evaluates."""
         order = order_of(self.cfg)
-        loader = Loader(self.cfg, self.mesh, "train", order)
+        loader = open_loader(self.cfg, self.mesh, "train", order)
         if not self.cfg.evaluation.every:
             return loader, None
-        held_out = Loader(self.cfg, self.mesh, self.cfg.evaluation.split, order)
+        held_out = open_loader(self.cfg, self.mesh, self.cfg.evaluation.split, order)
         check_labels(self.cfg, held_out)
         return loader, held_out
 
@@ -155,7 +155,26 @@ class Run:
             jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
+        if self.cfg.dpo.beta:
+            self.prepare_reference(state if resumed is None else None)
+            self.startup.ended("reference")
         return state
+
+    def prepare_reference(self, initial: TrainState | None) -> None:
+        """Give the loaders of pairs the log probabilities under the initial weights.
+
+        Args:     initial: the initial state; None makes it, if it is needed.
+        """
+
+        def params() -> Any:
+            origin = initial_weights.find(self.cfg)
+            return initial_weights.state(self.cfg, self.mesh, origin, log).params
+
+        loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
+        given = params if initial is None else lambda: initial.params
+        of_run = self.dir, self.execution, self.mesh, self.max_segments
+        with stage("computing the log probabilities of the reference"):
+            reference_scores.prepare(loaders, *of_run, given, log)
 
     def _initial_or_saved(self) -> tuple[TrainState, str]:
         """Return the initial or restored state, and what was done, in words."""

@@ -16,7 +16,7 @@ from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
-from jaxpar.data import Loader
+from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
 from jaxpar.parallel.context import order_of
@@ -131,6 +131,8 @@ class Replay:
 
     def _before(self, told: Stage) -> TrainState:
         run = self.run
+        if self.cfg.dpo.beta:
+            run.prepare_reference(None)
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
@@ -161,7 +163,10 @@ class Replay:
 
     def _loader_on(self, mesh: Mesh) -> Loader:
         order = order_of(self.cfg)
-        return Loader(self.cfg, mesh, "train", order)
+        loader = open_loader(self.cfg, mesh, "train", order)
+        if isinstance(loader, PairLoader) and isinstance(self.run.loader, PairLoader):
+            loader.reference = self.run.loader.reference
+        return loader
 
     def _step_on(self, mesh: Mesh) -> Callable:
         if mesh not in self._steps:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.objectives.reference import preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -28,6 +29,7 @@ from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
+from jaxpar.verification.random_pairs import max_segments, random_pairs
 
 type Arrays = dict[str, np.ndarray]
 
@@ -42,8 +44,11 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     """Make a batch of random tokens in packed documents of random length, on the host, in order.
 
     A function of (train.seed, index). Labels across the end of a document, and a few random ones,
-    are IGNORED. Without `data.document_mask`, a sequence is one document.
+    are IGNORED. Without `data.document_mask`, a sequence is one document. With `dpo.beta`, they are
+    pairs of responses (`random_pairs.py`).
     """
+    if cfg.dpo.beta:
+        return random_pairs(cfg, index)
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
     text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
@@ -131,9 +136,11 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, specs_of(cfg))
 
+    loss = preference_loss if cfg.dpo.beta else reference.loss
+
     def both(trainable):
         params = join(trainable, frozen)
-        return reference.loss(params, batch, cfg), reference.loss(params, batch, plain)
+        return loss(params, batch, cfg), loss(params, batch, plain)
 
     (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)
     return reported, grads
@@ -150,10 +157,11 @@ def mesh_trace(
     state = init_state(cfg, mesh)
     init = params = logical(state.params, cfg)
     placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
+    most = max_segments(cfg)
 
-    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh), state.params)]
+    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh, most), state.params)]
     if steps:
-        programs.append((make_train_step(cfg, mesh), state))
+        programs.append((make_train_step(cfg, mesh, most), state))
     lowered = [step.lower(first, placed[0]) for step, first in programs]
     compiled = functools.partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
     with ThreadPoolExecutor(2) as pool:  # most of the time, and on one core each

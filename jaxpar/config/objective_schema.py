@@ -1,0 +1,17 @@
+"""The sections of objectives in place of next-token cross entropy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """Preference tuning on pairs of responses (DPO)."""
+
+    beta: float = 0.0
+    """Factor of the implicit reward, log(policy / reference). 0.1 is usual; a larger one keeps the
+    policy closer to the reference. 0: no preference loss."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose preference is assumed to be wrong (cDPO)."""
+    too_long: Literal["error", "drop"] = "error"
+    """Pairs that are longer than data.seq_len: refuse the data, or leave them out."""
