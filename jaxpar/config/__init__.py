@@ -7,7 +7,7 @@
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.model_schema import ModelConfig, RopeScaling
-from jaxpar.config.objective_schema import DpoConfig
+from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
     "GuardConfig",

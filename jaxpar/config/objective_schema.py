@@ -15,3 +15,18 @@ class DpoConfig:
     """Share of the pairs whose preference is assumed to be wrong (cDPO)."""
     too_long: Literal["error", "drop"] = "error"
     """Pairs that are longer than data.seq_len: refuse the data, or leave them out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation from a teacher model."""
+
+    teacher: str = ""
+    """Run whose model is the teacher, with the same tokenizer. Empty: no distillation."""
+    weight: float = 0.5
+    """Share of the divergence from the teacher in the loss. The rest is the cross entropy."""
+    temperature: float = 1.0
+    """Temperature of both distributions. Above 1, unlikely tokens count for more."""
+    top_k: int = 64
+    """Tokens of the teacher that are compared one by one, at each position. The others count as
+    one. model.vocab_size compares all, which takes as much memory as the logits."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpar.config.model_schema import ModelConfig
-from jaxpar.config.objective_schema import DpoConfig
+from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +272,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What to do about non-finite values, loss spikes and silent data corruption."""
+    """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
     """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
@@ -357,6 +357,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

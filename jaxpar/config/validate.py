@@ -36,6 +36,7 @@ from jaxpar.config.rules.model import (
 )
 from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
+from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
@@ -97,6 +98,7 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction, dpo)
-    for rule in first + others + of_models:
+    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
+    objectives = (dpo, distillation)
+    for rule in first + others + of_models + objectives:
         rule(cfg)

@@ -22,6 +22,7 @@ METRICS = {
     "reward_margin": Metric("preferences", "nats", "reward of the chosen minus of the rejected"),
     "chosen_reward": Metric("preferences", "nats", "beta log(policy / reference), mean over pairs"),
     "rejected_reward": Metric("preferences", "nats", "the same of the rejected responses"),
+    "distill_loss": Metric("training", "nats per token", "divergence from the teacher"),
     "mtp_loss": Metric(
         "training", "nats per token", "of multi-token prediction, mean over modules"
     ),

@@ -1,3 +1,3 @@
-"""Training objectives in place of next-token cross entropy: preferences between two responses."""
+"""Training objectives beside or in place of next-token cross entropy: preferences, distillation."""
 
 MAY_IMPORT = ("config", "sharding", "parallel", "model")

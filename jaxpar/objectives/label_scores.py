@@ -69,7 +69,7 @@ def _forward(h_ND, head_DV, labels_N, logits_dtype, n, softcap):
         total, label_logit = psum((own, jnp.sum(at_label * logits, axis=1)), VOCAB_AXES)
         return None, (label_logit, jnp.log(total) + base)
 
-    _, found = lax.scan(of_chunk, None, _chunked((h_ND, labels_N), n))
+    _, found = lax.scan(of_chunk, None, chunked((h_ND, labels_N), n))
     label_logit, lse = (a.reshape(-1)[: len(labels_N)] for a in found)
     scores = jnp.where(labels_N == IGNORED, 0.0, label_logit - lse)
     return scores, (h_ND, head_DV, labels_N, lse)
@@ -88,7 +88,7 @@ def _backward(logits_dtype, n, softcap, saved, grad_N):
         return d_head, jnp.dot(rows, head_DV.T)
 
     start = varying(jnp.zeros(head_DV.shape, jnp.float32))
-    parts = _chunked((h_ND, labels_N, varying(lse_N), weight), n)
+    parts = chunked((h_ND, labels_N, varying(lse_N), weight), n)
     d_head, d_h = lax.scan(of_chunk, start, parts)
     d_h = d_h.reshape(-1, d_h.shape[-1])[: len(h_ND)]
     return d_h, d_head.astype(head_DV.dtype), None
@@ -107,7 +107,7 @@ def _logits(h, head_DV, labels, logits_dtype, softcap):
     return logits, at_label, slope
 
 
-def _chunked(arrays, n):
+def chunked(arrays, n):
     """Split arrays [N, ...] into equal chunks [n, N/n, ...]. The last is padded with zeros, whose
     results nothing reads."""
 

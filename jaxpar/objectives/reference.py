@@ -1,4 +1,4 @@
-"""The preference loss in plain jax.numpy, pair by pair, to compare with. One device, no kernels."""
+"""The objectives in plain jax.numpy, to compare with. One device, no kernels."""
 
 from typing import Any
 
@@ -37,3 +37,26 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
 def _loss(margin: jax.Array, cfg: Config) -> jax.Array:
     e = cfg.dpo.label_smoothing
     return (1 - e) * jnp.log1p(jnp.exp(-margin)) + e * jnp.log1p(jnp.exp(margin))
+
+
+def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """Compute what a distillation minimizes, and the cross entropy alone, over labeled tokens.
+
+    The divergence compares distributions of as many outcomes as the teacher names, and the tail.
+    """
+    params = reference.scale_adapters(params, cfg)
+    x, routers = reference.hidden_and_routers(params, batch, cfg)
+    logits, T = reference.output(x, params, cfg.model), cfg.distill.temperature
+    labeled = batch.labels != IGNORED
+    scores = jax.nn.log_softmax(logits)
+    at_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
+    q = jnp.take_along_axis(jax.nn.softmax(logits / T), batch.teacher_ids, axis=-1)
+    p = jnp.exp(batch.teacher_scores)
+    kl = jnp.sum(p * (batch.teacher_scores - jnp.log(q)), axis=-1)
+    if p.shape[-1] < cfg.model.vocab_size:
+        of_p, of_q = 1 - jnp.sum(p, axis=-1), 1 - jnp.sum(q, axis=-1)
+        kl += of_p * jnp.log(of_p / of_q)
+    mean = lambda a: jnp.sum(jnp.where(labeled, a, 0.0)) / jnp.sum(labeled)  # noqa: E731
+    ce, share = -mean(at_label), cfg.distill.weight
+    total = (1 - share) * ce + share * T**2 * mean(kl)
+    return total + sum(router_loss(one, cfg) for one in routers), ce

@@ -22,6 +22,11 @@ class Batch:
 
     reference    float32 [B, T]: log probability of each label under the reference model.
 
+    Two more are only there for distillation (`objectives/distillation.py`):
+
+    teacher_ids     int32 [B, T, k]: the teacher's likeliest next tokens.
+    teacher_scores  float32 [B, T, k]: their log probabilities.
+
     Two more are only there for the routing of experts (`model/moe/recorded.py`):
 
     experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
@@ -33,5 +38,7 @@ class Batch:
     segment_ids: Any
     positions: Any
     reference: Any = None
+    teacher_ids: Any = None
+    teacher_scores: Any = None
     experts: Any = None
     rows: Any = None

@@ -1,4 +1,5 @@
-"""What a step minimizes: the cross entropy of tokens, or the preference loss of pairs.
+"""What a step minimizes: the cross entropy of tokens, the divergence from a teacher beside it, or
+the preference loss of pairs.
 
 The head of the model gives sums; a step divides them by a count, of the whole batch.
 """
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.model import transformer
-from jaxpar.objectives import pairs
+from jaxpar.objectives import distillation, pairs
 from jaxpar.objectives.dpo import MEASURES
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import TOKEN_AXES
@@ -34,11 +35,14 @@ def count(batch: Batch, cfg: Config) -> jax.Array:
     return psum(pairs.count_pairs(batch), TOKEN_AXES).astype(jnp.float32)
 
 
-def head_of(cfg: Config, max_segments: int | None) -> Callable:
+def head_of(cfg: Config, max_segments: int | None, *, trains: bool) -> Callable:
     """Return the head of the model: (top, x, microbatch) -> `Sums`.
 
-    Args:     max_segments: as in `make_train_step`; two for each pair of a row.
+    Args:     max_segments: as in `make_train_step`; two for each pair of a row. trains: False for
+              the head of an evaluation, which has no teacher.
     """
+    if cfg.distill.teacher and trains:
+        return functools.partial(distillation.head, cfg=cfg)
     if not cfg.dpo.beta:
         return functools.partial(transformer.head, cfg=cfg)
     if max_segments is None:
@@ -50,6 +54,8 @@ def reported(mean: jax.Array, cfg: Config) -> dict[str, jax.Array]:
     """Name the means of a step's sums, as in `StepMetrics`."""
     if cfg.dpo.beta:
         return dict(zip(MEASURES, mean, strict=True))
+    if cfg.distill.teacher:
+        return {"loss": mean[0], "distill_loss": mean[1]}
     if cfg.model.mtp_depth:
         return {"loss": mean[0], "mtp_loss": jnp.mean(mean[1:])}
     return {"loss": mean}

@@ -97,6 +97,9 @@ class StepMetrics:
     """Reward of the chosen response."""
     rejected_reward: jax.Array | None = None
     """Reward of the rejected response."""
+    distill_loss: jax.Array | None = None
+    """Divergence of the student from the teacher per labeled token, in nats, before its weight.
+    Only in distillation (`objectives/distillation.py`)."""
     mtp_loss: jax.Array | None = None
     """Loss of the modules of multi-token prediction, mean over them: a sum over their labels,
     divided by `num_tokens`."""
@@ -317,7 +320,7 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = objective.head_of(cfg, max_segments)
+    head = objective.head_of(cfg, max_segments, trains=scale is not None)
     if cfg.model.mtp_depth and scale is not None:
         head = functools.partial(transformer.head_with_modules, ex=ex, context_of=context)
     return StagedModel(

@@ -93,7 +93,7 @@ class BetweenSteps:
         self.began = time.perf_counter()
         self.data_wait = self.began - began
         self.phases.enter("step", step + 1, slow=step == self.first)
-        return batch
+        return self.run.taught(batch)
 
     def report(self, step: int, metrics: StepMetrics) -> None:
         """Write the metrics of the previous step, whose values have arrived by now."""

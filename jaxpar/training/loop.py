@@ -106,7 +106,7 @@ def compiled(
         run.cfg, run.mesh, run.max_segments, run.execution, expert_rows=True, record=record
     )
     with stage("compiling the train step") as now:
-        lowered = step.lower(state, run.loader.batch(0) if batch is None else batch)
+        lowered = step.lower(state, run.taught(run.loader.batch(0) if batch is None else batch))
         peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()

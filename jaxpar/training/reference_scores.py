@@ -22,7 +22,7 @@ from jaxpar.data.pairs import places_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.files import atomic
-from jaxpar.step.label_scores import make_score_step
+from jaxpar.step.forward import make_score_step
 
 
 def file_of(folder: Path, split: str) -> Path:

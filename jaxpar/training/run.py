@@ -29,6 +29,7 @@ from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights, reference_scores
@@ -38,6 +39,7 @@ from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
+from jaxpar.training.teacher import Teacher
 
 
 class Run:
@@ -75,6 +77,8 @@ class Run:
             self.loader.skipped = read_skipped(self.dir)
         self.changed = self._resume_from(saved)
         self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
+        taught = self.cfg.distill.teacher
+        self.teacher = Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
         self.kernels = choose_kernels(self.cfg, self.max_segments)
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
@@ -155,10 +159,19 @@ class Run:
             jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
+        if self.teacher is not None:
+            with stage("reading the teacher"):
+                self.teacher.load()
+            log(f"teacher    {self.teacher}")
+            self.startup.ended("teacher")
         if self.cfg.dpo.beta:
             self.prepare_reference(state if resumed is None else None)
             self.startup.ended("reference")
         return state
+
+    def taught(self, batch: Batch) -> Batch:
+        """Return a batch with what the step needs of the teacher, if there is one."""
+        return batch if self.teacher is None else self.teacher.attach(batch)
 
     def prepare_reference(self, initial: TrainState | None) -> None:
         """Give the loaders of pairs the log probabilities under the initial weights.

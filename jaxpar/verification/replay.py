@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import jax
 import tyro
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
@@ -16,16 +16,15 @@ from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
-from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
-from jaxpar.parallel.context import order_of
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import Stage, stage
-from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.axes import AXES, BATCH_SPEC
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState, state_shardings
@@ -133,6 +132,8 @@ class Replay:
         run = self.run
         if self.cfg.dpo.beta:
             run.prepare_reference(None)
+        if run.teacher is not None:
+            run.teacher.load()
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
@@ -142,7 +143,7 @@ class Replay:
             told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
-            now, measured = step(now, run.loader.batch(batch))
+            now, measured = step(now, run.taught(run.loader.batch(batch)))
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
@@ -153,20 +154,17 @@ class Replay:
 
         Args:     state: on the host. batch: the batch of the step, or another.
         """
-        loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
         with stage(f"taking step {self.number} with batch {batch}"):
             step = self._step_on(mesh)
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            after, measured = step(placed, loader.batch(batch))
+            after, measured = step(placed, self._batch_on(mesh, batch))
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
-    def _loader_on(self, mesh: Mesh) -> Loader:
-        order = order_of(self.cfg)
-        loader = open_loader(self.cfg, mesh, "train", order)
-        if isinstance(loader, PairLoader) and isinstance(self.run.loader, PairLoader):
-            loader.reference = self.run.loader.reference
-        return loader
+    def _batch_on(self, mesh: Mesh, number: int) -> Batch:
+        """Return a batch of the run on the devices of a mesh of the same shape."""
+        batch = self.run.taught(self.run.loader.batch(number))
+        return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
 
     def _step_on(self, mesh: Mesh) -> Callable:
         if mesh not in self._steps:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
-from jaxpar.objectives.reference import preference_loss
+from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -59,12 +59,24 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     place = np.arange(T, dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
+    taught = random_teacher(cfg, rng) if cfg.distill.teacher else {}
     return Batch(
+        **taught,
         tokens=text[:, :T],
         labels=np.where(dropped, np.int32(IGNORED), text[:, 1:]),
         segment_ids=np.cumsum(starts[:, :T], axis=1, dtype=np.int32),
         positions=(place - first).astype(np.int32),
     )
+
+
+def random_teacher(cfg: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Make the likeliest tokens of a random teacher, as fields of a batch."""
+    shape = (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.vocab_size)
+    logits, k = 2 * rng.standard_normal(shape), cfg.distill.top_k
+    scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    ids = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
+    likeliest = np.take_along_axis(scores, ids, axis=-1).astype(np.float32)
+    return {"teacher_ids": ids, "teacher_scores": likeliest}
 
 
 def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
@@ -140,6 +152,8 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     def both(trainable):
         params = join(trainable, frozen)
+        if cfg.distill.teacher:
+            return distillation_losses(params, batch, cfg)
         return loss(params, batch, cfg), loss(params, batch, plain)
 
     (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)

@@ -16,7 +16,7 @@ from jaxpar.parallel.context import order_of
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.label_scores import make_score_step
+from jaxpar.step.forward import make_score_step
 from jaxpar.step.train_step import make_eval_step
 from jaxpar.verification import distances, random_pairs, traces
 from jaxpar.verification.meshes import parse_meshes

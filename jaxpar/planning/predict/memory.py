@@ -327,12 +327,14 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
     The latter has the compute dtype, and replaces logits in place. Each MTP module has the former.
-    The loss of pairs has float32 logits beside their gradient, and keeps the head's input.
+    Losses that compute logits again in the backward have them in float32 beside their gradient (and
+    distillation two distributions), and keep the head's input.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
-    if cfg.dpo.beta:
+    if cfg.dpo.beta or cfg.distill.teacher:
         kept = shard.width * shard.tokens * cfg.model.d_model
-        chunk = (8 + shard.width) * shard.tokens / n * shard.vocab
+        wide = 12 if cfg.distill.teacher else 8
+        chunk = (wide + shard.width) * shard.tokens / n * shard.vocab
         return 4 * shard.table * shard.trainable + chunk + kept
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
