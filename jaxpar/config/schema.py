@@ -251,6 +251,9 @@ class OptimizerConfig:
     """Learning rate of muon's matrices, relative to optimizer.learning_rate."""
     muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the Newton-Schulz iterations, and of the matrices that devices exchange."""
+    qk_clip: float = 0.0
+    """Largest attention logit: after an update, the query and key weights of heads above it shrink
+    (MuonClip; Kimi K2: 100). For every rule. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

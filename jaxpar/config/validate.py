@@ -38,6 +38,7 @@ from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
+from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
 from jaxpar.config.rules.type_check import check_types
@@ -99,6 +100,6 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
-    objectives = (dpo, distillation)
+    objectives = (dpo, distillation, qk_clip)
     for rule in first + others + of_models + objectives:
         rule(cfg)

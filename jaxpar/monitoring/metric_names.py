@@ -26,6 +26,8 @@ METRICS = {
     "mtp_loss": Metric(
         "training", "nats per token", "of multi-token prediction, mean over modules"
     ),
+    "max_attention_logit": Metric("training", "", "largest of all heads; with optimizer.qk_clip"),
+    "clipped_heads": Metric("training", "heads", "above optimizer.qk_clip, in all layers"),
     "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
     "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
     "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),

@@ -39,7 +39,7 @@ from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
-from jaxpar.step import objective, recorded_routing
+from jaxpar.step import objective, qk_clip, recorded_routing
 from jaxpar.step.expert_loads import (
     ExpertLoads,
     balance_bias,
@@ -103,6 +103,13 @@ class StepMetrics:
     mtp_loss: jax.Array | None = None
     """Loss of the modules of multi-token prediction, mean over them: a sum over their labels,
     divided by `num_tokens`."""
+    max_attention_logit: jax.Array | None = None
+    """Largest attention logit of all heads, before the update. This and the next: with
+    `optimizer.qk_clip`."""
+    clipped_heads: jax.Array | None = None
+    """Number of heads, of all layers, whose logits were above the limit."""
+    attention_logits: jax.Array | None = None
+    """float32 [layers here, H/tensor], not a scalar: largest logits, inside the step only."""
     expert_rows: jax.Array | None = None
     """float32 [layers with experts, E], not a scalar: tokens of each expert. Only on request."""
     routing: jax.Array | None = None
@@ -198,6 +205,9 @@ def train_step(
         trainable, opt_state = moments.update(
             cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
         )
+    if metrics.attention_logits is not None:
+        trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)
+        metrics = dataclasses.replace(metrics, attention_logits=None)
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
@@ -220,7 +230,8 @@ def loss_and_gradients(
     scale: jax.Array | float = 1.0,
 ) -> tuple[StepMetrics, Any]:
     """`loss_gradients_and_loads` without the loads."""
-    return loss_gradients_and_loads(ex, max_segments, params, batch, scale)[:2]
+    metrics, grads, _ = loss_gradients_and_loads(ex, max_segments, params, batch, scale)
+    return dataclasses.replace(metrics, attention_logits=None), grads
 
 
 def loss_gradients_and_loads(
@@ -253,12 +264,15 @@ def loss_gradients_and_loads(
     frozen = join(frozen, slots_in_use(cfg))
     if record or batch.experts is not None:
         weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
+    if cfg.optimizer.qk_clip:
+        weights, batch = qk_clip.attach(weights, batch, cfg)
     model = staged_model(ex, max_segments, scale)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / count)
     grads, tallies = without_tallies(fused_weights.without_scales(grads))
     grads, experts = recorded_routing.detach(grads)
+    grads, logits = qk_clip.detach(grads, cfg)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
@@ -268,6 +282,7 @@ def loss_gradients_and_loads(
     norm = global_norm(fused_weights.unstack_layers(grads, cfg))
     named = objective.reported(loss, cfg)
     metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
+    metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))
     if tallies is None:
         return metrics, grads, None
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
@@ -330,7 +345,7 @@ def staged_model(
         head=head,
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
-        adds_gradients=cfg.model.num_experts > 0,
+        adds_gradients=cfg.model.num_experts > 0 or cfg.optimizer.qk_clip > 0,
         layers_per_vjp=ex.layers_per_vjp,
     )
 

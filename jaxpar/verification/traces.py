@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.model.qk_clip import reference as qk_clip
 from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import order_of
@@ -118,7 +119,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         if cfg.model.router_bias:
             frozen = reference.balanced(frozen, reference.loads(params, batch, cfg), cfg)
         updates, opt_state = rule.update(grads, opt_state, trainable)
-        return join(optax.apply_updates(trainable, updates), frozen), opt_state
+        new = join(optax.apply_updates(trainable, updates), frozen)
+        if cfg.optimizer.qk_clip:
+            new = qk_clip.clipped(new, qk_clip.largest_logits(params, batch, cfg), cfg)
+        return new, opt_state
 
     params = start = initial_params(specs, cfg.train.seed)
     loss, grads = first = gradients(params, batches[0])
