@@ -1,7 +1,7 @@
-"""Score a model on tasks of the LM Evaluation Harness: python -m jaxpar.evaluate RUN --tasks NAME
+"""Score a model on text or on tasks: python -m jaxpar.evaluate RUN --split test, or --tasks NAME
 
 RUN is a run folder or a published model. Tasks are those of EleutherAI's lm_eval, and your own
-from --include-path. Requires lm_eval: pip install lm-eval.
+from --include-path; they require lm_eval: pip install lm-eval.
 """
 
 from collections.abc import Sequence

@@ -25,6 +25,7 @@ import jax
 
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.config_file import load_config
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import take_source
 from jaxpar.convert.shape import model_from
 from jaxpar.runtime import exit_codes
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parse_options(argv)
     base = load_config(options.config)
     asked = parse_overrides(base, overrides, PROGRAM, model_from=model_from)
-    cfg = small_config.float32(asked)
+    cfg = small_config.float32(without_schedules(asked))
     meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
     if options.shrink:

@@ -1,9 +1,9 @@
 """Checkpoints: the training state on disk, written in the background, readable under any mesh.
 
-RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}: unsharded arrays, with layers
-in the model's order. They do not depend on the mesh that wrote them, so any other mesh can restore
-them. The folder also holds the config, so it is self-contained. Every array has a fingerprint,
-which every load verifies.
+RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}, and "ema" if the run keeps a
+moving average of its weights: unsharded arrays, with layers in the model's order. They do not
+depend on the mesh that wrote them, so any other mesh can restore them. The folder also holds the
+config, so it is self-contained. Every array has a fingerprint, which every load verifies.
 
     Checkpointer                             for the training loop: saves
     starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
@@ -11,14 +11,18 @@ which every load verifies.
     first_whole, require_whole               finds the step that a program can use
 """
 
+from jaxpar.checkpoint.best import Step, step_of
 from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.checkpoint.inspection import require_whole
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
 from jaxpar.checkpoint.saved import (
+    AVERAGED,
     MODEL_FIELDS,
     NO_DATASET,
+    TRAINED,
     Saved,
+    Weights,
     changed_fields,
     check_resumable,
     first_whole,
@@ -34,13 +38,17 @@ from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data")
 
 __all__ = [
+    "AVERAGED",
     "MODEL_FIELDS",
     "NO_DATASET",
+    "TRAINED",
     "Checkpointer",
     "Damaged",
     "HostCopy",
     "SaveFailed",
     "Saved",
+    "Step",
+    "Weights",
     "changed_fields",
     "check_resumable",
     "first_whole",
@@ -54,4 +62,5 @@ __all__ = [
     "restore_params",
     "saved_steps",
     "starting_step",
+    "step_of",
 ]

@@ -1,6 +1,6 @@
 """Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]
 
-Or start another run from one of them: branch RUN NEW.
+Or start another run from one of them: branch RUN NEW. Or average several: merge RUN RUN2 NEW.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ import tyro
 
 from jaxpar.checkpoint import inspection
 from jaxpar.checkpoint.branching import branch
-from jaxpar.config.rules.limits import STEP
+from jaxpar.checkpoint.merging import merge
+from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
@@ -63,14 +65,33 @@ class BranchOff:
     """Checkpoint to start from. None: the latest intact one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Average the weights of several checkpoints into a new folder, which any program can read."""
+
+    folders: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...] NEW")
+    ]
+    """Run folders, and the folder to write, which must be empty or not exist."""
+    weights: tuple[float, ...] = ()
+    """Weight of each checkpoint, relative to the others. None: equal."""
+    steps: tuple[int, ...] = ()
+    """Checkpoint of each run, or several of a single run. None: the latest intact ones."""
+    last: Annotated[int | None, Range(2, 10_000, 5)] = None
+    """Average the last checkpoints of a single run, so many."""
+    ema: bool = False
+    """Average the moving averages of the weights (optimizer.ema_decay)."""
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "ls": Ls,
     "verify": Verify,
     "diff": Diff,
     "branch": BranchOff,
+    "merge": Merge,
 }
 
-type Options = Ls | Verify | Diff | BranchOff
+type Options = Ls | Verify | Diff | BranchOff | Merge
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -79,6 +100,9 @@ def read_options(argv: Sequence[str]) -> Options:
     Raises:   ConfigError for an invalid option.
     """
     options = read_subcommand(COMMANDS, argv, "jaxpar.checkpoint", __doc__)
+    if isinstance(options, Merge) and len(options.folders) < 2:
+        fix = "give the folders of runs, and last a new one"
+        raise ConfigError("NEW", " ".join(options.folders), "needs RUN and NEW", fix)
     if isinstance(options, Diff):
         return dataclasses.replace(options, other=options.other or options.run)
     return options
@@ -104,7 +128,24 @@ def main(argv: Sequence[str]) -> int:
         case BranchOff(run=run, new=new, step=step):
             at = branch(run, new, step, log)
             log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
+        case Merge():
+            run_merge(options)
     return exit_codes.EXIT_OK
+
+
+def run_merge(options: Merge) -> None:
+    """Run `merge`."""
+    *runs, new = options.folders
+    merge(
+        runs,
+        new,
+        log,
+        steps=options.steps,
+        last=options.last,
+        weights=options.weights,
+        ema=options.ema,
+    )
+    log(f"use        python -m jaxpar.sample {new}, or --run.init-from {new}")
 
 
 def log(line: str) -> None:

@@ -24,7 +24,7 @@ def branch(run_dir: str, new: str, step: int | None, log: Callable[[str], None])
               checkpoint; Damaged if it is damaged; Unreadable.
     """
     refuse_used("NEW", Path(new))
-    saved = read_whole(run_dir, step, lambda at: _intact(run_dir, at))
+    saved = read_whole(run_dir, step, lambda at: intact(run_dir, at))
     source = folder(run_dir) / str(saved.step)
     num_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     require_space("NEW", Path(new), num_bytes)
@@ -34,7 +34,11 @@ def branch(run_dir: str, new: str, step: int | None, log: Callable[[str], None])
     return saved.step
 
 
-def _intact(run_dir: str, step: int) -> Saved:
+def intact(run_dir: str, step: int) -> Saved:
+    """Return the metadata of a checkpoint whose files and metadata are intact.
+
+    Raises:   ConfigError if there is no such checkpoint; Damaged; Unreadable.
+    """
     saved = read_saved(run_dir, step)
     if wrong := damage(run_dir, step):
         raise Damaged(f"the checkpoint of step {step} of {run_dir}", wrong)

@@ -1,6 +1,7 @@
 """Inspects checkpoints: lists them, verifies them, and compares two of them."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint.best import Best, of
+from jaxpar.checkpoint.reading import array_names, opened, piece, reason
 from jaxpar.checkpoint.saved import damage, folder, read_saved, read_whole, saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.runtime.progress import meter, size
@@ -34,8 +37,12 @@ class CheckpointRow:
     check: str
     """The damage found without reading arrays, or what was verified."""
 
+    best: str = ""
+    """The metric of checkpoint.best, if it is the best checkpoint."""
+
     def __str__(self) -> str:
-        return f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
+        row = f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
+        return f"{row}; best, {self.best}" if self.best else row
 
 
 #: Seconds to wait before a damaged step is checked again: it may be in the middle of deletion.
@@ -47,10 +54,21 @@ def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
 
     Raises:   ConfigError when there is none.
     """
-    for step in _steps(run_dir, None):
+    steps = _steps(run_dir, None)
+    best = _best(run_dir)
+    for step in steps:
         row = _row_if_kept(run_dir, step)
         if row is not None:
-            yield row
+            is_best = best is not None and best.step == step and best.value is not None
+            yield dataclasses.replace(row, best=str(best)) if is_best else row
+
+
+def _best(run_dir: str | Path) -> Best | None:
+    """Return the best evaluation so far, unless no checkpoint is intact."""
+    for step in reversed(saved_steps(run_dir)):
+        with contextlib.suppress(integrity.Damaged, ConfigError):  # `_row` names the damage
+            return of(read_saved(run_dir, step))
+    return None
 
 
 def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
@@ -150,31 +168,25 @@ def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str],
     try:
         names = store.array_names(step_folder)
     except Exception as error:  # a damaged file can raise any error
-        return [f"its arrays cannot be listed ({_reason(step_folder, error)})"]
+        return [f"its arrays cannot be listed ({reason(step_folder, error)})"]
     found += [f"{name} is missing" for name in known if name not in names]
     for name in names:
         try:
             arrays[name] = store.open_array(step_folder, name)
         except Exception as error:
-            found.append(f"{name} cannot be opened ({_reason(step_folder, error)})")
+            found.append(f"{name} cannot be opened ({reason(step_folder, error)})")
     with meter(sum(map(store.num_bytes, arrays.values()))) as progress:
         for name, array in arrays.items():
             try:
                 sums = store.fingerprint_of(array)
             except Exception as error:
-                found.append(f"{name} cannot be read ({_reason(step_folder, error)})")
+                found.append(f"{name} cannot be read ({reason(step_folder, error)})")
                 continue
             found += integrity.describe_differences(known, {name: sums}) if known else []
             progress.advance(store.num_bytes(array))
         largest = max(map(store.num_bytes, arrays.values()), default=0)
         log(f"{step_folder}: read {progress.summary(largest)}")
     return found
-
-
-def _reason(step_folder: Path, error: Exception) -> str:
-    """Summarize an error in one line. Raises:   Unreadable for an error of the machine."""
-    integrity.refuse_trouble(str(step_folder), error)
-    return (str(error) or type(error).__name__).partition("\n")[0][:200]
 
 
 def differences(
@@ -192,7 +204,7 @@ def differences(
         rule = f"would be compared with itself: both are step {places[0].name}"
         rule += ", the latest intact one" if None in (one[1], other[1]) else ""
         raise ConfigError("diff", str(one[0]), rule, "use --step or --other-step, or RUN2")
-    names = [_array_names(place) for place in places]
+    names = [array_names(place) for place in places]
     count = 0
     for name in sorted(names[0] | names[1]):
         missing = [str(p) for p, there in zip(places, names, strict=True) if name not in there]
@@ -216,38 +228,14 @@ def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
     return [(run, latest[run] if step is None else step) for run, step in asked]
 
 
-@contextlib.contextmanager
-def _reading(place: Path, what: str) -> Iterator[None]:
-    """Convert errors of reading. Raises:   Damaged with a description; or Unreadable."""
-    try:
-        yield
-    except Exception as error:
-        raise integrity.Damaged(str(place), [f"{what} ({_reason(place, error)})"]) from error
-
-
-def _array_names(place: Path) -> set[str]:
-    with _reading(place, "its arrays cannot be listed"):
-        return set(store.array_names(place))
-
-
-def _opened(place: Path, name: str) -> Any:
-    with _reading(place, f"{name} cannot be opened"):
-        return store.open_array(place, name)
-
-
-def _piece(place: Path, name: str, array: Any, box: Any) -> np.ndarray:
-    with _reading(place, f"{name} cannot be read"):
-        return np.ascontiguousarray(array[box].read().result())
-
-
 def _difference(places: list[Path], name: str) -> str | None:
     """Describe the difference of two arrays, read chunk by chunk; None if all bits are equal."""
-    a, b = arrays = [_opened(place, name) for place in places]
+    a, b = arrays = [opened(place, name) for place in places]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype.name}{list(a.shape)}, not {b.dtype.name}{list(b.shape)}"
     largest, squares, scale, count, bits = 0.0, 0.0, 0.0, 0, False
     for box in store.pieces(a):
-        x, y = (_piece(at, name, array, box) for at, array in zip(places, arrays, strict=True))
+        x, y = (piece(at, name, array, box) for at, array in zip(places, arrays, strict=True))
         bits |= x.tobytes() != y.tobytes()
         with np.errstate(invalid="ignore", over="ignore"):
             x, y = x.astype(np.float64), y.astype(np.float64)

@@ -11,26 +11,32 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
+    AVERAGED,
     LORA_FIELDS,
     MODEL_FIELDS,
-    MOMENT_DTYPES,
+    STORAGE_DTYPES,
+    TRAINED,
     Saved,
+    Weights,
     by_path,
     check_fields,
     check_resumable,
     folder,
     none_whole,
     read_saved,
+    require_weights,
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
-from jaxpar.sharding.fingerprint import fingerprints
-from jaxpar.sharding.params import flat
+from jaxpar.sharding.fingerprint import fingerprints, named_leaves
 from jaxpar.step.state import (
     TrainState,
     abstract_logical,
+    abstract_weights,
+    averaged,
+    fresh_average,
     in_configured_dtypes,
     to_running,
 )
@@ -92,16 +98,21 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 
     Args:     step: a saved step. None: the latest.
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
-              another dtype are converted, to bfloat16 by rounding to nearest.
+              another dtype are converted, to bfloat16 by rounding to nearest. A moving average
+              that was not saved begins with the weights.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
-    target = dict(vars(abstract_logical(_with_saved_dtypes(cfg, saved), mesh)))
+    target = abstract_logical(_with_saved_dtypes(cfg, saved), mesh).saved
+    begins = "ema" in target and not saved.has_average
+    if begins:
+        del target["ema"]
     known = _has_guard(folder(cfg.run.dir) / str(saved.step))
     scalars = target["guard"] if known else target.pop("guard")
-    loaded = _load_whole(cfg.run.dir, saved, target)
+    ends = saved.has_average and "ema" not in target  # which the checkpoint then has in vain
+    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # an earlier version saved no guard
         loaded["guard"] = jax.device_put(loss_scale.initial_guard(cfg), to)
@@ -110,7 +121,11 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
+    state = to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
+    if begins:
+        peers.log(f"the moving average begins with the weights of step {saved.step}")
+        state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))
+    return state
 
 
 def _has_guard(step_folder: Path) -> bool:
@@ -122,21 +137,31 @@ def _has_guard(step_folder: Path) -> bool:
         return True  # damaged, as the load will report
 
 
-def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | None = None) -> Any:
+def restore_params(
+    run_dir: str | Path,
+    cfg: Config,
+    mesh: Mesh,
+    step: int | None = None,
+    weights: Weights = TRAINED,
+) -> Any:
     """Restore only the parameters, for sampling or evaluation. Nothing else is read or verified.
 
     Args:     cfg: `load_config(run_dir)` with the parallel section of `mesh`.
-              step: a saved step. None: the latest.
+              step: a saved step. None: the latest. weights: those that are trained, or
+              their moving average.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
-    Raises:   ConfigError when the model differs from the checkpoint's, before an array is read;
-              Damaged when a parameter is missing, or differs from what was saved.
+    Raises:   ConfigError when the model differs from the checkpoint's, or it has no such weights,
+              before an array is read; Damaged when a parameter is missing, or differs from what was
+              saved.
     """
     saved = read_saved(run_dir, step)
     check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
-    loaded = _load_whole(
-        run_dir, saved, {"params": abstract_logical(cfg, mesh).params}, partial=True
-    )
-    return to_running(TrainState(step=(), opt_state=(), **loaded), cfg).params
+    require_weights(run_dir, saved, weights)
+    with_average = replace(cfg, **{"optimizer.ema_decay": 0.5 * (weights == AVERAGED)})
+    target = abstract_weights(_with_saved_dtypes(with_average, saved), mesh)
+    loaded = {"params": {}} | _load_whole(run_dir, saved, target, partial=True)
+    state = to_running(TrainState(step=(), opt_state=(), **loaded), cfg)
+    return state.params if weights == TRAINED else averaged(state, cfg)
 
 
 def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = False) -> Any:
@@ -159,7 +184,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
         reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
         damage = [f"it cannot be read ({reason})"]
     # For an array missing in the checkpoint, Orbax returns the abstract array without an error.
-    leaves = flat(loaded) if partial and not damage else {}
+    leaves = named_leaves(loaded) if partial and not damage else {}
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     _agree(where, damage + ([f"it does not contain {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
@@ -182,9 +207,9 @@ def _agree(where: str, damage: list[str]) -> None:
 
 
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
-    """Return the config with the saved dtypes of the moments. (Orbax would convert silently.)"""
+    """Return the config with the saved dtypes of the state. (Orbax would convert silently.)"""
     then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
-    return replace(cfg, **{path: then[path] for path in MOMENT_DTYPES})
+    return replace(cfg, **{path: then[path] for path in STORAGE_DTYPES})
 
 
 def _load(step_folder: Path, target: Any, partial: bool) -> Any:

@@ -8,12 +8,22 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.checkpoint import integrity
-from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig, flag, replace
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelConfig,
+    default_of,
+    flag,
+    replace,
+    value_of,
+)
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lists.mixture import stages
+from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
@@ -38,14 +48,27 @@ MODEL_FIELDS = tuple(
 #: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
-#: Storage dtypes of the moments, which are converted when a run resumes with other ones.
-MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
+#: Storage dtypes of the state, which are converted when a run resumes with other ones.
+STORAGE_DTYPES = tuple(
+    f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")
+)
 
 #: Fields that may not change during a run: the meaning of the moments, and the order of the data.
-RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
+RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
+
+#: Fields that decide the sizes of steps. A run may change them for steps to come.
+SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
+
+#: The weights of a checkpoint: those that are trained, or their moving average.
+type Weights = Literal["trained", "ema"]
+TRAINED: Weights = "trained"
+AVERAGED: Weights = "ema"
 
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
+
+#: Folder of a run for the files that came with its published weights.
+CARRIED = "hf"
 
 #: Orbax's file for the metadata of a checkpoint.
 METADATA = "_CHECKPOINT_METADATA"
@@ -74,11 +97,18 @@ class Saved:
     """Ranges of batches that the run skips, as (first, count)."""
     rewinds: int | None = None
     """Number of rewinds so far; None if an earlier version did not count them."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it has a moving average of the weights."""
+        return any(name.startswith("ema/") for name in self.fingerprints)
 
 
 def folder(run_dir: str | Path) -> Path:
@@ -206,7 +236,10 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
     if cfg.data.shuffle != "auto":  # which is the order of the saved run
         fixed += ("data.shuffle",)
+    if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
+        fixed += ("train.global_batch_size",)
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
+    _check_sizes(cfg, saved)
     now = fingerprint(cfg)
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
@@ -215,6 +248,21 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         fix = f"use a new run.dir, or set it back to {then}"
         raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
     _check_stages(cfg, saved)
+
+
+def _check_sizes(cfg: Config, saved: Saved) -> None:
+    """Raises:   ConfigError if steps before the saved one had another size."""
+    then = by_path(saved.config)
+    fields = {path: then.get(path, default_of(path)) for path in SIZE_FIELDS}
+    batches = saved.step + sum(count for _, count in saved.skipped_batches)
+    past, now = (list(step_sizes(one).until(batches)) for one in (replace(cfg, **fields), cfg))
+    if past != now:
+        changed = [path for path in SIZE_FIELDS if value_of(cfg, path) != fields[path]]
+        path = next((one for one in changed if one in (BATCHES, LENGTHS)), changed[0])
+        rule = f"changes the size of steps before step {saved.step}, after which {saved} continues"
+        before = " ".join(flag(one, fields[one]) for one in changed)
+        fix = f"use {before}, or change only later steps"
+        raise ConfigError(path, value_of(cfg, path), rule, fix)
 
 
 def _check_stages(cfg: Config, saved: Saved) -> None:
@@ -294,7 +342,16 @@ def _well_formed(saved: Saved) -> bool:
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int) for number in numbers)
         and are_ranges(saved.skipped_batches)
+        and _is_best(saved.best)
     )
+
+
+def _is_best(value: Any) -> bool:
+    """Whether a value has the form of `best.Best`, or is empty."""
+    types = {"what": str, "step": int, "value": float | None, "stale": int}
+    if not isinstance(value, dict) or value.keys() - types.keys():
+        return False
+    return not value or all(isinstance(value.get(name, ()), kind) for name, kind in types.items())
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
@@ -318,6 +375,14 @@ def load_config(run_dir: str | Path, step: int | None = None) -> Config:
     Raises:   ConfigError as `read_saved`, or when this version does not know a field.
     """
     return from_values(read_saved(run_dir, step).config)
+
+
+def require_weights(run_dir: str | Path, saved: Saved, weights: Weights) -> None:
+    """Raises:   ConfigError when a checkpoint does not have such weights."""
+    if weights == AVERAGED and not saved.has_average:
+        rule = f"{saved} of {run_dir} has no moving average of the weights"
+        fix = "use --weights trained; a run has an average with --optimizer.ema-decay 0.999"
+        raise ConfigError("--weights", weights, rule, fix)
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:

@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.copies import HostCopy, copied_in_all
 from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
@@ -77,6 +78,7 @@ class Checkpointer:
             "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         }
+        self._best = _KeepBest()
         context = ocp.Context()
         # Weights hardly compress: zstd made them 8% smaller and saves six to ten times slower.
         context.array.saving.use_compression = False
@@ -94,7 +96,7 @@ class Checkpointer:
         self._orbax = ocp.training.Checkpointer(
             folder(cfg.run.dir),
             context=context,
-            preservation_policy=_preservation(cfg),
+            preservation_policy=_preservation(cfg, self._best),
             cleanup_tmp_directories=True,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -107,13 +109,16 @@ class Checkpointer:
     def prepare(self, state: TrainState) -> None:
         """Run the programs of a save once, so that the first one delays the loop no more than
         others."""
-        fingerprints(vars(state if is_equal(self._cfg) else snapshot(state, self._cfg)))
+        fingerprints((state if is_equal(self._cfg) else snapshot(state, self._cfg)).saved)
 
-    def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
+    def save(
+        self, state: TrainState, step: int, tokens_seen: int, best: Best | None = None
+    ) -> bool:
         """Start saving. Training may continue, and donate the state, as soon as this returns.
 
         Args:     state: the running state, sharded as `state.state_shardings`. step: optimizer
-                  steps taken. tokens_seen: tokens trained on, counted on the host.
+                  steps taken. tokens_seen: tokens trained on, counted on the host. best: the best
+              evaluation so far, whose checkpoint is kept.
         Returns:  whether a save has begun: not if the step is saved already, or if the save failed
                   immediately.
         Raises:   SaveFailed when more saves in a row have failed than allowed.
@@ -124,8 +129,11 @@ class Checkpointer:
             return False
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
-        tree = vars(snapshot(state, self._cfg))
+        tree = snapshot(state, self._cfg).saved
         about = self._about | {"tokens_seen": int(tokens_seen)}
+        if best is not None:
+            about["best"] = dataclasses.asdict(best)
+            self.keep_best(best)
         about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
             tree = copied_in_all(self._host_for(tree), tree)
@@ -142,6 +150,10 @@ class Checkpointer:
         done = self._thread.submit(self._finish, saving, tree, step, began, held)
         self._saving = step, done
         return True
+
+    def keep_best(self, best: Best | None) -> None:
+        """Keep the checkpoint of the best evaluation so far, if there is one."""
+        self._best.before, self._best.step = self._best.step, best.step if best else 0
 
     def _host_for(self, tree: Any) -> HostCopy:
         if self._host is None:
@@ -222,6 +234,8 @@ class Checkpointer:
         with contextlib.suppress(OSError):
             self._orbax.reload()
         self._half_written.add(step)
+        if step == self._best.step:  # the one before is kept instead
+            self._best.step = self._best.before
         self._sweep()
         where = folder(self._cfg.run.dir)
         self._failures += 1
@@ -280,8 +294,18 @@ class Checkpointer:
             self.close()
 
 
-def _preservation(cfg: Config) -> Any:
+class _KeepBest:
+    """A policy that keeps one step: that of the best evaluation."""
+
+    def __init__(self) -> None:
+        self.step, self.before = 0, 0
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        return [one.step == self.step for one in checkpoints]
+
+
+def _preservation(cfg: Config, best: _KeepBest) -> Any:
     """Return the policy that selects the checkpoints to keep. (Orbax keeps all by default.)"""
     policies, keep_every = ocp.training.preservation_policies, cfg.checkpoint.keep_every
     multiples = [policies.EveryNSteps(keep_every)] if keep_every else []
-    return policies.AnyPreservationPolicy([policies.LatestN(cfg.checkpoint.keep), *multiples])
+    return policies.AnyPreservationPolicy([policies.LatestN(cfg.checkpoint.keep), *multiples, best])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from jaxpar.config import Config, ConfigError, default_of, flag, replace
+from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
@@ -114,18 +114,17 @@ def parse_overrides(
 
 
 def _with_length(cfg: Config, given: set[str]) -> Config:
-    """Let `train.num_steps` of a command line replace a config's `train.num_tokens`.
+    """Let the length of a run on a command line replace that of a config, in steps, tokens, epochs.
 
-    Raises:   ConfigError if the command line has both.
+    Raises:   ConfigError if the command line has several that are not 0.
     """
-    steps, tokens = "train.num_steps", "train.num_tokens"
-    if steps not in given or not cfg.train.num_tokens:
-        return cfg
-    if tokens in given:
-        rule = f"sets {steps}, which is given as well"
-        fix = "use one of both"
-        raise ConfigError(tokens, cfg.train.num_tokens, rule, fix)
-    return replace(cfg, **{tokens: 0})
+    steps, tokens, epochs = "train.num_steps", "train.num_tokens", "train.num_epochs"
+    here = [p for p in (epochs, tokens, steps) if p in given and value_of(cfg, p)]
+    if len(here) > 1:
+        rule = f"sets {here[1]}, which is given as well"
+        raise ConfigError(here[0], value_of(cfg, here[0]), rule, "use one of both")
+    others = {tokens: 0, epochs: 0.0}
+    return replace(cfg, **{p: none for p, none in others.items() if here and p not in here})
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.limits import MAX_INT
 
@@ -16,12 +17,16 @@ _OTHER_AXES = tuple(
 def fill_steps(cfg: Config) -> Config:
     """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set.
 
+    With `train.num_epochs`, it is unknown before the data is open (`data/epochs.py`): no limit.
+
     Raises:   ConfigError if these are too many steps.
     """
+    if cfg.train.num_epochs > 0:
+        return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, num_steps=MAX_INT))
     t, each = cfg.train, cfg.train.global_batch_size * cfg.data.seq_len
     if t.num_tokens <= 0 or each <= 0:  # the rules of numbers report the latter
         return cfg
-    steps, path = -(-t.num_tokens // each), "train.num_tokens"
+    steps, path = step_sizes(cfg).steps_of(t.num_tokens), "train.num_tokens"
     rule = f"is {steps} steps of {each} tokens, more than {MAX_INT}"
     require(steps <= MAX_INT, cfg, path, rule, flag(path, MAX_INT * each))
     return dataclasses.replace(cfg, train=dataclasses.replace(t, num_steps=steps))

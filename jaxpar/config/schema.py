@@ -61,17 +61,31 @@ class TrainConfig:
     num_tokens: int = 0
     """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
     decides."""
+    num_epochs: float = 0.0
+    """Length of the run in passes over the training text, such as 1.5: sets num_tokens once the
+    data is open. Not for mixtures, whose sources have passes of their own. 0: num_tokens or
+    num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    batch_schedule: str = ""
+    """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after so many steps, the largest of them
+    global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
+    have global_batch_size."""
     micro_batch_size: int = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
+    early_stop_patience: int = 0
+    """Evaluations in a row without a lower loss of checkpoint.best after which the run ends. 0: it
+    never ends early."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
     """Steps between lines of metrics."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty, which keeps logits small (PaLM, section 5)."""
+    z_loss_schedule: str = ""
+    """Weights in place of z_loss, by step: STEP:WEIGHT;STEP:WEIGHT, on straight lines between them,
+    and constant before the first and after the last. Empty: z_loss at every step."""
     balance_loss: float = 0.0
     """Weight of the loss that balances experts, per layer. It is 1 if all have the same load."""
     balance_over: Literal["sequence", "batch"] = "sequence"
@@ -83,6 +97,8 @@ class TrainConfig:
     """Step size of model.router_bias (DeepSeek-V3: 1e-3)."""
     mtp_loss: float = 0.1
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
+    mtp_loss_schedule: str = ""
+    """Weights in place of mtp_loss, by step, like z_loss_schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +109,12 @@ class DataConfig:
     """Dataset from `python -m jaxpar.data prepare`, or token files of Megatron, nanoGPT, llm.c."""
     seq_len: int = 1024
     """Tokens per training sequence."""
+    length_schedule: str = ""
+    """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after so many steps. They divide
+    the longest of them, seq_len. Empty: seq_len."""
+    length_keeps: Literal["tokens", "sequences"] = "tokens"
+    """What length_schedule leaves as it is. tokens: shorter sequences are more, so that a step has
+    as many tokens. sequences: a step has as many sequences."""
     document_mask: bool = True
     """Restrict attention to a document and restart its positions. False: plain causal attention."""
     prefetch: int = 2
@@ -212,6 +234,10 @@ class OptimizerConfig:
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
+    schedule_by: str = "steps"
+    """What the schedule counts. steps: optimizer steps. tokens: a step of fewer tokens than the
+    largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
+    word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
     warmup_steps: int = 100
     """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
     steps."""
@@ -236,6 +262,11 @@ class OptimizerConfig:
     """Storage dtype of the first moment; bfloat16 uses stochastic rounding."""
     second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of adamw's second moment."""
+    ema_decay: float = 0.0
+    """Decay rate of an exponential moving average of the weights, such as 0.999, which is kept in
+    the state and has a held-out loss of its own. 0: none."""
+    ema_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     muon_momentum: float = 0.95
@@ -266,6 +297,9 @@ class CheckpointConfig:
     """Number of latest checkpoints to keep."""
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
+    best: str = ""
+    """Also keep the checkpoint with the lowest loss on this: held_out, ema, or a name of
+    evaluation.sets. It is saved when it is evaluated. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""
@@ -312,6 +346,11 @@ class EvaluationConfig:
     """Global batches per evaluation, the same ones every time."""
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
+    sets: str = ""
+    """Further sets to evaluate on, each with its own loss: NAME=PATH,NAME=PATH. PATH:SPLIT takes
+    another split than evaluation.split. Empty: none."""
+    test: bool = False
+    """Also evaluate on the test split, once, after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ one table, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
+from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
     fill_data_axis,
@@ -14,7 +15,7 @@ from jaxpar.config.resolve import (
     fill_microbatches,
     fill_steps,
 )
-from jaxpar.config.rules.data import data
+from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
@@ -22,7 +23,7 @@ from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
-from jaxpar.config.rules.memory import moments, offloaded_moments, remat
+from jaxpar.config.rules.memory import average, moments, offloaded_moments, remat
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     activation,
@@ -40,7 +41,15 @@ from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.rope import rope
-from jaxpar.config.rules.run import initial_weights, places, profile, saving, schedule
+from jaxpar.config.rules.run import (
+    best,
+    evaluation,
+    initial_weights,
+    places,
+    profile,
+    saving,
+    schedule,
+)
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
@@ -48,7 +57,8 @@ from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 def resolve(cfg: Config, num_devices: int) -> Config:
     """Check every rule and fill in `train.num_steps` for `train.num_tokens`, `parallel.data = -1`,
     ZeRO-1 if weights are not sharded, and the number of microbatches for `train.micro_batch_size`;
-    deterministic attention for `run.deterministic`.
+    deterministic attention for `run.deterministic`; and the shares of steps in a learning rate by
+    tokens.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
@@ -58,7 +68,9 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     cfg = fill_steps(cfg)
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
-    _sizes(cfg)
+    _divides(cfg)
+    sizes_of_steps(cfg, _every_rule)
+    cfg = fill_shares(cfg)
     return cast_once(cfg)
 
 
@@ -69,11 +81,19 @@ def check(cfg: Config) -> None:
     """
     check_types(cfg)
     _each_rule(fill_steps(cfg))
-    if not cfg.train.micro_batch_size:  # otherwise the devices decide the number of microbatches
-        _sizes(cfg)
+    if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
+        return
+    _divides(cfg)
+    if not cfg.parallel.auto:  # otherwise the planner does
+        sizes_of_steps(cfg, _every_rule)
 
 
-def _sizes(cfg: Config) -> None:
+def _every_rule(cfg: Config) -> None:
+    _each_rule(cfg)
+    _divides(cfg)
+
+
+def _divides(cfg: Config) -> None:
     divisibility(cfg)
     enough_microbatches(cfg)
 
@@ -84,9 +104,11 @@ def _each_rule(cfg: Config) -> None:
         places,
         initial_weights,
         data,
+        schedules,
         schedule,
         moments,
         offloaded_moments,
+        average,
         latent_attention,
         rope,
         model,
@@ -100,6 +122,6 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
-    objectives = (dpo, distillation, qk_clip)
+    objectives = (evaluation, best, dpo, distillation, qk_clip)
     for rule in first + others + of_models + objectives:
         rule(cfg)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from jaxpar import checkpoint
 from jaxpar.checkpoint import read_whole
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP
@@ -89,8 +90,10 @@ class ToHf:
     """Run folder."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
     family: str | None = None
@@ -112,8 +115,10 @@ class ToPeft:
     """Folder to write; it must be new."""
     base: str | None = None
     """Name or folder of the base model. None: the published folder in run.init_from."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype = "float32"
     """Dtype of the adapters."""
     family: str | None = None
@@ -131,8 +136,10 @@ class ToTorch:
     """Run folder."""
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
     """File to write, along with a .json file of the model's fields; both must be new."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
 
@@ -178,15 +185,21 @@ def main(argv: Sequence[str]) -> int:
             case FromMegatron():
                 from_megatron(options)
             case ToHf():
-                read_whole(options.run, options.step, functools.partial(to_hf, options))
+                read_run(options, to_hf)
             case ToPeft():
-                read_whole(options.run, options.step, functools.partial(to_peft, options))
+                read_run(options, to_peft)
             case ToTorch():
-                read_whole(options.run, options.step, functools.partial(to_torch, options))
+                read_run(options, to_torch)
     except selfcheck.CheckFailed as error:
         print(f"self-check failed: {error}", file=sys.stderr)
         return exit_codes.EXIT_ERROR
     return exit_codes.EXIT_OK
+
+
+def read_run[T: ToHf | ToPeft | ToTorch](options: T, convert: Callable[[T, int], None]) -> None:
+    """Convert the checkpoint that the options name, or the latest intact one."""
+    step = checkpoint.step_of(options.run, options.step)
+    read_whole(options.run, step, functools.partial(convert, options))
 
 
 def from_hf(options: FromHf) -> None:
@@ -213,7 +226,9 @@ def from_megatron(options: FromMegatron) -> None:
 
 def to_hf(options: ToHf, step: int) -> None:
     """Run `to-hf` on a checkpoint."""
-    export = exporting.open_export(options.run, step, options.dtype, options.family)
+    export = exporting.open_export(
+        options.run, step, options.dtype, options.family, options.weights
+    )
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
     shard_bytes = int(options.shard_gb * 1e9)
@@ -223,7 +238,9 @@ def to_hf(options: ToHf, step: int) -> None:
 
 def to_peft(options: ToPeft, step: int) -> None:
     """Run `to-peft` on a checkpoint."""
-    export = exporting.open_export(options.run, step, options.dtype, options.family)
+    export = exporting.open_export(
+        options.run, step, options.dtype, options.family, options.weights
+    )
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
     peft_folder.to_peft(export, Path(options.folder), log, base, tolerance)
@@ -233,7 +250,7 @@ def to_peft(options: ToPeft, step: int) -> None:
 def to_torch(options: ToTorch, step: int) -> None:
     """Run `to-torch` on a checkpoint."""
     torch_file.require_torch()
-    export = exporting.open_export(options.run, step, options.dtype, PLAIN)
+    export = exporting.open_export(options.run, step, options.dtype, PLAIN, options.weights)
     torch_file.to_torch(export, Path(options.file), log)
     log(f"{options.file}: {export.dtype}, of step {export.step}")
 

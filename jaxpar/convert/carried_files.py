@@ -5,9 +5,6 @@ from pathlib import Path
 
 from jaxpar.convert.hf.folder import CARRIED_FILES
 
-#: Folder of a run for the files that came with its weights.
-CARRIED = "hf"
-
 
 def copy_carried(folder: Path, to: Path) -> None:
     """Copy the files that come with weights: config, tokenizer, generation settings."""

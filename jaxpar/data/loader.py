@@ -1,10 +1,9 @@
 """Global batches as a pure function of seed and step. Each process reads only its own rows."""
 
-import functools
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -13,6 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.mixture import WeightsFrom, stages
+from jaxpar.config.lists.step_sizes import (
+    StepSizes,
+    sequences_before,
+    step_sizes,
+    without_schedules,
+)
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import StagedMixture
@@ -27,29 +32,40 @@ from jaxpar.sharding.batch import IGNORED, Batch
 class Loader:
     """Random access to the batches of one split.
 
-    Step s uses batch s, or a later one if earlier batches are skipped (`skipped`). Row r of batch s
-    is sequence s * global_batch_size + r of an endless stream. "train" has a new random order in
-    each epoch; "val" repeats the sequences in text order. Several sources are mixed by weight
-    (`mixture.py`), each with its own endless stream. With `data.mixture_schedule`, weights
-    change at the batch with the number of the step (that step's, if no earlier one is skipped).
+    Step s uses batch s, or a later one if earlier batches are skipped (`skipped`). Its rows are the
+    next sequences of an endless stream. "train" has a new random order in each epoch; "val" repeats
+    the sequences in text order. Several sources are mixed by weight (`mixture.py`), each with its
+    own endless stream.
+
+    Schedules change weights and sizes at the batch with the number of the step (that step's, if no
+    earlier one is skipped). The stream is one of sequences of `data.seq_len` tokens at any size of
+    the steps: a batch of shorter ones has the next of these, each cut into pieces, and so is a
+    function of its number and of the schedules alone.
     """
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, split: str = TRAIN, order: np.ndarray | None = None
+        self,
+        cfg: Config,
+        mesh: Mesh,
+        split: str = TRAIN,
+        order: Callable[[int], np.ndarray | None] = lambda length: None,
     ):
         """Open the sources and check that the config can use them.
 
-        Args:     order: int [T], a permutation of range(T) that places tokens along the sequence
-                  axis: column t holds text position order[t]. None: the text's order.
+        Args:     order: of tokens along the sequence axis, by the length T of a sequence: column t
+                  holds text position order(T)[t], int [T], a permutation of range(T). None: the
+                  text's order.
         Raises:   ConfigError for a source that is missing, damaged, shorter than a sequence, or has
                   a larger vocabulary than the model.
         """
         self.sources = open_sources(cfg, split)
         self.split = split
-        self._cfg, self._order = cfg, _checked_order(order, cfg.data.seq_len)
-        self._shape = (cfg.train.global_batch_size, cfg.data.seq_len)
-        self._sharding = NamedSharding(mesh, BATCH_SPEC)
-        self._rows = _rows_of_this_process(self._sharding, self._shape)
+        self._cfg = cfg if split == TRAIN else without_schedules(cfg)
+        self._sharding, self.sizes = NamedSharding(mesh, BATCH_SPEC), step_sizes(self._cfg)
+        lengths = {size.length for size in self.sizes.sizes}
+        shapes = [(size.rows, size.length) for size in self.sizes.sizes]
+        self._rows = {shape[0]: _rows_of_this_process(self._sharding, shape) for shape in shapes}
+        self._order = {length: _checked_order(order(length), length) for length in lengths}
         for source in self.sources:
             self._check_fits(source.dataset)
         some = any(source.dataset.targets is not None for source in self.sources)
@@ -63,7 +79,7 @@ class Loader:
         self.skipped = SkippedBatches()
         found = [WeightsFrom(0, tuple(source.weight for source in self.sources))]
         found += stages(cfg)[1:] if split == TRAIN else []
-        starts = [stage.step * cfg.train.global_batch_size for stage in found]
+        starts = [sequences_before(self._cfg, stage.step) for stage in found]
         self._mixture = StagedMixture(starts, [stage.weights for stage in found], seed)
 
     def _check_fits(self, dataset: TokenDataset) -> None:
@@ -112,40 +128,48 @@ class Loader:
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Return the epochs of each source in the first num_steps steps, by path."""
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
-        taken = self._mixture.taken(batches * self._cfg.train.global_batch_size)
+        taken = self._mixture.taken(sequences_before(self._cfg, batches))
         paths = [str(source.dataset.path) for source in self.sources]
         return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
+
+    @property
+    def sizes_of_steps(self) -> StepSizes:
+        """The sizes of the steps, some of which use later batches if batches are skipped."""
+        return self.sizes.moved(self.skipped.first_step_from)
 
     def batch(self, step: int) -> Batch:
         """Return the global batch of a step, the same on every mesh and number of processes.
 
         Returns:  a Batch of int32 [B, T] jax arrays sharded by BATCH_SPEC.
         """
-        return self._place(self.host_rows(step, self._rows))
+        return self._place(step, self._own_rows(step))
 
-    @property
-    def abstract_batch(self) -> Batch:
-        """What `batch` returns, without values: shapes, dtypes and shardings."""
-        array = jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)
+    def abstract_batch(self, step: int = 0) -> Batch:
+        """Return what `batch` returns, without values: shapes, dtypes and shardings."""
+        _, rows, length = self.sizes.at(self.skipped.batch_of(step))
+        array = jax.ShapeDtypeStruct((rows, length), np.int32, sharding=self._sharding)
         return Batch(array, array, array, array)
 
-    def _place(self, host: Batch) -> Batch:
-        return jax.tree.map(self._to_devices, host)
+    def _own_rows(self, step: int) -> Batch:
+        rows = self._rows[self.sizes.at(self.skipped.batch_of(step)).rows]
+        return self.host_rows(step, rows)
 
     def host_rows(self, step: int, rows: np.ndarray) -> Batch:
         """Return some rows of a step's global batch, in this process's memory.
 
-        Args:     rows: int64 [N], each below global_batch_size.
+        Args:     rows: int64 [N], each below the number of rows of the batch.
         Returns:  a Batch of int32 [N, T] numpy arrays.
         """
-        first = self.skipped.batch_of(step) * self._cfg.train.global_batch_size
-        return self._ordered(self._packed_sequences(first + np.asarray(rows, np.int64)))
+        batch = self.skipped.batch_of(step)
+        length = self.sizes.at(batch).length
+        numbers, pieces = np.divmod(np.asarray(rows, np.int64), self._cfg.data.seq_len // length)
+        numbers += sequences_before(self._cfg, batch)
+        return self._ordered(self._packed_sequences(numbers, pieces, length), length)
 
-    def _ordered(self, packed: Batch) -> Batch:
+    def _ordered(self, packed: Batch, length: int) -> Batch:
         """Put the tokens of host rows into the order of the sequence axis."""
-        if self._order is None:
-            return packed
-        return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
+        order = self._order[length]
+        return packed if order is None else jax.tree.map(lambda x_NT: x_NT[:, order], packed)
 
     def first_labeled(self) -> int | None:
         """Return the first batch in the first epoch that has a label, or None.
@@ -153,24 +177,28 @@ class Loader:
         A sequence of chat data may have only the user's tokens, which have no labels. All processes
         read the same rows, one at a time; the first row usually has a label.
         """
-        batch_size = self._cfg.train.global_batch_size
+        batch_size = self.sizes.at(0).rows
         for number in range(sum(self.sequences_per_epoch)):
             step, row = divmod(number, batch_size)
             if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
                 return step
         return None
 
-    def _packed_sequences(self, numbers: np.ndarray) -> Batch:
-        """Return sequences of the mixed stream, each in text order: int32 [N, T]."""
+    def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
+        """Return pieces of sequences of the mixed stream, each in text order: int32 [N, T].
+
+        Args:     numbers, pieces: int64 [N]. length: T, tokens of a piece.
+        """
         if len(self.sources) == 1:
-            return pack(*self._source_sequences(0, numbers))
+            return pack(*self._source_sequences(0, numbers, pieces, length))
         sources, before = self._mixture.places(numbers)
-        shape = len(numbers), self._cfg.data.seq_len + 1
+        shape = len(numbers), length + 1
         stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
         ignored = np.zeros(shape, bool) if self._has_targets else None
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
-            stretch[at], starts, spared = self._source_sequences(int(source), before[at])
+            found = self._source_sequences(int(source), before[at], pieces[at], length)
+            stretch[at], starts, spared = found
             if starts is not None:
                 begins[at] = starts
             if ignored is not None and spared is not None:
@@ -178,18 +206,18 @@ class Loader:
         return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
 
     def _source_sequences(
-        self, source: int, numbers: np.ndarray
+        self, source: int, numbers: np.ndarray, pieces: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Return the arguments of `pack` for a source: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
-        indices = sequence(numbers)
         data, begins, ignored = self._cfg.data, None, None
-        stretch = stretches(dataset.tokens, indices, data.seq_len)
+        indices = sequence(numbers) * (data.seq_len // length) + pieces
+        stretch = stretches(dataset.tokens, indices, length)
         _check_tokens(stretch, indices, dataset)
         if data.document_mask:
-            begins = document_begins(dataset.document_offsets, indices, data.seq_len)
+            begins = document_begins(dataset.document_offsets, indices, length)
         if dataset.targets is not None and self._has_targets:
-            ignored = stretches(dataset.targets, indices, data.seq_len) == 0
+            ignored = stretches(dataset.targets, indices, length) == 0
         return stretch, begins, ignored
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
@@ -204,26 +232,30 @@ class Loader:
         depth = self._cfg.data.prefetch
         pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
         ahead: deque[Future[Batch]] = deque()
-        make = functools.partial(self.host_rows, rows=self._rows)
         try:
-            ahead.extend(pool.submit(make, first_step + i) for i in range(depth))
+            ahead.extend(pool.submit(self._own_rows, first_step + i) for i in range(depth))
             for step in itertools.count(first_step):
                 host = ahead.popleft().result()
-                ahead.append(pool.submit(make, step + depth))
-                yield step, self._place(host)
+                ahead.append(pool.submit(self._own_rows, step + depth))
+                yield step, self._place(step, host)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _to_devices(self, x_NT: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # None only for a scalar
-            rows, columns = index
-            # A shard's rows are contiguous in the global batch, and therefore in this process's.
-            first, end, _ = rows.indices(self._shape[0])
-            local = np.searchsorted(self._rows, first)
-            return x_NT[local : local + end - first, columns]
+    def _place(self, step: int, host: Batch) -> Batch:
+        _, *shape = self.sizes.at(self.skipped.batch_of(step))
+        rows = self._rows[shape[0]]
 
-        return jax.make_array_from_callback(self._shape, self._sharding, shard)
+        def to_devices(x_NT: np.ndarray) -> jax.Array:
+            def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # None only for a scalar
+                # A shard's rows are contiguous in the global batch, and so in this process's.
+                first, end, _ = index[0].indices(shape[0])
+                local = np.searchsorted(rows, first)
+                return x_NT[local : local + end - first, index[1]]
+
+            return jax.make_array_from_callback(tuple(shape), self._sharding, shard)
+
+        return jax.tree.map(to_devices, host)
 
 
 def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -61,7 +62,8 @@ class PairLoader(Loader):
                 fix += f", or leave them out with {flag('dpo.too_long', 'drop')}"
             raise ConfigError("data.seq_len", seq_len, rule, fix)
 
-    def _packed_sequences(self, numbers: np.ndarray) -> Batch:
+    def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
+        assert length == self._cfg.data.seq_len  # a rule of the config: rows are not cut
         return self._packed_rows(self._sequences[0](numbers))
 
     def _packed_rows(self, rows: np.ndarray) -> Batch:
@@ -72,19 +74,23 @@ class PairLoader(Loader):
 
         Args:     rows: int64 [global_batch_size], the same in every process.
         """
-        return self._place(self._ordered(self._packed_rows(rows[self._rows])))
+        _, count, length = self.sizes.at(0)  # steps of pairs have one size
+        host = self._packed_rows(rows[self._rows[count]])
+        return self._place(0, self._ordered(host, length))
 
-    @property
-    def abstract_batch(self) -> Batch:
-        """What `batch` returns once the reference is known, without values."""
-        plain = super().abstract_batch
+    def abstract_batch(self, step: int = 0) -> Batch:
+        """Return what `batch` returns once the reference is known, without values."""
+        plain = super().abstract_batch(step)
         tokens = plain.tokens
         scores = jax.ShapeDtypeStruct(tokens.shape, np.float32, sharding=tokens.sharding)
         return dataclasses.replace(plain, reference=scores)
 
 
 def open_loader(
-    cfg: Config, mesh: Mesh, split: str = TRAIN, order: np.ndarray | None = None
+    cfg: Config,
+    mesh: Mesh,
+    split: str = TRAIN,
+    order: Callable[[int], np.ndarray | None] = lambda length: None,
 ) -> Loader:
     """Open the loader of a split: of pairs with `dpo.beta`. Args, Raises: as `Loader`."""
     return (PairLoader if cfg.dpo.beta else Loader)(cfg, mesh, split, order)

@@ -37,6 +37,10 @@ class SkippedBatches:
             batch += count
         return batch
 
+    def first_step_from(self, batch: int) -> int:
+        """Return the first step that uses this batch or a later one."""
+        return batch - sum(min(count, max(batch - first, 0)) for first, count in self.ranges)
+
     def and_also(
         self, ranges: Iterable[Iterable[int]], rewinds: int | None = None
     ) -> "SkippedBatches":

@@ -43,12 +43,17 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
     field, parts = named
     whole = field == "data.held_out"
     found = [Weighted(_open(cfg, field, part.path, split, whole), part.weight) for part in parts]
-    _check_tokenizers(cfg, field, [part.path for part in parts])
+    value = getattr(cfg.data, field.removeprefix("data."))
+    check_tokenizers(cfg, field, value, [part.path for part in parts])
     return found
 
 
-def _check_tokenizers(cfg: Config, field: str, paths: list[str]) -> None:
-    """Raise ConfigError if datasets record different tokenizers."""
+def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> None:
+    """Check that datasets were made with the tokenizer of the training data.
+
+    Args:     field, value: what names the datasets, for the error.
+    Raises:   ConfigError if they record another one.
+    """
     folders = [share.path for share in shares(cfg)] + paths
     metas = {path: read_meta(path) for path in folders if (Path(path) / META_FILE).is_file()}
     known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
@@ -56,7 +61,6 @@ def _check_tokenizers(cfg: Config, field: str, paths: list[str]) -> None:
     other = next((path for path in known if known[path] != known[first]), None)
     if other is not None:
         rule = f"{other} was made with a different tokenizer than {first}"
-        value = getattr(cfg.data, field.removeprefix("data."))
         raise ConfigError(field, value, rule, "prepare both with the same --tokenizer")
 
 

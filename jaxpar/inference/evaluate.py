@@ -1,34 +1,45 @@
-"""Scores a model on tasks of the Evaluation Harness."""
+"""Scores a model: its loss on text, and its results on tasks of the Evaluation Harness."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from jaxpar import checkpoint
 from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
-from jaxpar.inference.load import load
+from jaxpar.inference.load import load, load_params_of
+from jaxpar.inference.text_loss import text_loss
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Score a model on tasks of the Evaluation Harness."""
+    """Score a model on text, and on tasks of the Evaluation Harness."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, or folder of a published model."""
-    tasks: tuple[str, ...]
-    """Names of the tasks."""
+    tasks: tuple[str, ...] = ()
+    """Names of tasks of the Evaluation Harness."""
+    split: Literal["train", "val", "test"] | None = None
+    """Compute the loss on this split of --data."""
+    data: str | None = None
+    """Dataset with the split. None: the data of the run."""
+    sequences: Annotated[int | None, Range(1, MAX_INT, 1000)] = None
+    """Sequences of the split. None: as many as in an evaluation of the run."""
     include_path: str | None = None
     """Folder with your own tasks, as YAML files."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8
@@ -43,8 +54,16 @@ class EvaluateOptions:
 
 def check(options: EvaluateOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
-    require_package("lm-eval", "--tasks", ",".join(options.tasks))
+    if options.tasks:
+        require_package("lm-eval", "--tasks", ",".join(options.tasks))
     check_ranges(options)
+    for name in ("data", "sequences"):
+        value = getattr(options, name)
+        if value is not None and options.split is None:
+            raise ConfigError(f"--{name}", value, "needs --split", "use --split val")
+    if not options.tasks and options.split is None:
+        rule, fix = "nothing is to be evaluated", "use --tasks NAME, or --split test"
+        raise ConfigError("--tasks", "", rule, fix)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "use the folder with the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
@@ -68,11 +87,31 @@ def _check_output(name: str) -> None:
 
 
 def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
-    """Run the tasks. Returns the results of the harness.
+    """Compute the loss, and run the tasks. Returns the results of the harness, with "text_loss".
 
-    Raises:   ConfigError for an unknown task, and as `check` and `load`.
+    Raises:   ConfigError for an unknown task, and as `check`, `text_loss` and `load`.
     """
     check(options)
+    step = checkpoint.step_of(options.run, options.step)  # of a run that goes on, the same for all
+    options = dataclasses.replace(options, step=step)
+    results: dict[str, Any] = {}
+    if options.split is not None:
+        where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
+        loaded = load_params_of(*where, log, options.weights)
+        how = options.data, options.split, options.sequences, options.batch_size
+        score = text_loss(loaded, *how, log)
+        results["text_loss"] = {"data": options.data, "split": options.split, **score._asdict()}
+        del loaded
+    if options.tasks:
+        results |= _on_tasks(options, log)
+    if options.output is not None and peers.rank() == 0:
+        text = json.dumps(results, indent=2, default=str)
+        Path(options.output).write_text(text + "\n", "utf-8")
+    return results
+
+
+def _on_tasks(options: EvaluateOptions, log: Callable[[str], None]) -> dict[str, Any]:
+    """Run the tasks of the harness."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     import lm_eval.tasks
@@ -85,7 +124,8 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
-    model = HarnessModel(load(options.run, options.step, options.tensor, log), options.batch_size)
+    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
+    model = HarnessModel(load(*where, log, weights=options.weights), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,
         tasks=list(options.tasks),
@@ -96,7 +136,4 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
         bootstrap_iters=0,
     )
     log(lm_eval.utils.make_table(results))
-    if options.output is not None and peers.rank() == 0:
-        text = json.dumps(results, indent=2, default=str)
-        Path(options.output).write_text(text + "\n", "utf-8")
     return results

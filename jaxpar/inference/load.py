@@ -47,6 +47,19 @@ class LoadedModel:
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
+@dataclass(frozen=True)
+class LoadedParams:
+    """A model's parameters, as the train step and the evaluation step take them."""
+
+    cfg: Config
+    """From `config_for_sampling`."""
+    mesh: Mesh
+    params: Any
+    """float32, in running order, sharded as `state.state_shardings`."""
+    step: int | None
+    """The step of the run's checkpoint; None for a published model."""
+
+
 def load(
     folder: str,
     step: int | None,
@@ -54,20 +67,22 @@ def load(
     log: Callable[[str], None],
     *,
     modules: bool = False,
+    weights: checkpoint.Weights = checkpoint.TRAINED,
 ) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
-              modules: keep those of multi-token prediction, for speculative decoding.
+              modules: keep those of multi-token prediction, for speculative decoding. weights:
+              of a run: those that are trained, or their moving average.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
-    _start(tensor, log)
-    if _is_run(folder):
-        return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor, modules))
-    source = _published(folder, step)
+    source = _source(folder, step, tensor, weights, log)
+    if source is None:
+        read = lambda at: _of_run(folder, at, tensor, modules, weights)  # noqa: E731
+        return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
@@ -76,16 +91,44 @@ def load(
     return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
 
 
-def _of_run(folder: str, step: int, tensor: int, modules: bool) -> LoadedModel:
+def load_params_of(
+    folder: str,
+    step: int | None,
+    tensor: int,
+    log: Callable[[str], None],
+    weights: checkpoint.Weights = checkpoint.TRAINED,
+) -> LoadedParams:
+    """Load parameters; arguments and errors as `load`."""
+    source = _source(folder, step, tensor, weights, log)
+    if source is None:
+        read = lambda at: _params_of_run(folder, at, tensor, weights)  # noqa: E731
+        return checkpoint.read_whole(folder, step, read)
+    cfg, mesh = _placed(source.config, tensor, folder)
+    with stage(f"reading the weights in {source.name}"):
+        return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
+
+
+def _of_run(
+    folder: str, step: int, tensor: int, modules: bool, weights: checkpoint.Weights
+) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
-    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
+    cfg = checkpoint.load_config(folder, step)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
+    loaded = _params_of_run(folder, step, tensor, weights)
+    cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
+    return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step)
+
+
+def _params_of_run(
+    folder: str, step: int, tensor: int, weights: checkpoint.Weights
+) -> LoadedParams:
+    """Load the parameters of a checkpoint, with adapters merged into them."""
+    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
     with stage(f"reading the weights in {folder}"):
-        params = checkpoint.restore_params(folder, cfg, mesh, step)
+        params = checkpoint.restore_params(folder, cfg, mesh, step, weights)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
-        weights = weights_for_sampling(params, cfg, mesh, modules=modules)
-    return LoadedModel(cfg, mesh, weights, tokenizer, begin, step)
+    return LoadedParams(cfg, mesh, params, step)
 
 
 def _placed(cfg: Config, tensor: int, folder: str) -> tuple[Config, Mesh]:
@@ -122,15 +165,24 @@ def _start(tensor: int, log: Callable[[str], None]) -> None:
         raise ConfigError("--tensor", tensor, rule, fix)
 
 
-def _is_run(folder: str) -> bool:
-    return bool(checkpoint.saved_steps(folder))
-
-
-def _published(folder: str, step: int | None) -> PublishedModel:
+def _source(
+    folder: str,
+    step: int | None,
+    tensor: int,
+    weights: checkpoint.Weights,
+    log: Callable[[str], None],
+) -> PublishedModel | None:
+    """Start JAX, and return the published model; None for the folder of a run."""
+    _start(tensor, log)
+    if checkpoint.saved_steps(folder):
+        return None
     if not (Path(folder) / CONFIG_FILE).is_file() and not hub.is_name(folder):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         raise ConfigError("RUN", folder, rule, "use such a folder")
     if step is not None:
         rule = f"selects a run's checkpoint, but {folder} is a published model"
         raise ConfigError("--step", step, rule, "remove the option")
+    if weights != checkpoint.TRAINED:
+        rule = f"selects weights of a run, but {folder} is a published model"
+        raise ConfigError("--weights", weights, rule, "remove the option")
     return open_source(folder, "RUN")

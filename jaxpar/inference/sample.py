@@ -42,8 +42,10 @@ class SampleOptions:
     """Maximum number of tokens to generate for each prompt."""
     stop: tuple[str, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's end of text."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest intact one."""
+    step: Annotated[checkpoint.Step, STEP] = None
+    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     speculate: Literal["auto", "off"] = "auto"
@@ -94,7 +96,8 @@ def sample(options: SampleOptions) -> None:
     """Print each prompt, followed by the text that the model generates."""
     check(options)
     speculate = options.speculate == "auto"
-    model = load(options.run, options.step, options.tensor, log, modules=speculate)
+    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
+    model = load(*where, log, modules=speculate, weights=options.weights)
     cfg, tokenizer = model.cfg, model.tokenizer
     speculate &= cfg.model.mtp_depth > 0
     if speculate and decode.last_of_short_angles(cfg.model) is not None:

@@ -12,7 +12,7 @@ exponentials (`kernels/softmax.py`).
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED
+
+
+class LossWeights(NamedTuple):
+    """Weights of the losses beside the cross entropy: numbers, or float32 scalars."""
+
+    z_loss: jax.Array | float
+    mtp_loss: jax.Array | float
+
 
 #: Maximum bytes of a chunk's float32 logits: 2,048 tokens of Llama 3's vocabulary on one device.
 #: The figures of docs/benchmarks use this limit. It is small compared with the activations.
@@ -37,7 +45,7 @@ def cross_entropy(
     h_ND,
     head_DV,
     labels_N,
-    z_loss: float = 0.0,
+    z_loss: jax.Array | float = 0.0,
     logits_dtype: Any = jnp.float32,
     chunks: int = 0,
     softcap: float | None = None,
@@ -47,16 +55,17 @@ def cross_entropy(
     Args:     h_ND: normalized hidden states, the same on every rank of VOCAB_AXES but typed as
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed as
               invariant over VOCAB_AXES; IGNORED for tokens without loss. z_loss: weight of the
-              squared log-partition function. logits_dtype: dtype to which logits are rounded; all
-              else is float32. chunks: number of chunks; 0 chooses it (`num_chunks`). softcap:
-              of the logits (`softcapped`).
+              squared log-partition function; an array if it changes by step. logits_dtype: dtype to
+              which logits are rounded; all else is float32. chunks: number of chunks; 0 chooses it
+              (`num_chunks`). softcap: of the logits (`softcapped`).
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labeled tokens, the same on
               every rank of VOCAB_AXES. The second has no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
     n = num_chunks(len(labels_N), head_DV.shape[1], chunks)
-    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap)
+    now, fixed = (None, z_loss) if isinstance(z_loss, float | int) else (z_loss, 0.0)
+    total, nll = _cross_entropy(h_ND, head_DV, labels_N, now, fixed, logits_dtype, n, softcap)
     return total, lax.stop_gradient(nll)
 
 
@@ -79,8 +88,10 @@ def softcapped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return (softcap * jnp.tanh(logits.astype(jnp.float32) / softcap)).astype(logits.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _cross_entropy(h_ND, head_DV, labels_N, z_now, z_fixed, logits_dtype, n, softcap):
+    z_loss = z_fixed if z_now is None else z_now
+
     def body(sums, chunk):
         h, labels = chunk
         part, _ = _chunk(h, labels, head_DV, z_loss, logits_dtype, softcap)
@@ -180,7 +191,9 @@ def _scaled(x_ND, scale_N):
     return (x_ND * scale_N[:, None]).astype(x_ND.dtype)
 
 
-def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap):
+def _forward(h_ND, head_DV, labels_N, z_now, z_fixed, logits_dtype, n, softcap):
+    z_loss = z_fixed if z_now is None else z_now
+
     def of_chunk(h, labels, dtype):
         chunk = h, labels, head_DV, z_loss, logits_dtype, softcap
         sums, factors = _chunk(*chunk, with_gradient=True)
@@ -205,10 +218,10 @@ def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n, softcap):
     return sums, (d_h, d_head.astype(kept))
 
 
-def _backward(z_loss, logits_dtype, n, softcap, saved, cotangents):
+def _backward(z_fixed, logits_dtype, n, softcap, saved, cotangents):
     (d_h, scale), d_head = saved
     g = cotangents[0]
-    return _scaled(d_h, g * scale), (g * d_head).astype(d_h.dtype), None
+    return _scaled(d_h, g * scale), (g * d_head).astype(d_h.dtype), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -35,7 +35,7 @@ from jaxpar.model.fused_weights import (
 )
 from jaxpar.model.gpt.parallel_block import parallel_layer
 from jaxpar.model.layer import Branch, branches, layer
-from jaxpar.model.loss import cross_entropy, num_chunks, softcapped
+from jaxpar.model.loss import LossWeights, cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.parameters import Tree
@@ -177,15 +177,18 @@ def _without_rope(context: AttentionContext) -> AttentionContext:
 
 
 @jax.named_scope("loss")
-def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
+def head(
+    top: Tree, x: jax.Array, batch: Batch, cfg: Config, weights: LossWeights
+) -> tuple[jax.Array, jax.Array]:
     """Compute the summed loss of a microbatch from the last stage's residual stream.
 
-    Args:     x: [B, T/(sequence*tensor), D], read on the last pipeline stage.
+    Args:     x: [B, T/(sequence*tensor), D], read on the last pipeline stage. weights: of losses
+              beside the cross entropy.
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
     Communication: broadcast over PIPELINE; gather over TENSOR; that of `cross_entropy`.
     """
     x = broadcast_from_last_stage(before_logits(top, x, cfg.model))
-    return token_loss(top, x, batch.labels, cfg)
+    return token_loss(top, x, batch.labels, cfg, weights.z_loss)
 
 
 @jax.named_scope("loss")
@@ -195,6 +198,7 @@ def head_with_modules(
     batch: Batch,
     ex: Execution,
     context_of: Callable[[Batch], AttentionContext],
+    weights: LossWeights,
 ) -> tuple[jax.Array, jax.Array]:
     """`head`, with the modules of multi-token prediction.
 
@@ -204,15 +208,15 @@ def head_with_modules(
     """
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
-    total, loss = token_loss(top, x, batch.labels, cfg)
+    total, loss = token_loss(top, x, batch.labels, cfg, weights.z_loss)
     losses, context, layer = [loss], counted_once(context_of(batch)), _layer_outside(ex)
     for k in range(m.mtp_depth):
         batch = module.shifted(batch, cfg)
         w = outside_layer(top, mtp.prefix(k))
         w = gather(w, outside_dims(w), cfg)
         x = module.module(x, embed(top, batch, cfg), w, context, cfg, layer)
-        more, loss = token_loss(top, x, batch.labels, cfg)
-        total += cfg.train.mtp_loss / m.mtp_depth * more
+        more, loss = token_loss(top, x, batch.labels, cfg, weights.z_loss)
+        total += weights.mtp_loss / m.mtp_depth * more
         losses.append(loss)
     return total, jnp.stack(losses)
 
@@ -235,11 +239,11 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
 
 
 def token_loss(
-    top: Tree, x: jax.Array, labels: jax.Array, cfg: Config
+    top: Tree, x: jax.Array, labels: jax.Array, cfg: Config, z_loss: jax.Array | float
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the summed loss of tokens from their normalized hidden states.
 
-    Args:     x: [B, T/(sequence*tensor), D]. labels: [B, T/sequence].
+    Args:     x: [B, T/(sequence*tensor), D]. labels: [B, T/sequence]. z_loss: its weight.
     """
     h = gather_sequence(x)
     w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
@@ -252,7 +256,7 @@ def token_loss(
         h, w = lax.optimization_barrier((h, w))
     logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
-    return cross_entropy(*flat, cfg.train.z_loss, logits, chunks, cfg.model.logits_softcap)
+    return cross_entropy(*flat, z_loss, logits, chunks, cfg.model.logits_softcap)
 
 
 def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:

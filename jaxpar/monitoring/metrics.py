@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import jax
 import numpy as np
 import rich.progress
 
-from jaxpar.config import Config
-from jaxpar.monitoring import stragglers
+from jaxpar.config import Config, value_of
+from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
+from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
+from jaxpar.model.flops import train_flops_per_token
+from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RoutingWriter
@@ -27,6 +30,9 @@ from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
+
+#: Schedules of weights, and the metrics that show them.
+WEIGHTS = {Z_LOSS: "z_loss_weight", MTP_LOSS: "mtp_loss_weight"}
 
 
 class MetricsWriter:
@@ -46,7 +52,8 @@ class MetricsWriter:
         look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         forecast: Forecast | None = None,
         sinks: Sinks | None = None,
-        order: np.ndarray | None = None,
+        order: Callable[[int], np.ndarray | None] = lambda length: None,
+        sizes: StepSizes | None = None,
     ):
         """Open metrics.jsonl for appending.
 
@@ -54,16 +61,17 @@ class MetricsWriter:
                   look: called with every step and its metrics as they arrive; it may raise.
                   forecast: logged at the start, and compared with the measurement at the end.
                   sinks: receive all records; closed at the end. order: of tokens in a batch, for
-                  the recorded routing.
+                  the recorded routing, by the length of a sequence. sizes: of the steps; by default
+                  those of the config.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
         self.epochs = epochs if cfg.data.mixture else None
-        self.cfg, self.schedule = cfg, schedule
+        self.cfg, self.schedule, self.sizes = cfg, schedule, sizes or step_sizes(cfg)
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         self.file = Lines(path)
         self.loads = LoadsWriter(cfg, run_dir, first_step)
         self.routing = RoutingWriter(cfg, run_dir, order)
-        self.screen = Screen(cfg.train.num_steps, first_step)
+        self.screen = Screen(cfg.train.num_steps, first_step, even=len(self.sizes.sizes) == 1)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
         self.pending: tuple[int, Any] | None = None
@@ -105,6 +113,8 @@ class MetricsWriter:
         waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
+        if self.sizes.at(step) != self.sizes.at(max(step - 1, 0)):
+            self._clear()  # the times of a record are of steps of one size
         if self.clock is not None:  # the time of the first step is not a step time
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
             self.device_wait += waited
@@ -129,31 +139,47 @@ class MetricsWriter:
             "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
         }
-        record["tokens_seen"] = (step + 1) * self._tokens_per_step()
+        record["tokens_seen"] = self.sizes.tokens_before(step + 1)
+        size = self.sizes.at(step)
+        if len(self.sizes.sizes) > 1:
+            record |= {"global_batch_size": size.rows, "seq_len": size.length}
+        record |= {
+            metric: weight_at(self.cfg, path, step)
+            for path, metric in WEIGHTS.items()
+            if value_of(self.cfg, path)
+        }
         if self.steps:
-            record |= self._speed()
+            record |= self._speed(size)
             record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
         if self.epochs is not None:
             record["epochs"] = self.epochs(step + 1)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
-        self.screen.step(record)
+        self.screen.step(record, self._steps_left(step))
         if remark := stragglers.remark(record):
             self.screen.log(remark)
         if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
             self.screen.log(self.forecast.beside(record))
 
-    def _tokens_per_step(self) -> int:
-        return self.cfg.train.global_batch_size * self.cfg.data.seq_len
+    def _steps_left(self, step: int) -> float:
+        """Return the steps after this one, counted in steps of its size by their FLOPs."""
+        left = self.sizes.until(self.cfg.train.num_steps, step + 1)
+        return sum(self._flops(size) * n for size, n in left) / self._flops(self.sizes.at(step))
 
-    def _speed(self) -> dict[str, float]:
+    def _flops(self, size: StepSize) -> float:
+        if len(self.sizes.sizes) == 1:
+            return 1.0
+        per_token = train_flops_per_token(self.cfg.model, size.length, lora=self.cfg.lora)
+        return size.tokens * per_token
+
+    def _speed(self, size: StepSize) -> dict[str, float]:
         seconds = self.seconds / self.steps
-        rate = self._tokens_per_step() / seconds
+        rate = size.tokens / seconds
         share = lambda causal: mfu(  # noqa: E731
             rate / self.devices,
             self.cfg.model,
-            self.cfg.data.seq_len,
+            size.length,
             self.device_kind,
             causal=causal,
             lora=self.cfg.lora,
@@ -174,16 +200,14 @@ class MetricsWriter:
         if self.sinks is not None:
             self.sinks.write(record)
 
-    def evaluation(self, step: int, measured: dict[str, float]) -> None:
-        """Record and print what an evaluation measured, by name: a held-out loss, and more."""
-        line = f"held-out loss {measured['held_out_loss']:.4f}"
-        if "bits_per_byte" in measured:
-            line += f"   {measured['bits_per_byte']:.4f} bits per byte"
-        if "held_out_reward_accuracy" in measured:
-            line += f"   accuracy {measured['held_out_reward_accuracy']:.3f}"
-            line += f"   margin {measured['held_out_reward_margin']:.3f}"
-        self.write({"step": step} | measured)
-        self.screen.log(line)
+    def evaluation(self, step: int, scores: Mapping[str, evaluations.Score]) -> None:
+        """Record and print held-out losses.
+
+        Args:     scores: by name, as `evaluations.record_of`.
+        """
+        self.write({"step": step} | evaluations.record_of(scores))
+        for line in evaluations.lines(scores):
+            self.screen.log(line)
 
     def __enter__(self):
         return self
@@ -208,8 +232,9 @@ def peak_memory_gib() -> float:
 class Screen:
     """The console output: a progress bar and lines on a terminal, plain lines elsewhere."""
 
-    def __init__(self, num_steps: int, first_step: int):
-        self.num_steps, self.first_step = num_steps, first_step
+    def __init__(self, num_steps: int, first_step: int, *, even: bool = True):
+        """Args:     even: all steps have one size, so that a bar of steps knows the rest."""
+        self.num_steps, self.first_step, self.even = num_steps, first_step, even
         self.console = terminal.console(highlight=False, soft_wrap=True)
         self.bar: rich.progress.Progress | None = None
         if self.console.is_terminal and jax.process_index() == 0:
@@ -221,17 +246,21 @@ class Screen:
             rich.progress.MofNCompleteColumn(),
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
-            rich.progress.TextColumn("ETA"),
-            rich.progress.TimeRemainingColumn(),
+            *(
+                (rich.progress.TextColumn("ETA"), rich.progress.TimeRemainingColumn())
+                if self.even
+                else ()
+            ),
         )
         self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task("", total=self.num_steps, completed=self.first_step)
         self.bar.start()
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: dict[str, Any], left: float) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=record["step"])
-        self.log(step_line(record, self.num_steps, with_eta=self.bar is None))
+        shown = self.bar is None or not self.even
+        self.log(step_line(record, self.num_steps, left if shown else None))
 
     def log(self, text: str) -> None:
         if jax.process_index() == 0:
@@ -243,8 +272,11 @@ class Screen:
             self.bar.stop()
 
 
-def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
-    """Format a record as one line for the console."""
+def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str:
+    """Format a record as one line for the console.
+
+    Args:     left: steps after it, for the ETA. None: without an ETA.
+    """
     width = len(str(num_steps))
     parts = [
         f"step {record['step']:>{width}}/{num_steps}",
@@ -256,13 +288,15 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
         parts.append(f"accuracy {_shown(record['reward_accuracy'], '.3f')}")
     if record.get("skipped"):
         parts.append(f"skipped {record['skipped']}")
+    if "global_batch_size" in record:
+        parts.append(f"batch {record['global_batch_size']:,} x {record['seq_len']:,}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
     parts.append(f"{record['memory_gib']:.1f} GiB")
-    if with_eta and "step_seconds" in record:
-        parts.append(f"ETA {duration((num_steps - record['step']) * record['step_seconds'])}")
+    if left is not None and "step_seconds" in record:
+        parts.append(f"ETA {duration(left * record['step_seconds'])}")
     return "   ".join(parts)
 
 

@@ -11,7 +11,7 @@ A file is a compressed npz of three arrays:
 import hashlib
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ def file_of(step: int) -> str:
 class RoutingWriter:
     """Writes the routing of the steps that `run.record_routing` names, in process 0."""
 
-    def __init__(self, cfg: Config, run_dir: Path, order: np.ndarray | None):
+    def __init__(self, cfg: Config, run_dir: Path, order: Callable[[int], np.ndarray | None]):
         """
-        Args:     order: as `Loader.order`: column t of a batch holds text position order[t].
+        Args:     order: as of `Loader`: column t of a batch holds text position order(T)[t].
         """
         self._steps, self._order = frozenset(recorded_steps(cfg)), order
         self._dir, self._experts = run_dir, cfg.model.num_experts
@@ -49,7 +49,8 @@ class RoutingWriter:
         if routing is None or step not in self._steps:
             return False
         if jax.process_index() == 0:
-            experts = in_text_order(np.asarray(jax.device_get(routing)), self._order)
+            order = self._order(routing.shape[1])
+            experts = in_text_order(np.asarray(jax.device_get(routing)), order)
             path = self._dir / file_of(step)
             path.parent.mkdir(parents=True, exist_ok=True)
             content = io.BytesIO()

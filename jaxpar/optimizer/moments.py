@@ -133,7 +133,7 @@ def update(
               memory.
     Returns:  (parameters, opt_state), in the dtypes and memory spaces of the inputs.
     """
-    rows = _rows(specs, params, layers)
+    rows = rows_of(specs, params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, specs, step, ok, *trees)
@@ -148,7 +148,7 @@ def update(
     return _merged(params, new), _merged(opt_state, kept)
 
 
-def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
+def rows_of(specs: Any, params: Any, layers: jax.Array) -> Any:
     """Return the index, in the logical array, of each row of each shard along its first dim."""
 
     def of(spec: ParamSpec, param: jax.Array) -> jax.Array:

@@ -1,12 +1,15 @@
 """Learning-rate schedules."""
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxpar.config import OptimizerConfig
+from jaxpar.config.lists.shares import STEPS, counted, shares_of_steps
 
 #: Share of a run that is its warm-up, if `optimizer.warmup_steps` is longer than the run.
 SHORT_WARM_UP = 0.1
@@ -30,6 +33,7 @@ def warm_up(cfg: OptimizerConfig, num_steps: int) -> int:
 
 def shortened(cfg: OptimizerConfig, num_steps: int) -> str:
     """Describe a warm-up that is shorter than `warmup_steps`; empty if it is not."""
+    num_steps = math.ceil(counted(cfg, num_steps))
     steps = warm_up(cfg, num_steps)
     if cfg.warmup_fraction or steps == cfg.warmup_steps:
         return ""
@@ -41,8 +45,26 @@ def shortened(cfg: OptimizerConfig, num_steps: int) -> str:
 def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Return the learning rate of each step: linear warmup, then the configured shape.
 
-    Args:     num_steps: of the run.
+    Args:     cfg: resolved. num_steps: of the run.
     """
+    if cfg.schedule_by == STEPS:
+        return _by_steps(cfg, num_steps)
+    by_whole_steps = _by_steps(cfg, math.ceil(counted(cfg, num_steps)))
+    return lambda step: by_whole_steps(_counted_on_device(cfg, step))
+
+
+def _counted_on_device(cfg: OptimizerConfig, steps: jax.typing.ArrayLike) -> jax.Array:
+    """`counted`, as a float32 scalar of an int32 scalar."""
+    found = shares_of_steps(cfg)
+    corners = [(one.step, counted(cfg, one.step)) for one in found]
+    total = jnp.float32(0)
+    for (first, before), one in zip(corners, found, strict=True):
+        after = before + one.share * (jnp.asarray(steps) - first).astype(jnp.float32)
+        total = jnp.where(jnp.asarray(steps) >= first, after, total)
+    return total
+
+
+def _by_steps(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     peak, floor = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
     first_steps = warm_up(cfg, num_steps)
     after = max(num_steps - first_steps, 1)

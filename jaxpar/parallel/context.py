@@ -57,9 +57,12 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
     return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
 
 
-def order_of(cfg: Config) -> np.ndarray | None:
-    """Return `token_order` for a config. Models with recurrent layers have text order."""
-    return token_order(cfg.parallel, cfg.data.seq_len) if in_zigzag_order(cfg) else None
+def order_of(cfg: Config, length: int = 0) -> np.ndarray | None:
+    """Return `token_order` for a config. Models with recurrent layers have text order.
+
+    Args:     length: of the sequence. 0: `data.seq_len`.
+    """
+    return token_order(cfg.parallel, length or cfg.data.seq_len) if in_zigzag_order(cfg) else None
 
 
 @jax.named_scope("core_attention")

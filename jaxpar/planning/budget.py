@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.lists.step_sizes import step_sizes, without_schedules
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.progress import Watch, no_report
 from jaxpar.planning.ranking import Layout, make_plan
+from jaxpar.planning.whole_run import parts_of
 
 HOUR, DAY = 3600.0, 86_400.0
 
@@ -49,6 +51,7 @@ def fewest_gpus(
 
 def with_batch(cfg: Config, rows: int) -> Config:
     """Return the config with this global batch size and one microbatch."""
+    cfg = without_schedules(cfg)
     train = dataclasses.replace(cfg.train, global_batch_size=rows)
     parallel = dataclasses.replace(cfg.parallel, num_microbatches=1)
     return dataclasses.replace(cfg, train=train, parallel=parallel)
@@ -141,14 +144,15 @@ def cost_of(
 
     Args:     price, spot_price: of a GPU-hour, on demand and on spot.
     """
-    seconds = tokens / (layout.time.rate * cluster.num_gpus)
+    seconds, sizes = tokens / (layout.time.rate * cluster.num_gpus), step_sizes(layout.cfg)
+    steps = sizes.steps_of(math.ceil(tokens))
+    if len(sizes.sizes) > 1:
+        seconds = sum(part.seconds for part in parts_of(layout, cluster, steps))
     hours = seconds / HOUR * cluster.num_gpus
-    per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
     on_demand, on_spot = (None if p is None else hours * p for p in (price, spot_price))
     spare = None
     if price is not None and spot_price is not None and spot_price < price:
         spare = 1 - spot_price / price
-    steps = math.ceil(tokens / per_step)
     return TrainingCost(tokens, steps, seconds / DAY, hours, on_demand, on_spot, spare)
 
 

@@ -14,10 +14,20 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.layout import fields as layout_fields
+from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
-from jaxpar.planning import advice, budget, checks, compiling, layouts, override, showing
+from jaxpar.planning import (
+    advice,
+    budget,
+    checks,
+    compiling,
+    layouts,
+    override,
+    showing,
+    whole_run,
+)
 from jaxpar.planning.checks import DEFAULT_TOP, MAX_GPUS
 from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.predict.communication import Cluster
@@ -200,6 +210,16 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     chosen = kept[: options.top or DEFAULT_TOP]
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
+    if len(step_sizes(asked.cfg).sizes) > 1:
+        steps = asked.cfg.train.num_steps
+        if asked.cfg.train.num_epochs:  # unknown before the data is open: one step after the last
+            steps = step_sizes(asked.cfg).sizes[-1].step + 1
+            console.print(
+                "train.num_epochs depends on the data: counted is 1 step of the last size"
+            )
+        parts = whole_run.parts_of(chosen[0], cluster, steps, load)
+        showing.show_parts(console, parts)
+        record["sizes"] = whole_run.record_of(parts)
     if options.tokens:
         prices = options.price, options.spot_price
         cost = budget.cost_of(chosen[0], cluster, options.tokens, *prices)

@@ -7,10 +7,12 @@ message, and often other programs first.
 import jax
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.kernels.platform import Platform
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.runtime.host_memory import host_memory
 
 
@@ -26,7 +28,7 @@ def check_fits(cfg: Config, processes: int = 1) -> str:
         check_host(cfg, count * processes, host_memory())
         return ""
     there = (device.memory_stats() or {}).get("bytes_limit", 0)
-    needed = memory_of(cfg).total
+    needed = memory_of(with_backend(cfg, Platform.here())).total
     if not there or needed <= there:
         return ""
     return (

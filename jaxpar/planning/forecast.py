@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, NETWORKS, gpu_of_kind
 from jaxpar.planning.ranking import predict
@@ -46,7 +47,7 @@ def _pair(what: str, predicted: float, measured: float | None, unit: str, digits
 
 
 def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Forecast | None:
-    """Predict a run; None for unknown devices, such as CPUs.
+    """Predict a run and its last step; None for unknown devices, such as CPUs.
 
     Args:     cfg: resolved. device_kind: JAX's name of the device. per_host: devices per host.
     """
@@ -54,12 +55,12 @@ def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Fore
     if gpu is None:
         return None
     cluster = Cluster(gpu, NETWORKS["ib400"], devices, per_host)
+    last = step_sizes(cfg).at(cfg.train.num_steps - 1)
     try:
-        layout = predict(cfg, cluster)
+        layout, time = predict(cfg, cluster), predict(config_of(cfg, last), cluster).time
     except ConfigError:  # the run itself reports an unsupported attention kernel
         return None
     assumed = f" (assuming {cluster.network.name} between hosts)" if devices > per_host else ""
-    time = layout.time
     return Forecast(time.total, layout.memory.total / GIB, time.rate, assumed)
 
 

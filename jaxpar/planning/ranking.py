@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
-from jaxpar.planning.predict.kernels import attention_runs_on_reference
+from jaxpar.planning.predict.kernels import attention_runs_on_reference, platform_of
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, no_report
@@ -53,7 +55,8 @@ class Plan:
 
 
 def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) -> Layout:
-    """Predict one layout.
+    """Predict one layout: the memory of the size of steps that needs most, and the time of a step
+    of the largest size.
 
     Args:     cfg: resolved. imbalance: load of the fullest rank of an expert axis, relative to the
               mean.
@@ -72,8 +75,14 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
         rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
-    memory = memory_of(cfg, on_reference=on_reference)
-    return Layout(cfg, memory, step_time(cfg, cluster, imbalance), on_reference)
+    there = with_backend(cfg, platform_of(cluster.gpu))
+    each = [config_of(there, size) for size in step_sizes(there).sizes]
+    memory = max((memory_of(one, on_reference=on_reference) for one in each), key=_total)
+    return Layout(cfg, memory, step_time(there, cluster, imbalance), on_reference)
+
+
+def _total(memory: MemoryForecast) -> float:
+    return memory.total
 
 
 def make_plan(

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
+from jaxpar.planning import whole_run
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
@@ -20,6 +21,7 @@ from jaxpar.planning.predict.memory import host_bytes
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
+from jaxpar.planning.whole_run import RunPart
 
 MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
 
@@ -216,6 +218,31 @@ def show_cost(console: Console, cost: TrainingCost) -> None:
     if cost.break_even is not None:
         text += f"; spot is cheaper until interruptions waste {cost.break_even:.0%} of its time"
     console.print(text)
+
+
+def show_parts(console: Console, parts: Sequence[RunPart]) -> None:
+    """Print the sizes of the steps of a run, on its first layout, and the time of the whole."""
+    columns = "after_step sequences tokens_each M GiB step,s tok/s/GPU steps time".split()
+    rows = []
+    for part in parts:
+        time, memory = part.layout.time, part.layout.memory.total
+        rows.append(
+            (
+                f"{part.size.step:,}",
+                f"{part.size.rows:,}",
+                f"{part.size.length:,}",
+                str(part.layout.cfg.parallel.num_microbatches),
+                f"{memory / GIB:.1f}",
+                f"{time.total:.3f}",
+                f"{time.rate:,.0f}",
+                f"{part.steps:,}",
+                whole_run.in_hours(part.seconds),
+            )
+        )
+    console.print("Sizes of the steps, on layout 1")
+    console.print(table([name.replace("_", " ") for name in columns], rows))
+    told = whole_run.in_words(parts)
+    console.print(f"Whole run: {told}; without evaluation, checkpoints and failures")
 
 
 def show_inference(console: Console, rows: int, slots: int, found: Sequence[Inference]) -> None:

@@ -71,10 +71,12 @@ class RunProfiler:
     """
 
     def __init__(
-        self, cfg: Config, run_dir: Path, program: Any, mesh: str, log: Callable[[str], None]
+        self, cfg: Config, run_dir: Path, steps: Any, mesh: str, log: Callable[[str], None]
     ):
-        """Args:     program: the compiled step. mesh: a description. log: called with messages."""
-        self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
+        """Args:     steps: with `cfg` and `program`, the config and the compiled program of the
+        latest step. mesh: a description. log: called with messages.
+        """
+        self._cfg, self._dir, self._steps, self._mesh = cfg, run_dir, steps, mesh
         self._log, self._several = log, peers.world_size() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
@@ -221,8 +223,9 @@ class RunProfiler:
                     file.replace(traces / f"process_{peers.rank()}{ending}")
         shutil.rmtree(self._scratch())
         if peers.rank() == 0:
-            folder.write_hlo(where, self._program.as_text())
-            facts = facts_of(self._cfg, self._program, self._mesh, first, last - first + 1)
+            cfg, program = self._steps.cfg, self._steps.program
+            folder.write_hlo(where, program.as_text())
+            facts = facts_of(cfg, program, self._mesh, first, last - first + 1)
             folder.write_facts(where, facts)
             size = folder.num_bytes(where) / 1e6
             self._log(

@@ -1,7 +1,7 @@
 """Builds the charts over steps and tokens from the runs' series."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -11,7 +11,7 @@ from jaxpar.charts.chart import Chart, Line, Tick
 from jaxpar.charts.elements import e, table
 from jaxpar.charts.scale import Scale, scale_of, short
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.report.runs import RunRead
+from jaxpar.report.runs import OF_SETS, RunRead
 from jaxpar.report.series import Point
 
 #: Rows per run in the table under a chart.
@@ -39,8 +39,11 @@ class Shown:
 SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
+    Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
+    Shown("global_batch_size", "Sequences of a step"),
+    Shown("seq_len", "Tokens of a sequence"),
     Shown("tokens_per_second_per_device", "Throughput per device"),
     Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
@@ -54,24 +57,36 @@ SHOWN = (
 )
 
 
+def shown_of(runs: Sequence[RunRead]) -> list[Shown]:
+    """Return the charts of some runs: SHOWN, and one for each set of `evaluation.sets`."""
+    names = sorted({name for run in runs for name in run.series if name.startswith(OF_SETS)})
+    titles = {name: f"Held-out loss of {name.removeprefix(OF_SETS)}" for name in names}
+    return [*SHOWN, *(Shown(name, title) for name, title in titles.items())]
+
+
 def points_of(run: RunRead, name: str) -> list[Point]:
     """Return a run's values of a metric, with shares in percent."""
     if name == "last half":
         return run.last_half.points() if run.last_half is not None and run.last_step >= 40 else []
     if name not in run.series:
         return []
-    factor = 100.0 if METRICS[name].unit == "share" else 1.0
+    factor = 100.0 if _unit(name) == "share" else 1.0
     return [Point(p.step, *(factor * value for value in p[1:])) for p in run.series[name].points()]
 
 
 def line_charts(runs: Sequence[RunRead]) -> list[Element]:
     """Return every chart for which a run has values."""
-    return [_figure(runs, shown) for shown in SHOWN if any(points_of(r, shown.name) for r in runs)]
+    found = [shown for shown in shown_of(runs) if any(points_of(r, shown.name) for r in runs)]
+    return [_figure(runs, shown) for shown in found]
+
+
+def _unit(name: str) -> str:
+    return METRICS[name.partition("/")[0]].unit
 
 
 def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     metric = "loss" if shown.name == "last half" else shown.name
-    unit = METRICS[metric].unit.replace("share", "%")
+    unit = _unit(metric).replace("share", "%")
     head = e("h3", shown.title, e("span", f" {unit}") if unit else None)
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
     for view in VIEWS:
@@ -85,9 +100,9 @@ def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
 def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
     lines, ticks = [], []
     for index, run in enumerate(runs):
-        factor = 1.0 if view == "steps" else run.tokens_per_step
-        lines += _lines(index, run, shown, factor)
-        ticks += [Tick(index, m.kind, m.step * factor, f"{run.name}: {m.text}") for m in run.marks]
+        place = float if view == "steps" else run.tokens_at
+        lines += _lines(index, run, shown, place)
+        ticks += [Tick(index, m.kind, place(m.step), f"{run.name}: {m.text}") for m in run.marks]
     ends = [x for line in lines for x, _ in line.points]
     if shown.name == "last half":
         # The points cover all steps. The loss determines where the second half begins.
@@ -105,17 +120,17 @@ def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
     return chart.line_chart(full)
 
 
-def _lines(index: int, run: RunRead, shown: Shown, factor: float) -> list[Line]:
+def _lines(index: int, run: RunRead, shown: Shown, place: Callable[[int], float]) -> list[Line]:
     points = points_of(run, shown.name)
-    main = [(p.step * factor, p.smooth if shown.smooth else p.mean) for p in points]
-    band = [(p.step * factor, p.low, p.high) for p in points]
+    main = [(place(p.step), p.smooth if shown.smooth else p.mean) for p in points]
+    band = [(place(p.step), p.low, p.high) for p in points]
     single = all(p.low == p.high for p in points)
     found = []
     if shown.smooth and single:
-        found.append(Line(index, [(p.step * factor, p.mean) for p in points], "raw"))
+        found.append(Line(index, [(place(p.step), p.mean) for p in points], "raw"))
     found.append(Line(index, main, "line", () if single else band))
     if shown.beside:
-        beside = [(p.step * factor, p.mean) for p in points_of(run, shown.beside)]
+        beside = [(place(p.step), p.mean) for p in points_of(run, shown.beside)]
         found.append(Line(index, beside, "dots"))
     return found
 
@@ -163,12 +178,14 @@ def hover_data(runs: Sequence[RunRead]) -> dict[str, Any]:
     for run in runs:
         metrics = {}
         for name, smooth in itertools.chain(
-            ((s.name, s.smooth) for s in SHOWN), [("held_out_loss", False)]
+            ((s.name, s.smooth) for s in shown_of(runs)), [("held_out_loss", False)]
         ):
             points = points_of(run, name)
             if points:
                 values = [rounded(p.smooth if smooth else p.mean) for p in points]
                 metrics[name] = {"x": [p.step for p in points], "y": values}
+                if run.sizes_change:
+                    metrics[name]["tokens"] = [run.tokens_at(p.step) for p in points]
         tokens = run.tokens_per_step
         found.append({"name": run.name, "tokens_per_step": tokens, "metrics": metrics})
     beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}

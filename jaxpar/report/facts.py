@@ -61,6 +61,8 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
     if "held_out_loss" in run.series:
         point = run.series["held_out_loss"].points()[-1]
         add("held-out loss", f"{run.last['held_out_loss']:.4f}", f"at step {point.step:,}")
+    if "test_loss" in run.last:
+        add("test loss", f"{run.last['test_loss']:.4f}", "nats per token, after the last step")
     if "tokens_seen" in run.last:
         add("tokens", short(run.last["tokens_seen"]))
     if run.sizes.get("step_seconds"):
@@ -68,6 +70,8 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
         if run.last.get(per_device, 0.0) > 0 and "tokens_per_second" in run.last:
             devices = run.last["tokens_per_second"] / run.last[per_device]
             rate = run.tokens_per_step / step / max(devices, 1.0)
+            if run.sizes_change:
+                rate = run.sizes[per_device].quantile(0.5)
             add("throughput", short(rate), "tokens/s/device, median")
         add("step time", seconds(step), "median")
     if run.sizes.get("mfu"):

@@ -12,6 +12,9 @@ from jaxpar.runtime.files import json_lines
 _STEP = re.compile(rb'\{"step": ?(\d{1,10})[,}]')
 _RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d{1,10})[,}]')
 
+#: Names in the records of evaluations, which follow the record of the same step.
+_EVALUATED = (b'"held_out_loss"', b'"test_loss"')
+
 MAX_STEPS = 2**31 - 1
 
 
@@ -74,7 +77,7 @@ def outline(path: Path) -> Outline:
             place, found.end = found.end, found.end + len(line)
             if resumed := _RESUMED.search(line):  # also after a truncated line
                 found.starts.append((place, before := int(resumed[1])))
-            elif b'"held_out_loss"' not in line and (step := _STEP.match(line)):
+            elif not any(map(line.__contains__, _EVALUATED)) and (step := _STEP.match(line)):
                 number = int(step[1])
                 if number <= before:  # a start from scratch writes no record of it
                     found.starts.append((place, number - 1))

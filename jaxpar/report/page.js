@@ -16,16 +16,15 @@ function short(value) {
   return Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
-function lines(metric, factor, x) {
+function lines(metric, places, x) {
   const found = [];
   for (const run of data.runs) {
-    const by = factor(run);
     for (const name of [metric, data.beside[metric]]) {
       const there = run.metrics[name];
       if (!there) continue;
-      const at = nearest(there.x, x / by);
+      const xs = places(run, there), at = nearest(xs, x);
       const label = (data.runs.length > 1 ? run.name + "  " : "") + (name === metric ? "" : "held-out  ");
-      found.push({ x: there.x[at] * by, text: label + short(there.y[at]) + (name === metric ? "" : " at " + short(there.x[at] * by)) });
+      found.push({ x: xs[at], text: label + short(there.y[at]) + (name === metric ? "" : " at " + short(xs[at])) });
     }
   }
   return found;
@@ -38,12 +37,13 @@ for (const svg of document.querySelectorAll("svg[data-metric]")) {
   tip.className = "tip";
   tip.hidden = true;
   figure.append(tip);
-  const factor = (run) => (view === "tokens" ? run.tokens_per_step : 1);
+  const places = (run, there) =>
+    view === "tokens" ? there.tokens ?? there.x.map((step) => step * run.tokens_per_step) : there.x;
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), scale = WIDTH / box.width;
     const place = ((event.clientX - box.left) * scale - LEFT) / (RIGHT - LEFT);
     if (place < 0 || place > 1) return hide();
-    const found = lines(metric, factor, Number(low) + place * (high - low));
+    const found = lines(metric, places, Number(low) + place * (high - low));
     if (!found.length) return hide();
     const x = found[0].x, at = LEFT + ((x - low) / (high - low)) * (RIGHT - LEFT);
     cross.setAttribute("transform", `translate(${at - LEFT} 0)`);

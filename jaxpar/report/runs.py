@@ -1,13 +1,17 @@
 """Reads a run's folder for a report: metrics in bounded memory, and events."""
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
+from jaxpar.config.lists.held_out_sets import MAX_SETS
 from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
@@ -29,10 +33,18 @@ SMOOTH = 1 / 50
 
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
-    """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
+    """loss held_out_loss ema_loss grad_norm learning_rate tokens_per_second_per_device mfu
+    memory_gib
+    global_batch_size seq_len tokens_seen
     data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
     fullest_rank_mean further_rounds""".split()
 )
+
+#: Begins the names of the losses of `evaluation.sets`, which are kept over steps too.
+OF_SETS = "set_loss/"
+
+#: Most metrics that are kept over steps, of which a damaged file may name any number.
+MAX_SERIES = len(DRAWN) + MAX_SETS
 
 #: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
 #: sums and ratios of such values are finite.
@@ -80,6 +92,22 @@ class RunRead:
     def tokens_per_step(self) -> float:
         """Tokens per step; 0 if not recorded."""
         return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
+
+    def tokens_at(self, step: int) -> float:
+        """Return the tokens of the first steps, between records on a straight line."""
+        if not self.sizes_change:
+            return step * self.tokens_per_step
+        return float(np.interp(step, *self._tokens_of_steps))
+
+    @property
+    def sizes_change(self) -> bool:
+        """Whether steps have different numbers of tokens."""
+        return "global_batch_size" in self.series
+
+    @functools.cached_property
+    def _tokens_of_steps(self) -> tuple[list[int], list[float]]:
+        points = self.series["tokens_seen"].points() if "tokens_seen" in self.series else []
+        return [0, *(p.step for p in points)], [0.0, *(p.high for p in points)]
 
     @property
     def num_steps(self) -> int:
@@ -155,11 +183,13 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
             run.marks.append(Mark("skipped", step, None, text))
         left_out = skipped
         run.last |= values
-        for name in DRAWN & values.keys():
+        for name in (name for name in values if name in DRAWN or name.startswith(OF_SETS)):
             if name not in run.series:
+                if len(run.series) >= MAX_SERIES:
+                    continue
                 run.series[name] = Series(0, found.last_step, span)
             run.series[name].add(step, values[name])
-        for name in ("step_seconds", "mfu"):
+        for name in ("step_seconds", "mfu", "tokens_per_second_per_device"):
             sizes[name].add(values.get(name, 0.0))
         if "loss" in values and step > half:
             run.last_half.add(step, values["loss"])

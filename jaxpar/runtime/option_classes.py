@@ -95,7 +95,7 @@ def check_ranges(options: Any) -> None:
         if dataclasses.is_dataclass(value):
             check_ranges(value)
         for limits in getattr(hints[field.name], "__metadata__", ()):
-            if isinstance(limits, Range) and value is not None:
+            if isinstance(limits, Range) and isinstance(value, int):
                 check_range("--" + field.name.replace("_", "-"), value, limits)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.model import transformer
+from jaxpar.model.loss import LossWeights
 from jaxpar.objectives import distillation, pairs
 from jaxpar.objectives.dpo import MEASURES
 from jaxpar.parallel.collectives import psum
@@ -35,16 +36,19 @@ def count(batch: Batch, cfg: Config) -> jax.Array:
     return psum(pairs.count_pairs(batch), TOKEN_AXES).astype(jnp.float32)
 
 
-def head_of(cfg: Config, max_segments: int | None, *, trains: bool) -> Callable:
+def head_of(
+    cfg: Config, weights: LossWeights, max_segments: int | None, *, trains: bool
+) -> Callable:
     """Return the head of the model: (top, x, microbatch) -> `Sums`.
 
-    Args:     max_segments: as in `make_train_step`; two for each pair of a row. trains: False for
-              the head of an evaluation, which has no teacher.
+    Args:     weights: of losses beside the cross entropy. max_segments: as in `make_train_step`;
+              two for each pair of a row. trains: False for the head of an evaluation, which has no
+              teacher.
     """
     if cfg.distill.teacher and trains:
         return functools.partial(distillation.head, cfg=cfg)
     if not cfg.dpo.beta:
-        return functools.partial(transformer.head, cfg=cfg)
+        return functools.partial(transformer.head, cfg=cfg, weights=weights)
     if max_segments is None:
         raise ValueError("pairs need max_segments")
     return functools.partial(pairs.head, cfg=cfg, max_pairs=max_segments // 2)

@@ -83,8 +83,8 @@ class ReplicaCheck:
 
 
 def _looked_at(state: TrainState, cfg: Config) -> Any:
-    parts = {"step": state.step, "params": state.params, "guard": state.guard}
-    return parts if cfg.optimizer.offload else parts | {"opt_state": state.opt_state}
+    left_out = {"opt_state"} if cfg.optimizer.offload else set()
+    return {name: part for name, part in state.saved.items() if name not in left_out}
 
 
 def _drifts(mesh: Mesh, name: str, spec: PartitionSpec, sums: np.ndarray) -> list[Drift]:

@@ -24,11 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import specs_of, trainable_specs
-from jaxpar.optimizer import loss_scale, moments
+from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
-from jaxpar.sharding.params import ParamSpec, abstract, map_specs, partition_specs, split
+from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -45,6 +45,13 @@ class TrainState:
     """optax state. Moments have the shapes and shardings of the trainable parameters."""
     guard: Any = ()
     """Scalars of `loss_scale.initial_guard`."""
+    ema: Any = ()
+    """Moving average of the trainable parameters, with their shapes and shardings; () without."""
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The parts that a checkpoint has, by name: without a moving average if there is none."""
+        return {name: part for name, part in vars(self).items() if name != "ema" or part != ()}
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -64,13 +71,35 @@ def abstract_logical(cfg: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map(place, arrays, logical_shardings(arrays, running, cfg))
 
 
+def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return the parts of `abstract_logical` that a reader of the weights needs, by name.
+
+    They are the parameters; with a moving average, the average and the parameters that are frozen.
+    """
+    logical = abstract_logical(cfg, mesh)
+    if not moving_average.is_on(cfg):
+        return {"params": logical.params}
+    _, frozen = split(logical.params, specs_of(cfg))
+    return {"ema": logical.ema} | ({"params": frozen} if frozen else {})
+
+
 def _abstract(cfg: Config, specs: Any) -> TrainState:
     params = abstract(specs)
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
     guard = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
     )
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, guard)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(step, params, opt_state, guard, _abstract_average(cfg, params))
+
+
+def _abstract_average(cfg: Config, params: Any) -> Any:
+    """Return the moving average of abstract parameters; () without."""
+    if not moving_average.is_on(cfg):
+        return ()
+    trainable, _ = split(params, specs_of(cfg))
+    stored = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.optimizer.ema_dtype))  # noqa: E731
+    return jax.tree.map(stored, trainable)
 
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
@@ -84,7 +113,8 @@ def state_specs(cfg: Config) -> TrainState:
     opt_state = moments.specs_of_state(abstract_state(cfg).opt_state, trainable_specs(cfg))
     params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
-    return TrainState(PartitionSpec(), params, opt_state, guard)
+    ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
+    return TrainState(PartitionSpec(), params, opt_state, guard, ema)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -147,7 +177,35 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     # Created by a program: device_put would compare the values across processes.
     scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
-    return TrainState(step, params, opt_state(params), guard)
+    return TrainState(step, params, opt_state(params), guard, fresh_average(params, cfg))
+
+
+def fresh_average(params: Any, cfg: Config) -> Any:
+    """Return a moving average that starts at these parameters, rounded to nearest; () without."""
+    if not moving_average.is_on(cfg):
+        return ()
+    trainable, _ = split(params, specs_of(cfg))
+    dtype = jnp.dtype(cfg.optimizer.ema_dtype)
+    return jax.tree.map(lambda x: _convert(x.sharding, dtype)(x), trainable)
+
+
+def averaged(state: TrainState, cfg: Config) -> Any:
+    """Return the parameters with the moving average in place of those that are trained, float32."""
+    _, frozen = split(state.params, specs_of(cfg))
+    full = jnp.dtype(jnp.float32)
+    in_full = lambda x: x if x.dtype == full else _convert(x.sharding, full)(x)  # noqa: E731
+    return join(jax.tree.map(in_full, state.ema), frozen)
+
+
+def compile_averaged(state: TrainState) -> None:
+    """Compile the conversions of `averaged`.
+
+    Args:     state: arrays, or abstract arrays with shardings.
+    """
+    full = jnp.dtype(jnp.float32)
+    for x in jax.tree.leaves(state.ema):
+        if x.dtype != full:
+            _convert(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 
 
 def _init_params(specs: Any, seed: int, to: Any) -> Any:
@@ -263,13 +321,19 @@ def compile_snapshot(state: TrainState) -> None:
 
 
 def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
-    """Convert the moments to the dtypes of the config, keeping their shardings."""
+    """Convert moments and moving average to the dtypes of the config, keeping their shardings."""
 
     def converted(field: str | None, _: str, x: jax.Array) -> jax.Array:
         dtype = jnp.dtype(moments.storage_dtype(field, cfg.optimizer))
         return x if x.dtype == dtype else _convert(x.sharding, dtype)(x)
 
-    return dataclasses.replace(state, opt_state=moments.map_moments(converted, state.opt_state))
+    dtype = jnp.dtype(cfg.optimizer.ema_dtype)
+    stored = lambda x: x if x.dtype == dtype else _convert(x.sharding, dtype)(x)  # noqa: E731
+    opt_state, ema = (
+        moments.map_moments(converted, state.opt_state),
+        jax.tree.map(stored, state.ema),
+    )
+    return dataclasses.replace(state, opt_state=opt_state, ema=ema)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from jaxpar.model.attention_context import (
 from jaxpar.model.moe.router import loss_weight_of
 from jaxpar.model.moe.tallies import with_tallies, without_tallies
 from jaxpar.model.weights import with_float32_gradients
-from jaxpar.optimizer import loss_scale, moments
+from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
@@ -49,6 +49,7 @@ from jaxpar.step.expert_loads import (
     rows_of_all_layers,
 )
 from jaxpar.step.layer_order import layers_here, slots_in_use
+from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 from jaxpar.step.step_weights import scatter_once, weights_of_step
 
@@ -195,7 +196,7 @@ def train_step(
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
     metrics, grads, loads = loss_gradients_and_loads(
-        ex, max_segments, state.params, batch, scale, record=record
+        ex, max_segments, state.params, batch, scale, record=record, step=state.step
     )
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
     trainable, frozen = split(state.params, parameters.specs_of(cfg))
@@ -205,9 +206,10 @@ def train_step(
         trainable, opt_state = moments.update(
             cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
         )
-    if metrics.attention_logits is not None:
-        trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)
-        metrics = dataclasses.replace(metrics, attention_logits=None)
+        if metrics.attention_logits is not None:
+            trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)
+            metrics = dataclasses.replace(metrics, attention_logits=None)
+        ema = moving_average.update(cfg, specs, state.ema, trainable, state.step, layers, ok)
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
@@ -219,7 +221,7 @@ def train_step(
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
-    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard), metrics
+    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard, ema), metrics
 
 
 def loss_and_gradients(
@@ -242,11 +244,13 @@ def loss_gradients_and_loads(
     scale: jax.Array | float = 1.0,
     *,
     record: bool = False,
+    step: jax.Array | None = None,
 ) -> tuple[StepMetrics, Any, ExpertLoads | None]:
     """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
     Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`). record: whether
-              the loads have the experts of each token.
+              the loads have the experts of each token. step: int32 scalar, steps before this one;
+              None counts as none.
     Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
@@ -266,7 +270,7 @@ def loss_gradients_and_loads(
         weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
     if cfg.optimizer.qk_clip:
         weights, batch = qk_clip.attach(weights, batch, cfg)
-    model = staged_model(ex, max_segments, scale)
+    model = staged_model(ex, max_segments, scale, step)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / count)
@@ -316,14 +320,17 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
 
 
 def staged_model(
-    ex: Execution, max_segments: int | None, scale: jax.Array | float | None = None
+    ex: Execution,
+    max_segments: int | None,
+    scale: jax.Array | float | None = None,
+    step: jax.Array | None = None,
 ) -> StagedModel:
     """Return the configured model in the form that the schedules of microbatches run.
 
     Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
-              backward.
+              backward. step: as in `loss_gradients_and_loads`.
     """
-    cfg = ex.cfg
+    cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
 
     def context(mb: Batch) -> AttentionContext:
         context = across_devices(attention_context(mb, cfg, max_segments), cfg)
@@ -335,9 +342,11 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = objective.head_of(cfg, max_segments, trains=scale is not None)
+    head = objective.head_of(cfg, weights, max_segments, trains=scale is not None)
     if cfg.model.mtp_depth and scale is not None:
-        head = functools.partial(transformer.head_with_modules, ex=ex, context_of=context)
+        head = functools.partial(
+            transformer.head_with_modules, ex=ex, context_of=context, weights=weights
+        )
     return StagedModel(
         embed=embed,
         context=context,

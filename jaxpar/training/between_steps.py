@@ -18,6 +18,7 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
+from jaxpar.training.early_stop import Judge
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 
@@ -25,6 +26,7 @@ from jaxpar.training.run import Run
 IN_WORDS = {
     "step": "step {}",
     "data wait": "waiting for the batch of step {}",
+    "compile": "compiling for the size of step {}",
     "evaluation": "evaluating after step {}",
     "save wait": "waiting for the save of step {}",
     "restore": "going back from step {}",
@@ -63,17 +65,19 @@ class BetweenSteps:
         self.run, self.ready, self.stop, self.phases = run, ready, stop, phases
         self.last = run.cfg.train.num_steps
         self.first = run.first_step or 0
+        self.judge = Judge(run.cfg, run.first_step)
 
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
         self.batches = run.loader.prefetched(self.first)
-        event, step = self.phases.spent.event, self.ready.train_step.program
+        event, programs = self.phases.spent.event, self.ready.train_step
         saver = checkpoint.Checkpointer(
             cfg, log, run.loader.skipped, event, run.asked, self.ready.host
         )
-        profiler = RunProfiler(cfg, run.dir, step, describe(run.mesh), log)
+        profiler = RunProfiler(cfg, run.dir, programs, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
+            self.saver.keep_best(self.judge.best)
             self.metrics = stack.enter_context(run.metrics())
             stack.enter_context(exit_on_failure())
             self.profiler = stack.enter_context(profiler)
@@ -90,10 +94,19 @@ class BetweenSteps:
         self.phases.enter("data wait", step + 1)
         began = time.perf_counter()
         _, batch = next(self.batches)
+        self.data_wait = time.perf_counter() - began
+        first = not self.ready.train_step.has(batch)
+        if first:
+            self._compile_for(step, state, batch)
         self.began = time.perf_counter()
-        self.data_wait = self.began - began
-        self.phases.enter("step", step + 1, slow=step == self.first)
+        self.phases.enter("step", step + 1, slow=first or step == self.first)
         return self.run.taught(batch)
+
+    def _compile_for(self, step: int, state: TrainState, batch: Batch) -> None:
+        """Compile the train step for batches of another size than before."""
+        self.metrics.pause()
+        self.phases.enter("compile", step + 1, slow=True)
+        self.ready.train_step.prepare(state, batch)
 
     def report(self, step: int, metrics: StepMetrics) -> None:
         """Write the metrics of the previous step, whose values have arrived by now."""
@@ -111,26 +124,34 @@ class BetweenSteps:
             require_equal(done, self.ready.replicas(state))
 
     def evaluate(self, done: int, state: TrainState) -> None:
-        """If due, compute the held-out loss."""
-        if self._due(done, self.run.cfg.evaluation.every):
+        """If due, compute held-out losses. Too many in a row that are no better end the run."""
+        evaluation, self.judge.improved = self.ready.evaluation, False
+        if names := evaluation.due(done):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, self.ready.evaluation(state.params))
+            self.metrics.evaluation(done, scores := evaluation(state, names))
+            if line := self.judge.judge(done, scores):
+                log(line)
+            if self.judge.stops and done < self.last:
+                self.last = done
+                if evaluation.at_end:
+                    self.metrics.evaluation(done, evaluation(state, evaluation.at_end))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:
-        """Save a checkpoint if one is due, or if the run was asked to stop.
+        """Save a checkpoint if one is due or is the best so far, or if the run was asked to stop.
 
         Returns:  whether the run stops here; the checkpoint is then complete.
         """
         cfg, spent = self.run.cfg, self.phases.spent
         spent.done(done)
         stopping = self.stop.due()
-        if stopping or self._due(done, cfg.checkpoint.every):
+        if stopping or self.judge.improved or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
             self.run.records.before_save()
-            self.saver.save(state, done, done * cfg.train.global_batch_size * cfg.data.seq_len)
+            tokens = self.run.loader.sizes_of_steps.tokens_before(done)
+            self.saver.save(state, done, tokens, self.judge.best)
             spent.record(done)
         if stopping:
             self.saver.finish()

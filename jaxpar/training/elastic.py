@@ -17,6 +17,7 @@ import jax
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag
 from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
+from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
@@ -134,6 +135,8 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     before = Fraction(batch, _product(then, (*ROWS, "num_microbatches", *CUTS)))
     part = lambda n: Fraction(rows, n * _product(now, CUTS))  # noqa: E731
     fits = [n for n in divisors(rows) if part(n) <= before and rows // n % now["row_groups"] == 0]
+    sizes = [size for _, size in schedule_of(cfg, BATCHES)]
+    fits = [n for n in fits if math.gcd(*sizes) % (batch // n) == 0]
     if now["virtual_stages"] > 1:
         fits = [n for n in fits if n % now["pipeline"] == 0]
     if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):

@@ -1,61 +1,43 @@
-"""Held-out loss during training."""
+"""Held-out losses during training."""
 
 import contextlib
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
 from jaxpar.data import Loader
+from jaxpar.monitoring.evaluations import Score
 from jaxpar.objectives.dpo import MEASURES
+from jaxpar.optimizer import moving_average
 from jaxpar.step import compiled
+from jaxpar.step.evaluating import means
+from jaxpar.step.state import TrainState, averaged
 from jaxpar.step.train_step import make_eval_step
-
-#: Batches that are dispatched before the host waits for the first of them.
-AHEAD = 2
-
-
-def check_labels(cfg: Config, loader: Loader) -> None:
-    """Check before the run starts that the evaluation batches contain labels.
-
-    Args:     loader: of the held-out split.
-    Raises:   ConfigError when none of the batches has a label.
-    """
-    first, most = loader.first_labeled(), cfg.evaluation.num_batches
-    if first is not None and first < most:
-        return
-    what = ", ".join(str(source.dataset.path) for source in loader.sources)
-    rule = f"covers only batches of {what} without a labeled token"
-    fix = "use --evaluation.every 0"
-    if first is not None:
-        fix = f"use --evaluation.num-batches {first + 1}, or --evaluation.every 0"
-    raise ConfigError("evaluation.num_batches", most, rule, fix)
+from jaxpar.training.held_out import HeldOut
 
 
 class Evaluation:
-    """Computes the held-out loss, over the same batches each time."""
+    """Computes held-out losses, over the same batches each time."""
 
     def __init__(
         self,
         cfg: Config,
         mesh: Mesh,
-        loader: Loader | None,
+        data: HeldOut,
         max_segments: int,
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """
-        Args:     loader: of the held-out split; None without evaluation. alone: as in
-                  `FirstRunAlone`.
+        Args:     alone: as in `FirstRunAlone`.
         """
-        self.loader, self.num_batches = loader, cfg.evaluation.num_batches
-        self.of_pairs = bool(cfg.dpo.beta)
-        if loader is not None:
+        self.cfg, self.data, self.num_batches = cfg, data, cfg.evaluation.num_batches
+        self._every, self._last = cfg.evaluation.every, cfg.train.num_steps
+        if data.loaders:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
 
     def lower(self, params: Any) -> Any:
@@ -64,25 +46,38 @@ class Evaluation:
         Args:     params: arrays, or abstract arrays with shardings.
         Returns:  a `jax.stages.Lowered`; None without evaluation.
         """
-        if self.loader is None:
-            return None
-        return self.step.program.lower(params, self.loader.abstract_batch)
+        loader = next(iter(self.data.loaders.values()), None)
+        return None if loader is None else self.step.program.lower(params, loader.abstract_batch())
 
-    def __call__(self, params: Any) -> dict[str, float]:
-        """Return what is recorded, by name: `held_out_loss`, and more if it is known."""
-        loader = self.loader
-        assert loader is not None
-        sums = []
+    def due(self, done: int) -> list[str]:
+        """Return the names of what is evaluated after `done` steps."""
+        at_end = done == self._last
+        regular = self._every > 0 and (done % self._every == 0 or at_end)
+        names = list(self.data.repeated) if regular else []
+        if regular and moving_average.is_on(self.cfg):
+            names.insert(1, EMA)
+        return names + (self.at_end if at_end else [])
+
+    @property
+    def at_end(self) -> list[str]:
+        """The names of what is evaluated once, after the last step."""
+        return list(self.data.last)
+
+    def __call__(self, state: TrainState, names: Iterable[str]) -> dict[str, Score]:
+        """Evaluate on some of the data, by name."""
+        return {name: self._score(*self._params_and_loader(state, name)) for name in names}
+
+    def _params_and_loader(self, state: TrainState, name: str) -> tuple[Any, Loader]:
+        if name == EMA:
+            return averaged(state, self.cfg), self.data.repeated[HELD_OUT]
+        return state.params, self.data.loaders[name]
+
+    def _score(self, params: Any, loader: Loader) -> Score:
         with contextlib.closing(loader.prefetched()) as batches:
-            for _, batch in itertools.islice(batches, self.num_batches):
-                sums.append(self.step(params, batch))  # the devices do not wait for the host
-                if len(sums) > AHEAD:
-                    jax.block_until_ready(sums[-1 - AHEAD])
-        sums = jax.device_get(sums)
-        total, count = (sum(np.asarray(s[i], np.float64) for s in sums) for i in range(2))
-        if self.of_pairs:
-            measured = zip(MEASURES, np.asarray(total / count).tolist(), strict=True)
-            return {f"held_out_{name}": mean for name, mean in measured}
-        loss, ratio = float(total / count), loader.bytes_per_token
-        known = {} if ratio is None else {"bits_per_byte": loss / math.log(2) / ratio}
-        return {"held_out_loss": loss} | known
+            some = itertools.islice(batches, self.num_batches)
+            found = means(self.step, params, (batch for _, batch in some))
+        assert found is not None  # `held_out.check_labels`
+        if self.cfg.dpo.beta:
+            loss, *of_pairs = found.tolist()
+            return Score(loss, None, dict(zip(MEASURES[1:], of_pairs, strict=True)))
+        return Score.of(float(found), loader.bytes_per_token)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from jaxpar import checkpoint
+from jaxpar.config.lists.step_sizes import in_words
+from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
@@ -20,6 +22,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
+from jaxpar.training.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
@@ -29,6 +32,9 @@ def train(run: Run, watch: Watchdog) -> int:
     """Train to the last step, from the start or from a checkpoint. Returns the exit code."""
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
+        return exit_codes.EXIT_OK
+    if (judge := Judge(run.cfg, run.first_step)).stops:
+        log(f"already done: {run.dir}, stopped early: {judge.describe()}")
         return exit_codes.EXIT_OK
     several = jax.process_count() > 1
     with (
@@ -75,9 +81,16 @@ def steps(
             between.evaluate(step + 1, state)
             if between.save(step + 1, state):
                 return exit_codes.EXIT_PREEMPTED
+            if step + 1 == between.last:  # perhaps early
+                break
         between.finish()
     between.batches.close()
-    log(f"done: {run.dir}")
+    early = (
+        f", stopped early: {between.judge.describe()}"
+        if between.last < run.cfg.train.num_steps
+        else ""
+    )
+    log(f"done: {run.dir}{early}")
     return exit_codes.EXIT_OK
 
 
@@ -92,27 +105,28 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
 def compiled(
     run: Run,
     state: TrainState,
+    batch: Batch,
     meanwhile: Callable[[], None] = lambda: None,
-    batch: Batch | None = None,
 ) -> FirstRunAlone:
-    """Compile the train step for this run's shapes before its first use, and log the time.
+    """Compile the train step for one size of steps before its first use, and log the time.
 
-    Args:     meanwhile: called when XLA starts to compile; should return at once. batch: an
-              example; by default the first of the data.
+    Args:     batch: an example, which may be abstract. meanwhile: called when XLA starts to
+              compile; should return at once.
     """
     began = time.perf_counter()
-    record = bool(run.cfg.run.record_routing)
+    cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
+    which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
     step: Any = make_train_step(
-        run.cfg, run.mesh, run.max_segments, run.execution, expert_rows=True, record=record
+        cfg, run.mesh, run.max_segments, execution_of(cfg), expert_rows=True, record=record
     )
     with stage("compiling the train step") as now:
-        lowered = step.lower(state, run.taught(run.loader.batch(0) if batch is None else batch))
-        peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+        lowered = step.lower(state, run.taught(batch))
+        peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
         program = lowered.compile()
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
-    log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    log(f"compiled{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

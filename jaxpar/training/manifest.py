@@ -6,6 +6,7 @@ import jax
 
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
+from jaxpar.config.lists.step_sizes import in_words, step_sizes
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
@@ -54,6 +55,7 @@ def write(run: Run, environment: list[str]) -> None:
         f"attention  {run.attention}",
         f"execution  {'; '.join(run.execution.in_words())}",
         f"data       {_data(run)}",
+        *_sizes(run),
         *left_out(run),
         *_warm_up(run),
         *_hints(run),
@@ -85,6 +87,15 @@ def _data(run: Run) -> str:
         parts = ", ".join(f"{weight / sum(stage.weights):.2%}" for weight in stage.weights)
         lines.append(f"after step {stage.step:,}: {parts} of the sequences")
     return "\n           ".join(lines)
+
+
+def _sizes(run: Run) -> list[str]:
+    """Describe the sizes of the steps, if they change."""
+    found = step_sizes(run.cfg).sizes
+    words = [in_words(run.config_of(size.rows, size.length)) for size in found]
+    later = zip(found[1:], words[1:], strict=True)
+    lines = words[:1] + [f"after step {size.step:,}: {text}" for size, text in later]
+    return ["sizes      " + "\n           ".join(lines)] if len(found) > 1 else []
 
 
 def _warm_up(run: Run) -> list[str]:

@@ -1,6 +1,7 @@
 """What the training loop needs, made before its first step: programs, and memory for saves."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,19 +11,27 @@ import jax
 from jaxpar import checkpoint
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.replica_check import ReplicaCheck
-from jaxpar.step.state import TrainState, abstract_snapshot, compile_snapshot, without_values
+from jaxpar.step.state import (
+    TrainState,
+    abstract_snapshot,
+    compile_averaged,
+    compile_snapshot,
+    without_values,
+)
 from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.run import Run
+from jaxpar.training.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The programs that the loop runs, and memory that its saves will need."""
 
-    train_step: FirstRunAlone
+    train_step: StepPrograms
     evaluation: Evaluation
     replicas: ReplicaCheck
     host: checkpoint.HostCopy
@@ -32,9 +41,9 @@ class Prepared:
 def prepared(
     run: Run,
     state: TrainState,
-    compile_step: Callable[[Run, TrainState, Callable[[], None]], FirstRunAlone],
+    compile_step: Callable[[Run, TrainState, Batch, Callable[[], None]], FirstRunAlone],
 ) -> Iterator[Prepared]:
-    """Compile the train step, and whatever evaluations, checks and saves run.
+    """Compile the train step for the first size, and whatever evaluations, checks and saves run.
 
     Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
     The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
@@ -46,7 +55,7 @@ def prepared(
               runs one thread at a time.
     """
     cfg, like = run.cfg, jax.tree.map(without_values, state)
-    saved = vars(abstract_snapshot(state, run.cfg, run.mesh))
+    saved = abstract_snapshot(state, run.cfg, run.mesh).saved
     with checkpoint.HostCopy(saved) as host:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         replicas = ReplicaCheck(cfg, run.mesh)
@@ -54,6 +63,7 @@ def prepared(
         def others() -> jax.stages.Lowered | None:
             compile_fingerprints(saved)
             compile_snapshot(like)
+            compile_averaged(like)
             if cfg.guard.replica_check_every:
                 replicas.compile(like)
             run.prepare_metrics()
@@ -66,8 +76,9 @@ def prepared(
 
         waiting: list[Future[jax.stages.Lowered | None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
-            train_step = compile_step(run, state, beside)
-            train_step.alone = host.paused
+            compile_for = functools.partial(compile_step, run)
+            train_step = StepPrograms(compile_for, run.config_of, host.paused)
+            train_step.prepare(state, run.loader.abstract_batch(run.first_step or 0), beside)
             with stage("compiling the programs of evaluations and saves"):
                 lowered = waiting[0].result()
                 if lowered is not None:

@@ -3,7 +3,7 @@
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import jax
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.layout.layer_kinds import is_recurrent
+from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader, PairLoader, open_loader
+from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
-from jaxpar.execution.decisions import execution_of
+from jaxpar.execution.decisions import execution_of, rows_per_device
+from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
@@ -34,8 +37,8 @@ from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights, reference_scores
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
-from jaxpar.training.evaluation import check_labels
 from jaxpar.training.experts_selftest import test_experts
+from jaxpar.training.held_out import open_held_out
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
@@ -62,16 +65,17 @@ class Run:
         self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
         self.first_step = start(cfg) if in_folder else None
         saved = self._saved()
-        cfg = with_shuffle(cfg, saved)
+        cfg = with_epochs(with_shuffle(cfg, saved))
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
-        if warning := check_fits(self.cfg, peers.processes_here()):
-            log(f"WARNING    {warning}")
+        self._check_memory()
         check_host_copies(self.cfg, jax.default_backend())
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)
         self.mesh = make_mesh(self.cfg.parallel)
-        self.loader, self.held_out = self._loaders()
+        order = functools.partial(order_of, self.cfg)
+        self.loader = open_loader(self.cfg, self.mesh, "train", order)
+        self.held_out = open_held_out(self.cfg, self.mesh, order)
         self.max_segments = max(split.max_documents for split in self._splits())
         if in_folder:
             self.loader.skipped = read_skipped(self.dir)
@@ -80,9 +84,33 @@ class Run:
         taught = self.cfg.distill.teacher
         self.teacher = Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
         self.kernels = choose_kernels(self.cfg, self.max_segments)
+        self._of_sizes = list(self._kernels_of_sizes())
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
         self.startup.ended("data and checks")
+
+    def config_of(self, rows: int, length: int) -> Config:
+        """Return the config of the steps of one size, sequences and the tokens of each."""
+        return config_of(self.cfg, StepSize(0, rows, length))
+
+    def _check_memory(self) -> None:
+        """Check that the steps of each size fit.
+
+        Raises:   ConfigError as `check_fits`.
+        """
+        for size in step_sizes(self.cfg).sizes:
+            if warning := check_fits(config_of(self.cfg, size), peers.processes_here()):
+                log(f"WARNING    {warning}")
+                return
+
+    def _kernels_of_sizes(self) -> Iterator[tuple[int, Config, tuple[Choice, ...]]]:
+        """Yield a step to come, its config and kernels, for each size of a microbatch."""
+        known, first = set(), self.first_step or 0
+        for size, _ in self.loader.sizes_of_steps.until(self.cfg.train.num_steps, first):
+            cfg = config_of(self.cfg, size)
+            if (shape := (rows_per_device(cfg), size.length)) not in known:
+                known.add(shape)
+                yield max(size.step, first), cfg, choose_kernels(cfg, self.max_segments)
 
     def _saved(self) -> Any:
         """Read the metadata of the checkpoint to resume from; None without one."""
@@ -90,18 +118,8 @@ class Run:
             return None
         return checkpoint.read_saved(self.dir, self.first_step)
 
-    def _loaders(self) -> tuple[Loader, Loader | None]:
-        """Open the training data, and the held-out data if the run evaluates."""
-        order = order_of(self.cfg)
-        loader = open_loader(self.cfg, self.mesh, "train", order)
-        if not self.cfg.evaluation.every:
-            return loader, None
-        held_out = open_loader(self.cfg, self.mesh, self.cfg.evaluation.split, order)
-        check_labels(self.cfg, held_out)
-        return loader, held_out
-
     def _splits(self) -> list[Loader]:
-        return [self.loader, *([self.held_out] if self.held_out else [])]
+        return [self.loader, *self.held_out.loaders.values()]
 
     def _resume_from(self, saved: Any) -> dict[str, tuple[Any, Any]]:
         """Check that the checkpoint fits, and skip the batches that its run skipped.
@@ -130,12 +148,12 @@ class Run:
         return json.dumps(sums)
 
     def test_attention(self) -> None:
-        """Compare the attention kernels with `reference` on the run's next batch.
+        """Compare the attention kernels with `reference` on the run's next batch of each size.
 
         Raises:   ConfigError when they disagree.
         """
-        step = self.first_step or 0
-        test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, log)
+        for step, cfg, kernels in self._of_sizes:
+            test_kernels(kernels, cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> TrainState:
         """Test the kernels, then return the initial or restored state.
@@ -202,12 +220,23 @@ class Run:
     def metrics(self) -> MetricsWriter:
         """Make the writer of the run's metrics, which also checks each step's loss and gradient."""
         cfg, first = self.cfg, self.first_step or 0
-        batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
-        look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
+        loader, mesh = self.loader, describe(self.mesh)
+        look = StepGuard(cfg, self.dir, first, loader.skipped.batch_of, log, mesh).look
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
-        epochs, order = self.loader.epochs, order_of(cfg)
-        return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
+        order = functools.partial(order_of, cfg)
+        return MetricsWriter(
+            cfg,
+            self.dir,
+            first,
+            schedule,
+            loader.epochs,
+            look,
+            forecast,
+            sinks,
+            order,
+            loader.sizes_of_steps,
+        )
 
     def prepare_metrics(self) -> None:
         """Import and compute what `metrics` needs. It takes a while, on the host only."""

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.config import Config
+from jaxpar.config.lists.step_sizes import sequences_before
 from jaxpar.monitoring.recent_steps import RecentSteps, losses_judged, read_recent
 from jaxpar.runtime import exit_codes
 
@@ -77,8 +78,8 @@ class StepGuard:
                   rewind.
         """
         number, loss = step + 1, values["loss"]
-        batch, rows = self._batch_of(step), self._cfg.train.global_batch_size
-        windows, seed = [batch * rows, (batch + 1) * rows], self._cfg.train.seed
+        batch, seed = self._batch_of(step), self._cfg.train.seed
+        windows = [sequences_before(self._cfg, number) for number in (batch, batch + 1)]
         self._recent.add(number, values, batch=batch, windows=windows, seed=seed, mesh=self._mesh)
         bad = exit_codes.not_finite(values)
         if bad:

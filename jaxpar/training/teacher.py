@@ -8,6 +8,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
@@ -38,7 +40,7 @@ class Teacher:
         self.step, there = checkpoint.read_whole(folder, None, load)
         self.folder, self._lora = folder, there.lora
         self.cfg = _config_of(cfg, there)
-        d = cfg.distill
+        d, self._top_k = cfg.distill, cfg.distill.top_k
         self._program = make_teacher_step(
             self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
         )
@@ -54,7 +56,13 @@ class Teacher:
         self._params = adapters.merge(params, there, self._mesh)
 
     def attach(self, batch: Batch) -> Batch:
-        """Add the teacher's likeliest tokens to a batch."""
+        """Add the teacher's likeliest tokens to a batch, which may be abstract."""
+        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
+            shape = (*batch.tokens.shape, self._top_k)
+            of = lambda dtype: batch.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
+            return dataclasses.replace(
+                batch, teacher_ids=of(jnp.int32), teacher_scores=of(jnp.float32)
+            )
         ids, scores = self._program(self._params, batch)
         return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
 

@@ -28,7 +28,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState, state_shardings
-from jaxpar.step.train_step import make_train_step
+from jaxpar.step.train_step import StepMetrics, make_train_step
 from jaxpar.training import initial_weights
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
@@ -100,7 +100,7 @@ class Replay:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
         self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
         self.record = self.records[self.number]
-        self._steps: dict[Mesh, Callable] = {}
+        self._steps: dict[tuple[Mesh, Config], Callable] = {}
 
     def _config(self, folder: Path, taken_by: int | None) -> Config:
         """Load the config of the step.
@@ -138,12 +138,12 @@ class Replay:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
             now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
-        step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
             told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
-            now, measured = step(now, run.taught(run.loader.batch(batch)))
+            batch_of_step = run.taught(run.loader.batch(batch))
+            now, measured = self._step(run.mesh, now, batch_of_step)
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
@@ -155,9 +155,8 @@ class Replay:
         Args:     state: on the host. batch: the batch of the step, or another.
         """
         with stage(f"taking step {self.number} with batch {batch}"):
-            step = self._step_on(mesh)
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            after, measured = step(placed, self._batch_on(mesh, batch))
+            after, measured = self._step(mesh, placed, self._batch_on(mesh, batch))
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
@@ -166,12 +165,12 @@ class Replay:
         batch = self.run.taught(self.run.loader.batch(number))
         return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
 
-    def _step_on(self, mesh: Mesh) -> Callable:
-        if mesh not in self._steps:
-            self._steps[mesh] = make_train_step(
-                self.cfg, mesh, self.run.max_segments, expert_rows=True
-            )
-        return self._steps[mesh]
+    def _step(self, mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """Take a step on a mesh, whose batch may have any size of the run."""
+        cfg, segments = self.run.config_of(*batch.tokens.shape), self.run.max_segments
+        if (mesh, cfg) not in self._steps:
+            self._steps[mesh, cfg] = make_train_step(cfg, mesh, segments, expert_rows=True)
+        return self._steps[mesh, cfg](state, batch)
 
     def elsewhere(self) -> Mesh | None:
         """Make a mesh with every shard on another device; None if there is only one device."""

@@ -9,6 +9,7 @@ from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, is_recurrent
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 
@@ -120,7 +121,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
-    return replace(cfg, **values)
+    return replace(without_schedules(cfg), **values)
 
 
 def _lengths(m: ModelConfig, shorter: float) -> dict[str, Any]:

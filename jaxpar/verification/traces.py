@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, replace
+from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.model.qk_clip import reference as qk_clip
@@ -111,7 +112,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
     if cfg.optimizer.clip_norm > 0:
         rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
-    gradients = jax.jit(lambda params, batch: reference_gradients(params, batch, cfg))
+
+    @functools.cache
+    def gradients(of: Config):
+        return jax.jit(lambda params, batch: reference_gradients(params, batch, of))
 
     @jax.jit
     def update(grads, opt_state, params, batch):
@@ -125,10 +129,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         return new, opt_state
 
     params = start = initial_params(specs, cfg.train.seed)
-    loss, grads = first = gradients(params, batches[0])
+    loss, grads = first = gradients(with_weights_of(cfg, 0))(params, batches[0])
     opt_state, losses = rule.init(split(params, specs)[0]), []
-    for batch in batches[:steps]:
-        loss, grads = gradients(params, batch)
+    for step, batch in enumerate(batches[:steps]):
+        loss, grads = gradients(with_weights_of(cfg, step))(params, batch)
         params, opt_state = update(grads, opt_state, params, batch)
         losses.append(float(loss))
     return TrainingTrace(

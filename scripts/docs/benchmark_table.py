@@ -58,7 +58,8 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[glmoq]*.json")}
+    paths = CARDS.glob("[dglmnoq]*.json")
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 
@@ -101,6 +102,10 @@ def how(card: dict[str, Any]) -> str:
             words.append(f"{p[field]} {unit}")
     if p["expert"] > 1 and m["num_experts"]:
         words.append(f"expert slack {p['expert_slack']}")
+    if m.get("layer_pattern"):
+        words.append(f"recurrences by {m['recurrent_backend']}")
+    if (rule := card["config"]["optimizer"]["name"]) != "adamw":
+        words.append(rule.capitalize())
     if data["document_mask"]:
         words.append("document masking")
     return ", ".join(words)
@@ -116,7 +121,13 @@ def model_of(card: dict[str, Any]) -> str:
 def name_of(card: dict[str, Any]) -> str:
     """Return the name of a model with experts or with fewer layers than published, or ''."""
     model = card["config"]["model"]
-    of = f"{model['num_layers']} layers of"
+    of, pattern = f"{model['num_layers']} layers of", model.get("layer_pattern") or ""
+    if model.get("kv_lora_rank"):
+        return f"{of} DeepSeek-V3 with {model['num_experts']} experts"
+    if "G" in pattern:
+        return f"{of} Qwen3-Next with {model['num_experts']} experts"
+    if "M" in pattern:
+        return f"{of} Nemotron-H-8B"
     if experts := model.get("num_experts"):
         names = {8: "Mixtral 8x7B", 32: "gpt-oss-20b", 128: "Qwen3-30B-A3B"}
         return "OLMoE-1B-7B" if experts == 64 else f"{of} {names[experts]}"

@@ -90,11 +90,28 @@ def test_without_the_other_project(tmp_path):
 
 def test_beside_the_other_project(tmp_path):
     """A program in its place answers as it does."""
-    answer = {"ms": {"forward": 1.0, "both": 2.0}, "keys": "shared", "fla": "0", "torch": "0"}
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\ncat > {tmp_path}/given\necho '{json.dumps(answer)}'\n")
-    program.chmod(0o755)
-    forward, both = beside.fla_rows(SMALL, str(program), 3)
+    versions = {"keys": "shared", "fla": "0", "torch": "0"}
+    answers = [
+        {"direction": d, "ms": ms, **versions} for d, ms in (("forward", 1.0), ("both", 2.0))
+    ]
+    forward, both = beside.fla_rows(SMALL, answering(tmp_path, *answers), 3)
     assert (forward["ms"], both["ms"], both["keys"]) == (1.0, 2.0, "shared")
     assert both["tflops"] == SMALL.flops("both") / 2.0 / 1e9
     assert json.loads((tmp_path / "given").read_text()) == SMALL.size | {"repeats": 3}
+
+
+def test_a_program_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(beside, "LIMIT", 1)
+    answer = {"direction": "forward", "ms": 1.0, "keys": "shared", "fla": "0", "torch": "0"}
+    program = answering(tmp_path, answer, then="exec sleep 60")
+    forward, both = beside.fla_rows(SMALL, program, 3)
+    assert forward["ms"] == 1.0 and both["failed"] == "stopped after 1 s"
+
+
+def answering(folder, *answers, then=""):
+    """A Python that writes lines, whatever it shall run."""
+    lines = "".join(f"echo '{json.dumps(answer)}'\n" for answer in answers)
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\ncat > {folder}/given\n{lines}{then}\n")
+    program.chmod(0o755)
+    return str(program)

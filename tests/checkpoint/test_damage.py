@@ -288,7 +288,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capf
     cfg, mesh = setup()
     saved = random_state(cfg, mesh, 3)
     about = {"config": dataclasses.asdict(cfg), "dataset": fingerprint(cfg), "versions": {}}
-    tree = {name: part for name, part in vars(saved).items() if name != "guard"}
+    tree = {name: part for name, part in saved.saved.items() if name != "guard"}
     with ocp.training.Checkpointer(checkpoint.folder(cfg.run.dir)) as orbax:
         orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
     restored = checkpoint.restore(cfg, mesh)

@@ -53,3 +53,24 @@ def test_a_command_line_gives_one_length():
     base = replace(Config(), **{"train.num_tokens": 10**6})
     cfg = parse_overrides(base, ["--train.num-steps", "7"], "jaxpar.train")
     assert (cfg.train.num_steps, cfg.train.num_tokens) == (7, 0)
+    with pytest.raises(ConfigError, match=r"train\.num_epochs = 2.0: sets train\.num_tokens"):
+        parse_overrides(base, ["--train.num-epochs", "2", "--train.num-tokens", "9"], "")
+    cfg = parse_overrides(base, ["--train.num-epochs", "2"], "jaxpar.train")
+    assert (cfg.train.num_epochs, cfg.train.num_tokens) == (2, 0)
+    cfg = parse_overrides(cfg, ["--train.num-tokens", "32768"], "jaxpar.train")
+    assert (cfg.train.num_epochs, cfg.train.num_steps) == (0, 1)
+    cfg = parse_overrides(cfg, ["--train.num-epochs", "0", "--train.num-steps", "3"], "")
+    assert cfg.train.num_steps == 3
+
+
+def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
+    epochs = {"train.num_epochs": 1.5, "profile.start": 20_000}
+    check(replace(Config(), **epochs))
+    for other, said in (
+        ({"train.num_tokens": 10}, r"sets train\.num_tokens, which is 10"),
+        ({"data.mixture": "a:1,b:1"}, "needs a single source"),
+        ({"train.num_epochs": -1.0}, "must not be negative"),
+        ({"train.num_epochs": float("nan")}, "must be finite"),
+    ):
+        with pytest.raises(ConfigError, match=rf"train\.num_epochs = .*{said}"):
+            check(replace(Config(), **(epochs | other)))

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 from tokenizers import Tokenizer, models
 
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint import weights_alone
+from jaxpar.checkpoint.saved import CARRIED, METADATA
 from jaxpar.config import ConfigError, RunConfig
-from jaxpar.convert.carried_files import CARRIED
 from jaxpar.convert.hf import importing
 from jaxpar.convert.peft.importing import base_folder
-from jaxpar.convert.run_arrays import IMPORTED_STEP
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.inference.load import load
 from jaxpar.training import initial_weights
@@ -37,7 +36,7 @@ def test_from_hf_records_the_commit(on_the_hub, tmp_path):
     said = []
     source = importing.from_hf("org/model", tmp_path / "run", said.append, None)
     assert source.name == NAME
-    saved = tmp_path / "run" / "checkpoints" / str(IMPORTED_STEP)
+    saved = tmp_path / "run" / "checkpoints" / str(weights_alone.STEP)
     assert NAME in (saved / METADATA).read_text()
     assert (tmp_path / "run" / CARRIED / "tokenizer.json").is_file()
 

@@ -150,7 +150,7 @@ def test_the_reference_is_beside_its_labels(prepared):
     labeled = batch.labels != IGNORED
     assert labeled.any() and (batch.reference[~labeled] == 0).all()
     assert (loader.dataset.tokens[places[labeled]] == batch.labels[labeled]).all()
-    assert loader.abstract_batch.reference.dtype == batch.reference.dtype
+    assert loader.abstract_batch().reference.dtype == batch.reference.dtype
 
 
 def test_rows_are_filled_in_order():

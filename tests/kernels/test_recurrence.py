@@ -122,6 +122,7 @@ def test_refusals(shape, platform, why):
 def test_choices():
     """Without a measurement, the kernels are used only by name."""
     assert choose("auto", QWEN3_NEXT, HOPPER) == "reference"
+    assert choose("auto", QWEN3_NEXT, Platform("gpu", "NVIDIA H200", "9.0")) == "triton"
     assert choose("triton", QWEN3_NEXT, HOPPER) == "triton"
     assert choose("reference", QWEN3_NEXT, HOPPER) == "reference"
     with pytest.raises(ValueError, match="must be one of auto, reference, triton"):

@@ -50,7 +50,7 @@ def test_lowers(name):
     gpu = Platform("gpu", GPU["9.0"], "9.0")
     assert refusal(shape, gpu) is None
     with compiling_for(gpu):
-        assert lowered(on("9.0"), run, *arguments).count(TARGET) == 5
+        assert lowered(on("9.0"), run, *arguments).count(TARGET) == 6
 
 
 def test_under_shard_map():
@@ -74,7 +74,7 @@ def test_under_shard_map():
         check_vma=True,
     )
     with compiling_for(Platform("gpu", GPU["9.0"], "9.0")):
-        assert lowered(mesh, mapped, arrays, *rest).count(TARGET) == 5
+        assert lowered(mesh, mapped, arrays, *rest).count(TARGET) == 6
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_compiles(name):
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), arguments
     )
     with jax.set_mesh(mesh), compiling_for(Platform("gpu", gpu.device_kind, "9.0")):
-        assert jax.jit(run).lower(*placed).compile().as_text().count(TARGET) == 5
+        assert jax.jit(run).lower(*placed).compile().as_text().count(TARGET) == 6
 
 
 @pytest.mark.parametrize(("saved", "again"), [((), 3), (("out",), 2)])
@@ -114,4 +114,4 @@ def test_what_a_rematerialized_backward_runs_again(saved, again):
 
     with compiling_for(Platform("gpu", GPU["9.0"], "9.0")):
         text = lowered(on("9.0"), gradients, arrays, begins, state, d_out)
-    assert text.count(TARGET) == 3 + again + 2
+    assert text.count(TARGET) == 3 + again + 3

@@ -92,12 +92,12 @@ def test_a_resumed_run_says_so_and_appends(devices, tmp_path):
 
 def test_a_line_shows_what_is_known():
     record = dict(step=5, loss=2.5, learning_rate=3e-4, grad_norm=1.0, memory_gib=1.25)
-    line = step_line(record, 100, with_eta=True)
+    line = step_line(record, 100, left=95)
     assert line.startswith("step   5/100   loss 2.5000   lr 3.00e-04   grad norm 1.000")
     assert "tok/s" not in line and "MFU" not in line and "ETA" not in line
     record |= dict(tokens_per_second=9.0, tokens_per_second_per_device=4321.0, mfu=0.5)
     record |= dict(step_seconds=2.0)
-    line = step_line(record, 100, with_eta=True)
+    line = step_line(record, 100, left=95)
     assert "4,321 tok/s/device   MFU 50.0%" in line and line.endswith("ETA 3m10s")
 
 

@@ -26,7 +26,7 @@ EXPERTS = np.random.default_rng(0).integers(0, 4, (2, 8, 2, 2)).astype(np.uint8)
 @pytest.fixture
 def recorded(tmp_path, devices):
     """A file of step 7."""
-    writer = RoutingWriter(CFG, tmp_path, None)
+    writer = RoutingWriter(CFG, tmp_path, lambda length: None)
     assert not writer.write(6, EXPERTS) and not writer.write(3, None)
     assert writer.write(7, EXPERTS)
     assert [path.name for path in (tmp_path / "routing").iterdir()] == ["step_00000007.npz"]
@@ -44,7 +44,7 @@ def test_tokens_are_in_the_order_of_the_text(devices, tmp_path):
     parallel = replace(CFG, **{"parallel.sequence": 2}).parallel
     order = token_order(parallel, 8)
     assert order is not None
-    RoutingWriter(CFG, tmp_path, order).write(3, EXPERTS[:, order])
+    RoutingWriter(CFG, tmp_path, lambda length: order).write(3, EXPERTS[:, order])
     found = read_routing("--routing", str(tmp_path / file_of(3)), CFG)
     np.testing.assert_array_equal(found.experts, EXPERTS)
 

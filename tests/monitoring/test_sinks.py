@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.monitoring.evaluations import Score
 from jaxpar.monitoring.metric_names import METRICS, tag
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import Sinks, numbers, open_sinks, require_packages
@@ -30,7 +31,7 @@ def train(cfg, folder, first, last, *, loss=lambda step: step + 0.5, sinks=None)
             values = SimpleNamespace(loss=loss(step), grad_norm=1.0, num_tokens=16.0)
             writer.write_previous(step, values, data_wait=0.0)
         writer.flush()
-        writer.evaluation(last, {"held_out_loss": 7.0})
+        writer.evaluation(last, {"held_out": Score(7.0, None)})
 
 
 def scalars(folder, name: str) -> list[tuple[int, float]]:

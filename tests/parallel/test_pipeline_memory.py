@@ -138,8 +138,8 @@ def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devi
 def test_evaluation_takes_the_head_once_for_each_microbatch(virtual, mesh, monkeypatch):
     taken, head = [], transformer.head
 
-    def counted(top, x, batch, cfg):
-        sums = head(top, x, batch, cfg)
+    def counted(top, x, batch, **more):
+        sums = head(top, x, batch, **more)
         jax.debug.callback(taken.append, jax.lax.axis_index(PIPELINE))
         return sums
 

@@ -142,7 +142,7 @@ def test_the_command_that_reads_a_profile_works_as_written(monkeypatch, tmp_path
     run = tmp_path / "my run"
     profiler = in_run.RunProfiler(Config(), run, None, "", said.append)
     profiler._first = profiler._latest = 7
-    profiler._program = SimpleNamespace(as_text=str)
+    profiler._steps = SimpleNamespace(cfg=None, program=SimpleNamespace(as_text=str))
     profiler._scratch().mkdir(parents=True)
     monkeypatch.setattr(in_run, "facts_of", lambda *_: None)
     monkeypatch.setattr(in_run.folder, "write_facts", lambda *_: None)

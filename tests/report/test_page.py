@@ -15,6 +15,7 @@ from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.report.__main__ import ReportOptions, main, report
+from jaxpar.report.runs import MAX_SERIES, read_run
 from tests.report.folders import TOKENS, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
@@ -90,6 +91,21 @@ def test_the_second_half_has_an_axis_of_its_own(tmp_path):
         ends = {a["data-metric"]: (a["data-low"], a["data-high"]) for a in of(view)}
         assert tuple(map(float, ends["last half"])) == (201 * factor, 400 * factor)
         assert tuple(map(float, ends["loss"])) == (0, 400 * factor)
+
+
+def test_each_set_has_a_chart_and_the_test_split_a_figure(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60)
+    evil = EVIL[:-1]
+    losses = lambda step: {"step": step, "set_loss": {"web": 3.0, evil: 4.0}, "held_out_loss": 2.0}  # noqa: E731
+    write_lines(folder / "metrics.jsonl", map(losses, (20, 40)))
+    many = {f"set{i}": 1.0 for i in range(1000)}  # as in no run
+    write_lines(folder / "metrics.jsonl", [{"step": 60, "test_loss": 2.5, "set_loss": many}])
+    tags = Tags(text := page_of(folder))
+    charts = [a["data-metric"] for _, a in tags.found if "data-metric" in a]
+    sets = {name for name in charts if name.startswith("set_loss/")}
+    assert {"set_loss/web", f"set_loss/{evil}"} <= sets and len(sets) <= MAX_SERIES
+    assert "test loss" in tags.texts and "2.5000" in tags.texts and "<script>alert" not in text
+    assert read_run(str(folder)).last_step == 60
 
 
 def test_runs_side_by_side_differ_where_they_do(tmp_path):

@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 from jaxpar.config import ConfigError
+from jaxpar.report.charts import hover_data
 from jaxpar.report.outline import outline
 from jaxpar.report.runs import read_run
 from jaxpar.report.series import RANGES, RATIO, Series, Sizes
@@ -209,3 +210,21 @@ def test_a_damaged_config_is_named(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"config\.json.*{rule}"):
             read_run(str(tmp_path))
+
+
+def test_tokens_of_steps_of_several_sizes(tmp_path):
+    """Between records on a straight line; without sizes, every step counts the same."""
+    folder = write_run(tmp_path / "run", steps=40)
+    seen = [(step + 2 * max(step - 20, 0)) * TOKENS for step in range(41)]
+    sizes = {"global_batch_size": 8, "seq_len": 64}
+    more = {step: sizes | {"tokens_seen": tokens} for step, tokens in enumerate(seen)}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    text = (json.dumps(line | more.get(line.get("step"), {})) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text("".join(text))
+    run, plain = read_run(str(folder)), read_run(str(write_run(tmp_path / "plain", steps=40)))
+    for step in (0, 1, 20, 21, 40):
+        assert run.tokens_at(step) == pytest.approx(seen[step])
+        assert plain.tokens_at(step) == pytest.approx(step * TOKENS)
+    (drawn,) = hover_data([run])["runs"]
+    assert drawn["metrics"]["loss"]["tokens"][-1] == seen[40]
+    assert "tokens" not in hover_data([plain])["runs"][0]["metrics"]["loss"]

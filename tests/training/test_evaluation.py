@@ -1,24 +1,246 @@
-"""Which text a run is evaluated on."""
+"""What a run is evaluated on: its held-out split, named sets, and once its test split; and with
+which weights: those that are trained, and their moving average."""
 
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
 import pytest
 
-from jaxpar.config import ConfigError
+from jaxpar import checkpoint, evaluate
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
+from jaxpar.config.lists.held_out_sets import held_out_sets
+from jaxpar.config.validate import check
+from jaxpar.convert.__main__ import main as convert
+from jaxpar.data import Loader
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.inference.load import load
+from jaxpar.model import reference
+from jaxpar.runtime import exit_codes
+from jaxpar.sharding.batch import IGNORED
+from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training.run import Run
+from jaxpar.verification import traces
 
 
-def test_the_split_to_evaluate_on(only_devices, config_file, text_file, tmp_path):
-    three = str(tmp_path / "three")
-    prepare(PrepareOptions(input=(str(text_file),), output=three, split="2,1,1"))
+@pytest.fixture(scope="module")
+def three(text_file, tmp_path_factory) -> str:
+    """The verses in three splits."""
+    output = str(tmp_path_factory.mktemp("three") / "verses")
+    prepare(PrepareOptions(input=(str(text_file),), output=output, split="2,1,1"))
+    return output
 
-    def run(*arguments: str) -> Run:
+
+@pytest.fixture
+def make_run(only_devices, config_file):
+    """(command line) -> a run, with nothing written."""
+
+    def make(*arguments: str) -> Run:
         with only_devices(2):
             return Run(read_config([config_file, *arguments], "jaxpar.train", ""))
 
+    return make
+
+
+def records_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_split_to_evaluate_on(make_run, three):
     other = ("--data.path", three)
     for arguments in ((), other, (*other, "--evaluation.split", "test")):
-        (source,) = run(*arguments).held_out.sources
+        (source,) = make_run(*arguments).held_out.repeated["held_out"].sources
         assert source.dataset.split == ("test" if "test" in arguments else "val")
     with pytest.raises(ConfigError, match=r"has an empty test split.*--split 98,1,1"):
-        run("--evaluation.split", "test")
+        make_run("--evaluation.split", "test")
+
+
+def plain_loss(run: Path, dataset: str, split: str, sequences: int) -> float:
+    """Nats per label of the first sequences of a split, by the plain model."""
+    cfg = replace(checkpoint.load_config(run), **{"parallel.data": 1, "data.path": dataset})
+    mesh = make_mesh(cfg.parallel, jax.devices()[:1])
+    params = checkpoint.restore_params(run, cfg, mesh)
+    b = Loader(cfg, mesh, split).host_rows(0, np.arange(sequences))
+    logits = reference.logits_of(params, b.tokens, b.positions, b.segment_ids, cfg.model)
+    scores = np.asarray(jax.nn.log_softmax(logits))
+    own = np.take_along_axis(scores, np.maximum(b.labels, 0)[..., None], axis=-1)[..., 0]
+    return -float(own[b.labels != IGNORED].mean())
+
+
+@pytest.fixture(scope="module")
+def train_evaluated(train_on, write_config, three, dataset):
+    """(folder, further fields) -> a run on two devices with sets and a moving average."""
+    values = f"""--data.path {three} --evaluation.every 2 --evaluation.num-batches 1
+    --evaluation.sets verses={dataset},seen={three}:train --evaluation.test True
+    --optimizer.ema-decay 0.6 --optimizer.schedule constant --optimizer.warmup-steps 0
+    --train.num-steps 4 --checkpoint.every 1 --checkpoint.keep 9"""
+
+    def train(folder: Path, *more: str) -> Path:
+        assert train_on(2, write_config(folder), *values.split(), *more) == exit_codes.EXIT_OK
+        return folder / "run"
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def evaluated(train_evaluated, tmp_path_factory) -> Path:
+    """Four steps of it. Tests must not write to it."""
+    return train_evaluated(tmp_path_factory.mktemp("evaluated"))
+
+
+def test_named_sets_and_the_test_split_have_losses_of_their_own(
+    evaluated, three, dataset, tmp_path
+):
+    """In the run, and by the command for the run's folder."""
+    run = evaluated
+    records = [r for r in records_of(run) if "held_out_loss" in r]
+    assert [r["step"] for r in records] == [2, 4]
+    assert ["test_loss" in r for r in records] == [False, True]
+    of_verses = [r["set_loss"]["verses"] for r in records]
+    assert of_verses[0] > of_verses[1] and set(records[0]["set_loss"]) == {"verses", "seen"}
+    last = records[1]
+    for name, data, split in (("held_out", three, "val"), ("test", three, "test")):
+        assert last[f"{name}_loss"] == pytest.approx(plain_loss(run, data, split, 8), abs=2e-5)
+    assert of_verses[1] == pytest.approx(plain_loss(run, str(dataset), "val", 8), abs=2e-5)
+    assert last["set_loss"]["seen"] == pytest.approx(plain_loss(run, three, "train", 8), abs=2e-5)
+    assert last["set_bits_per_byte"]["seen"] > last["set_loss"]["seen"] / math.log(2)
+
+    output = tmp_path / "result.json"
+    flags = "--split test --batch-size 3 --sequences 8 --output".split()
+    evaluate.main([str(run), *flags, str(output)])
+    found = json.loads(output.read_text())["text_loss"]
+    assert found["loss"] == pytest.approx(last["test_loss"], abs=2e-5)
+    assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
+
+
+def weights_of(run: Path, step: int, weights: str) -> traces.Arrays:
+    cfg = checkpoint.load_config(run, step)
+    mesh = make_mesh(cfg.parallel, jax.devices()[: cfg.parallel.data])
+    return traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
+
+
+def test_it_is_the_recurrence_of_the_saved_weights(evaluated):
+    average = weights_of(evaluated, 1, "ema")
+    for step in (2, 3, 4):
+        d = np.float32(min(0.6, (1 + step) / (10 + step)))
+        trained = weights_of(evaluated, step, "trained")
+        average = {n: d * a + (1 - d) * trained[n] for n, a in average.items()}
+        found = weights_of(evaluated, step, "ema")
+        assert all(np.allclose(found[n], average[n], rtol=0, atol=1e-6) for n in average)
+        assert not np.allclose(found["embed"], trained["embed"], atol=1e-4)
+
+
+def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
+    losses = {r["step"]: r for r in records_of(evaluated) if "ema_loss" in r}
+    assert list(losses) == [2, 4] and losses[4]["ema_loss"] > losses[4]["held_out_loss"]
+    flags = "--split val --sequences 8 --weights ema --output".split()
+    evaluate.main([str(evaluated), *flags, str(tmp_path / "of_run.json")])
+    assert convert(["to-hf", str(evaluated), str(tmp_path / "hf"), "--weights", "ema"]) == 0
+    data = str(checkpoint.load_config(evaluated).data.path)
+    flags = ["--split", "val", "--sequences", "8", "--data", data, "--output"]
+    evaluate.main([str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
+    for name in ("of_run", "of_hf"):
+        found = json.loads((tmp_path / f"{name}.json").read_text())["text_loss"]
+        assert found["loss"] == pytest.approx(losses[4]["ema_loss"], abs=2e-5)
+        assert found["bits_per_byte"] == pytest.approx(losses[4]["ema_bits_per_byte"], abs=3e-5)
+    with pytest.raises(ConfigError, match="--weights = 'ema': selects weights of a run"):
+        load(str(tmp_path / "hf"), None, 1, print, weights="ema")
+
+
+def test_a_run_that_was_stopped_resumes_it_exactly(evaluated, train_evaluated, tmp_path):
+    for last in ("2", "4"):
+        run = train_evaluated(tmp_path, "--train.num-steps", last)
+    saved = [checkpoint.read_saved(one, 4) for one in (evaluated, run)]
+    assert saved[0].fingerprints == saved[1].fingerprints and saved[0].has_average
+
+
+BAD_SETS = {
+    "web": "must be NAME=PATH",
+    "web=": "must be NAME=PATH",
+    "a=x,": "must be NAME=PATH",
+    "=data/web": "needs names of at most 64",
+    "we/b=data/web": "needs names of at most 64",
+    "a=x,a=y": "has the name a twice",
+    "test=data/web": "has a set named test",
+    "ema=data/web": "has a set named ema",
+    "held_out=data/web": "has a set named held_out",
+    "a=gs://web": "gs:// is not supported",
+    ",".join(f"a{i}=x" for i in range(65)): "has 65 sets, more than 64",
+}
+
+
+@pytest.mark.parametrize("sets", BAD_SETS)
+def test_sets_that_are_no_sets(sets):
+    with pytest.raises(ConfigError, match=BAD_SETS[sets]) as error:
+        check(replace(Config(), **{"evaluation.sets": sets}))
+    assert error.value.field == "evaluation.sets"
+
+
+def test_a_split_of_a_set_and_a_colon_in_its_path():
+    cfg = replace(
+        Config(), **{"evaluation.sets": "a=x:test, b=y:1, c=z", "evaluation.split": "val"}
+    )
+    assert [tuple(s) for s in held_out_sets(cfg)] == [
+        ("a", "x", "test"),
+        ("b", "y:1", "val"),
+        ("c", "z", "val"),
+    ]
+
+
+def test_what_would_not_be_evaluated_as_it_says(make_run, dataset, three, tmp_path, text_file):
+    other = str(tmp_path / "other")
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(TOKENIZER)
+    prepare(
+        PrepareOptions(input=(str(text_file),), output=other, tokenizer=str(tokenizer), holdout=0.2)
+    )
+    tokens = tmp_path / "val.bin"
+    tokens.write_bytes((dataset / "val.bin").read_bytes())
+    file = ("--data.held-out", str(tokens), "--data.eos-id", "256")
+    for arguments, said in (
+        (["--evaluation.sets", f"a={dataset}", "--evaluation.every", "0"], "never evaluated"),
+        (["--evaluation.test", "True", "--evaluation.split", "test"], "evaluated before"),
+        (["--evaluation.test", "True", *file], r"val\.bin, on which held_out is evaluated"),
+        (["--evaluation.test", "True"], "has an empty test split"),
+        (["--evaluation.sets", f"a={tmp_path / 'none'}"], "a: .*none does not exist"),
+        (["--evaluation.sets", f"a={dataset}:test"], "a: .*empty test split.*:SPLIT"),
+        (["--evaluation.sets", f"a={other}"], "evaluation.sets.*different tokenizer"),
+        (["--evaluation.sets", f"a={other}:train"], "evaluation.sets.*different tokenizer"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_run(*arguments)
+
+
+TOKENIZER = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": 1,
+                "content": "<|endoftext|>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+)
+
+
+def test_what_the_command_cannot_evaluate(evaluated, dataset, tmp_path):
+    for flags, said in (
+        ([], "nothing is to be evaluated"),
+        (["--data", "data/web"], "--data = .*needs --split"),
+        (["--split", "test", "--data", str(dataset)], "has an empty test split"),
+        (["--split", "val", "--data", str(tmp_path / "none")], "--data = .*does not exist"),
+        (["--split", "val", "--sequences", "0"], "--sequences = 0: must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            evaluate.main([str(evaluated), *flags])

@@ -66,7 +66,11 @@ RUNS = {
         " --parallel.zero 1",
     ),
     "moments on the host": (1, "--optimizer.offload True"),
-    "replicas": (2, "--parallel.replica 2 --guard.replica-check-every 2"),
+    "replicas, with a moving average": (
+        2,
+        "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema-decay 0.9"
+        " --optimizer.ema-dtype bfloat16",
+    ),
 }
 
 

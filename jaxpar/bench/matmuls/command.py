@@ -25,6 +25,7 @@ from jaxpar.bench.matmuls.autotuned import AutotunedKernel, Tried
 from jaxpar.bench.matmuls.products import Product
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.rules.limits import Range
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.runtime import exit_codes
@@ -92,7 +93,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     add("--keep", metavar="DIR", help="folder in which to keep logs and dumps")
     options, rest = parser.parse_known_args(argv)
     options.config = rest
-    cfg = read_config(rest, "jaxpar.bench matmuls", __doc__)
+    cfg = without_schedules(read_config(rest, "jaxpar.bench matmuls", __doc__))
     check_file("--table", options.table)
     check_folder("--keep", options.keep)
     return options, cfg

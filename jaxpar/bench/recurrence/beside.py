@@ -18,21 +18,34 @@ def fla_rows(problem: RecurrenceProblem, python: str, repeats: int) -> list[cont
 
     Args:     python: an interpreter that has PyTorch and fla.
     """
-    row = {"backend": "fla", **problem.size}
-    directions = ("forward", "both")
     given = json.dumps(problem.size | {"repeats": repeats})
+    rows = {
+        direction: {"backend": "fla", **problem.size, "direction": direction}
+        for direction in ("forward", "both")
+    }
+    lines, failed = _run(python, given)
+    for line in lines:
+        found = json.loads(line)
+        row = rows[found["direction"]]
+        row |= {name: found[name] for name in ("fla", "torch", "keys")}
+        row |= contest.figures(problem, found["direction"], found["ms"])
+    return [row if "ms" in row else row | {"failed": failed} for row in rows.values()]
+
+
+def _run(python: str, given: str) -> tuple[list[str], str]:
+    """Return the lines of JSON that the program wrote, and what stopped it."""
+    command = [python, str(PROGRAM)]
     try:
-        done = subprocess.run(
-            [python, str(PROGRAM)], input=given, capture_output=True, text=True, timeout=LIMIT
-        )
-        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        return [row | {"direction": d, "failed": contest.message(error)} for d in directions]
-    if found is None:
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return [row | {"direction": d, "failed": said[0][:200]} for d in directions]
-    versions = {name: found[name] for name in ("fla", "torch", "keys")}
-    return [
-        row | versions | {"direction": d} | contest.figures(problem, d, found["ms"][d])
-        for d in directions
-    ]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired as error:
+        wrote = error.stdout or b""
+        text = wrote.decode() if isinstance(wrote, bytes) else wrote
+        return _of_json(text), f"stopped after {LIMIT} s"
+    except OSError as error:
+        return [], contest.message(error)
+    said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return _of_json(done.stdout), said[0][:200]
+
+
+def _of_json(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]

@@ -24,6 +24,7 @@ from jaxpar.bench.scaling.points import GROWING, MODES, ScalingPoint
 from jaxpar.bench.training.command import refuse_fields_of_a_run
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES, Range
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS
@@ -60,7 +61,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     add("--plot", metavar="FILE.svg", help="file to draw the efficiencies to")
     add("--commit", help="commit to record on the card, if there is no checkout")
     options, options.config = parser.parse_known_args(argv)
-    cfg = read_config(options.config, "jaxpar.bench scaling", __doc__)
+    cfg = without_schedules(read_config(options.config, "jaxpar.bench scaling", __doc__))
     refuse_fields_of_a_run(cfg, options.config)
     options.gpus = None if options.gpus is None else _counts(options.gpus)
     options.axis = _axes(options.axis)

@@ -22,6 +22,7 @@ from jaxpar.bench.training import conditions, experts, power, profiled
 from jaxpar.bench.training.routing import RoutingReplay
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
+from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
 from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 from jaxpar.config.serialize import to_json
@@ -59,11 +60,11 @@ def measure(
     """
     state = run.start()
     began = time.perf_counter()
-    batches, example = run.loader.prefetched(0), None
+    batches, example = run.loader.prefetched(0), run.loader.batch(0)
     if routing is not None:
         replay = RoutingReplay(routing, run.cfg, run.mesh)
-        batches, example = replay.of_each(batches), replay.of(run.loader.batch(0))
-    train_step = compiled(run, state, batch=example)
+        batches, example = replay.of_each(batches), replay.of(example)
+    train_step = compiled(run, state, example)
     compile_seconds = time.perf_counter() - began
     times: list[float] = []
     losses, done, waits, pending, told = [], [], [], None, time.perf_counter()
@@ -219,7 +220,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         raise ConfigError(
             "--trace", options.trace, "requires profiled steps, but there are none", fix
         )
-    cfg = read_config(rest, "jaxpar.bench train", __doc__)
+    cfg = without_schedules(read_config(rest, "jaxpar.bench train", __doc__))
     refuse_fields_of_a_run(cfg, rest)
     place = detect.detect(cfg, os.environ)
     if (
@@ -242,6 +243,10 @@ def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
     if "--run.record-routing" in given:
         rule = "has no effect: a benchmark writes no run"
         raise ConfigError("run.record_routing", cfg.run.record_routing, rule, "remove it")
+    for path in (BATCHES, LENGTHS):
+        if "--" + path.replace("_", "-") in given:
+            rule = "has no effect: a benchmark measures steps of the largest size"
+            raise ConfigError(path, "", rule, "remove it")
     if "--run.init-from" in given:
         rule = "has no effect: a benchmark starts from fresh weights"
         raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")

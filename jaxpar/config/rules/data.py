@@ -1,7 +1,18 @@
 """Rules about the data sources."""
 
-from jaxpar.config import Config, flag, require
+import math
+from collections.abc import Callable
+
+from jaxpar.config import Config, ConfigError, flag, require, value_of
 from jaxpar.config.lists.mixture import shares, stages
+from jaxpar.config.lists.step_sizes import (
+    BATCHES,
+    LENGTHS,
+    StepSize,
+    config_of,
+    schedule_of,
+    step_sizes,
+)
 
 
 def data(cfg: Config) -> None:
@@ -11,6 +22,59 @@ def data(cfg: Config) -> None:
     rule = f"contains {twice} twice"
     require(not twice, cfg, "data.mixture", rule, flag("data.mixture", f"{twice}:1"))
     stages(cfg)
+    _epochs(cfg)
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))
+
+
+def _epochs(cfg: Config) -> None:
+    path, epochs = "train.num_epochs", cfg.train.num_epochs
+    none = flag(path, 0.0)
+    rule = f"sets train.num_tokens, which is {cfg.train.num_tokens}"
+    both = epochs > 0 and cfg.train.num_tokens > 0
+    require(not both, cfg, path, rule, none, flag("train.num_tokens", 0))
+    rule = "needs a single source: in data.mixture, each source has passes of its own"
+    tokens = f"{none} {flag('train.num_tokens', 10**9)}"
+    require(not (epochs > 0 and cfg.data.mixture), cfg, path, rule, tokens)
+
+
+def schedules(cfg: Config) -> None:
+    """Check the lists of `train.batch_schedule` and `data.length_schedule`."""
+    step_sizes(cfg)
+    path, keeps = "data.length_keeps", cfg.data.length_keeps
+    ok = keeps == "tokens" or cfg.data.length_schedule
+    require(bool(ok), cfg, path, f"needs {LENGTHS}, which is empty", flag(path, "tokens"))
+
+
+def sizes_of_steps(cfg: Config, check: Callable[[Config], None]) -> None:
+    """Check that each size of steps can be split over the mesh like the largest one.
+
+    Args:     cfg: with the number of microbatches filled in. check: of a config whose steps all
+              have one size; raises ConfigError.
+    """
+    if not (cfg.train.batch_schedule or cfg.data.length_schedule):
+        return
+    whole, p = cfg.train.global_batch_size, cfg.parallel
+    batches = [batch for _, batch in schedule_of(cfg, BATCHES)]
+    rows, shared = whole // p.num_microbatches, math.gcd(*batches)
+    odd = next((batch for batch in batches if batch % rows), 0)
+    rule = f"must have multiples of {rows}, the sequences of a microbatch on all devices, not {odd}"
+    ways = [flag(BATCHES, "")]
+    if shared % (p.replica * max(p.data, 1) * p.expert * p.row_groups) == 0:
+        ways.insert(0, flag("parallel.num_microbatches", whole // shared))
+    require(odd == 0, cfg, BATCHES, rule, *ways)
+    for size in step_sizes(cfg).sizes:
+        try:
+            check(config_of(cfg, size))
+        except ConfigError as error:
+            raise _of_size(cfg, size, error) from error
+
+
+def _of_size(cfg: Config, size: StepSize, error: ConfigError) -> ConfigError:
+    path = LENGTHS if size.length != cfg.data.seq_len else BATCHES
+    if not value_of(cfg, path):
+        return error
+    rule = f"has {size.rows} sequences of {size.length} tokens from step {size.step} on, for which "
+    rule += f"{error.field} = {error.value!r} {error.rule}"
+    return ConfigError(path, value_of(cfg, path), rule, f"use {flag(path, '')}")

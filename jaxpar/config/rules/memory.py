@@ -123,6 +123,14 @@ def moments(cfg: Config) -> None:
         require(ok, cfg, path, rule, flag(path, "float32"), flag(beta, most))
 
 
+def average(cfg: Config) -> None:
+    """Check that a dtype of the moving average has an average."""
+    path, o = "optimizer.ema_dtype", cfg.optimizer
+    rule = "has no effect: there is no moving average, because optimizer.ema_decay is 0"
+    ok = o.ema_dtype == "float32" or o.ema_decay > 0
+    require(ok, cfg, path, rule, flag("optimizer.ema_decay", 0.999), flag(path, "float32"))
+
+
 def offloaded_moments(cfg: Config) -> None:
     """Check that moments in host memory belong to a rule that can update one layer at a time."""
     name, path = cfg.optimizer.name, "optimizer.offload"

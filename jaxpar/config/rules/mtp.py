@@ -1,6 +1,7 @@
-"""Rules about multi-token prediction: its modules, and what they are not combined with."""
+"""Rules about multi-token prediction, and about the weights of losses by step."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, corners
 
 DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
 
@@ -8,11 +9,24 @@ DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
 MAX_DEPTH = 8
 
 
+def weights_by_step(cfg: Config) -> None:
+    """Check the schedules of the weights of losses."""
+    for path, constant in CONSTANT.items():
+        default, value = default_of(constant), value_of(cfg, constant)
+        rule = f"has no effect beside {path}, which is set"
+        ok = not corners(cfg, path) or value == default
+        require(ok, cfg, constant, rule, flag(constant, default), flag(path, ""))
+
+
 def multi_token_prediction(cfg: Config) -> None:
     """Check the modules of multi-token prediction and the weight of their losses."""
     m = cfg.model
     none = flag(DEPTH, 0)
+    weights_by_step(cfg)
     if m.mtp_depth == 0:
+        said = f"needs modules of multi-token prediction, but {DEPTH} is 0"
+        ways = flag(MTP_LOSS, ""), flag(DEPTH, 1)
+        require(not cfg.train.mtp_loss_schedule, cfg, MTP_LOSS, said, *ways)
         default = default_of(WEIGHT)
         rule = f"needs modules of multi-token prediction, but {DEPTH} is 0"
         ok = value_of(cfg, WEIGHT) == default

@@ -27,7 +27,8 @@ optimizer.muon_steps cluster.connect_seconds""".split()
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
 model.global_every train.seed
 model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
-train.num_tokens train.micro_batch_size train.mtp_loss train.z_loss
+train.num_tokens train.num_epochs train.micro_batch_size train.early_stop_patience
+train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
@@ -42,7 +43,7 @@ optimizer.muon_lr_ratio guard.spike_deviations""".split()
 
 
 _BELOW_ONE = (
-    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum", "optimizer.ema_decay"),
     "optimizer.warmup_fraction",
 )
 

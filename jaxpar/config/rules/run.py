@@ -1,7 +1,9 @@
-"""Rules about a run: its paths, schedule, checkpoints and profile."""
+"""Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
+from jaxpar.config.lists.shares import shares_of_steps
 from jaxpar.config.rules.paths import check_path, check_run_folder
 
 
@@ -37,7 +39,8 @@ def initial_weights(cfg: Config) -> None:
 
 
 def schedule(cfg: Config) -> None:
-    """Check that the schedule has a decay whose steps can be set."""
+    """Check what the schedule counts, and that it has a decay whose steps can be set."""
+    shares_of_steps(cfg.optimizer)
     o, path = cfg.optimizer, "optimizer.decay_steps"
     rule = "has no effect: the learning rate is constant after the warm-up"
     ok = o.decay_steps == 0 or o.schedule != "constant"
@@ -64,6 +67,35 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
+
+
+def evaluation(cfg: Config) -> None:
+    """Check that evaluation sets have names and paths, and that something evaluates them."""
+    e, path = cfg.evaluation, "evaluation.sets"
+    for one in held_out_sets(cfg):
+        check_path(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
+    rule = "are never evaluated: evaluation.every is 0"
+    require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
+    path, rule = "evaluation.test", "is the split that evaluation.split has evaluated before"
+    ok = not (e.test and e.split == "test" and e.every > 0)
+    require(ok, cfg, path, rule, flag("evaluation.split", "val"), flag(path, False))
+
+
+def best(cfg: Config) -> None:
+    """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
+    path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
+    names = [HELD_OUT, *([EMA] if cfg.optimizer.ema_decay else [])]
+    names += [one.name for one in held_out_sets(cfg)]
+    rule = f"must be what is evaluated, {', '.join(names)}, or empty"
+    require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))
+    rule = "is never evaluated: evaluation.every is 0"
+    require(not name or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
+    rule = "needs checkpoints, but checkpoint.every is 0"
+    require(not name or cfg.checkpoint.every > 0, cfg, path, rule, flag("checkpoint.every", 500))
+    path = "train.early_stop_patience"
+    rule = "needs the metric that has to improve, but checkpoint.best is empty"
+    ok = not cfg.train.early_stop_patience or bool(name)
+    require(ok, cfg, path, rule, flag("checkpoint.best", HELD_OUT), flag(path, 0))
 
 
 #: Steps of one trace. A large step has tens of thousands of events, kept in memory until it ends.

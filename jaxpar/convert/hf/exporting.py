@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck
-from jaxpar.convert.carried_files import CARRIED, copy_carried
+from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf import tokenizer
 from jaxpar.convert.hf.config import (
     choose_family,
@@ -85,12 +86,13 @@ def open_export(
     step: int | None = None,
     dtype: str | None = None,
     family: str | Family | None = None,
+    weights: checkpoint.Weights = checkpoint.TRAINED,
 ) -> Export:
     """Open a checkpoint for export, and choose dtype and family.
 
     Args:     step: None for the latest. dtype: None for that of the imported weights, or the
               model's compute dtype. family: a family or its `model_type`; None for that of the
-              imported model, or the first that can express the model.
+              imported model, or the first that can express the model. weights: as in `open_run`.
     Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
     """
     saved = checkpoint.read_saved(run, step)
@@ -100,7 +102,7 @@ def open_export(
     family = choose(family, cfg.model, carried)
     if dtype is None:
         dtype = dtype_of(carried) if carried else cfg.model.dtype
-    arrays = open_run(run, cfg, saved.step)
+    arrays = open_run(run, cfg, saved.step, weights)
     return Export(
         run=Path(run),
         step=saved.step,

@@ -9,12 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from jaxpar.checkpoint import weights_alone
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
-from jaxpar.convert.carried_files import CARRIED, copy_carried
+from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
@@ -35,12 +37,10 @@ from jaxpar.convert.hf.tensor_layout import (
     tensors_in,
 )
 from jaxpar.convert.run_arrays import (
-    IMPORTED_STEP,
     RunArrays,
     about_import,
     create_run,
     open_run,
-    seal_run,
 )
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
@@ -213,7 +213,7 @@ def from_hf(
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
-                open_run(temporary, cfg, IMPORTED_STEP), cfg.model, "float32"
+                open_run(temporary, cfg, weights_alone.STEP), cfg.model, "float32"
             )
             selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, log)
     return source
@@ -234,7 +234,7 @@ def fill_run(
     with meter(sum(part.num_bytes for part in parts)) as progress:
         found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
         log(f"read {progress.summary(source.largest)}")
-    seal_run(folder, about, found)
+    weights_alone.seal(folder, about, found)
     (folder / "config.json").write_text(to_json(cfg))
     copy_carried(source.folder, folder / CARRIED)
     (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")

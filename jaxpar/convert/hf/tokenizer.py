@@ -7,9 +7,9 @@ from typing import Any
 
 import tokenizers
 
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.convert.carried_files import CARRIED
 from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.formats.tokens import TokenDataset

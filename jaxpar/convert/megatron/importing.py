@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxpar.checkpoint import weights_alone
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.convert import selfcheck
@@ -16,7 +17,7 @@ from jaxpar.convert.hf.tensor_layout import sizes_of
 from jaxpar.convert.megatron.arguments import arguments_of, values_of
 from jaxpar.convert.megatron.checkpoint import AGAIN, open_checkpoint
 from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_experts, num_layers
-from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
+from jaxpar.convert.run_arrays import open_run
 from jaxpar.model.flops import num_params
 from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 
@@ -88,7 +89,7 @@ def from_megatron(
         fill_run(temporary, cfg, [source], log)
         if tolerance is not None:
             read = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
-            arrays = open_run(temporary, cfg, IMPORTED_STEP)
+            arrays = open_run(temporary, cfg, weights_alone.STEP)
             m, tokens = cfg.model, selfcheck.random_tokens(cfg.model)
             ours = selfcheck.logits(selfcheck.run_reader(arrays, m, "float32"), m, tokens)
             theirs = selfcheck.logits(read, m, tokens)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint import weights_alone
 from jaxpar.config import Config, ConfigError, LoraConfig
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lists.lora_targets import TARGETS
@@ -22,7 +23,7 @@ from jaxpar.convert.hf.importing import (
 )
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
-from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
+from jaxpar.convert.run_arrays import open_run
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.runtime import hub
@@ -147,7 +148,7 @@ def from_peft(
         fill_run(temporary, cfg, [source, adapters], log)
         if tolerance is not None:
             tokens = selfcheck.random_tokens(cfg.model)
-            run = unmerged_reader(open_run(temporary, cfg, IMPORTED_STEP), cfg)
+            run = unmerged_reader(open_run(temporary, cfg, weights_alone.STEP), cfg)
             ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
             reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)

@@ -1,10 +1,11 @@
-"""Counts what a recurrence computes and stores, per token and tensor rank.
+"""Counts what a recurrence computes and stores, per token and tensor rank. These are estimates."""
 
-These are estimates: no kernel of a recurrence was measured.
-"""
+import dataclasses
 
-from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, is_recurrent
+from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_kinds import DELTA_NET, RECURRENT, is_recurrent
+from jaxpar.kernels import recurrence
+from jaxpar.kernels.platform import Platform
 
 
 def _sizes(m: ModelConfig, tensor: int) -> tuple[float, int, int, float]:
@@ -16,8 +17,25 @@ def _sizes(m: ModelConfig, tensor: int) -> tuple[float, int, int, float]:
     return m.mamba_num_heads / tensor, m.mamba_state_size, m.mamba_head_dim, shared
 
 
+def with_backend(cfg: Config, platform: Platform) -> Config:
+    """Return the config with the backend that `model.recurrent_backend` auto takes on a platform.
+
+    The reference, unless kernels compute every recurrence of the model.
+    """
+    m = cfg.model
+    if m.recurrent_backend != "auto" or not is_recurrent(m):
+        return cfg
+    one_kind = (dataclasses.replace(m, layer_pattern=k) for k in RECURRENT if k in m.layer_pattern)
+    shapes = [
+        recurrence.Shape(m.recurrent_chunk, *_sizes(kind, 1)[1:3], m.dtype) for kind in one_kind
+    ]
+    if {recurrence.choose("auto", shape, platform) for shape in shapes} == {"triton"}:
+        return dataclasses.replace(cfg, model=dataclasses.replace(m, recurrent_backend="triton"))
+    return dataclasses.replace(cfg, model=dataclasses.replace(m, recurrent_backend="reference"))
+
+
 def by_kernels(m: ModelConfig) -> bool:
-    """Return whether kernels compute the model's recurrences. `auto` takes none yet."""
+    """Return whether kernels compute the model's recurrences, after `with_backend`."""
     return m.recurrent_backend == "triton"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
+from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
@@ -83,7 +83,8 @@ def _state_leaves(
         return tuple(Leaf(math.prod(a.shape), a.dtype.itemsize, _named(p)) for a, p in pairs)
 
     return leaves(state.params, specs.params), leaves(
-        (state.step, state.opt_state, state.guard), (specs.step, specs.opt_state, specs.guard)
+        (state.step, state.opt_state, state.guard, state.ema),
+        (specs.step, specs.opt_state, specs.guard, specs.ema),
     )
 
 
@@ -96,7 +97,7 @@ def moment_bytes(cfg: Config) -> int:
     """Return the bytes of one device's moments, which `optimizer.offload` moves to the host."""
     counts: list[int] = []
     map_moments(lambda _, __, leaf: counts.append(1), abstract_state(cfg).opt_state)
-    return state_bytes(cfg)[1] if counts else 0
+    return state_bytes(replace(cfg, **{"optimizer.ema_decay": 0.0}))[1] if counts else 0
 
 
 #: Load of the fullest rank of an expert axis, relative to the mean: the default of a prediction.

@@ -6,7 +6,14 @@ TEACHER = "distill.teacher"
 OTHERS = ("distill.weight", "distill.temperature", "distill.top_k")
 
 #: Fields that must have this value: their losses are not part of the head of a student.
-ALONE = {"dpo.beta": 0.0, "model.mtp_depth": 0, "train.z_loss": 0.0}
+ALONE = {
+    "dpo.beta": 0.0,
+    "model.mtp_depth": 0,
+    "train.z_loss": 0.0,
+    "train.z_loss_schedule": "",
+    "train.batch_schedule": "",
+    "data.length_schedule": "",
+}
 
 
 def distillation(cfg: Config) -> None:

@@ -9,6 +9,10 @@ PLAIN = {
     "data.mixture": "is not supported for pairs",
     "data.loss_on": "has no effect: the loss of pairs is on the responses",
     "train.z_loss": "is not supported beside the loss of pairs",
+    "train.z_loss_schedule": "is not supported beside the loss of pairs",
+    "train.batch_schedule": "is not supported for pairs",
+    "data.length_schedule": "is not supported for pairs: a sequence holds whole pairs",
+    "train.num_epochs": "is not supported for pairs: set train.num_steps",
     "model.mtp_depth": "is not supported beside the loss of pairs",
 }
 

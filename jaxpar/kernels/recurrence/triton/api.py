@@ -1,10 +1,11 @@
-"""Recurrences for NVIDIA GPUs, in Pallas (Triton): five kernels, three of them in the forward.
+"""Recurrences for NVIDIA GPUs, in Pallas (Triton): six kernels, three of them in the forward.
 
     within            [C, C] matrices of each chunk, all chunks at once      `within.py`
     states            the states between chunks, one chunk after the other   `forward.py`
     outputs           all chunks at once
     state_gradients   the gradients of states, from the last chunk           `backward.py`
-    gradients         all chunks at once
+    pair_gradients    between the tokens of a chunk, all chunks at once        `pairs.py`
+    gradients         all chunks at once                                       `backward.py`
 
 The forward keeps for the backward what the first two return. Where a remat policy does not save it,
 the backward runs these two again, and `outputs` if it needs the result.
@@ -18,13 +19,14 @@ import jax.numpy as jnp
 
 from jaxpar.kernels.recurrence.chunks import Sums, chunks_in, sums_of
 from jaxpar.kernels.recurrence.triton import backward, forward
+from jaxpar.kernels.recurrence.triton.pairs import pair_gradients
 from jaxpar.kernels.recurrence.triton.shape import RecurrenceShape
 from jaxpar.kernels.recurrence.triton.within import within_chunks
 
 #: Most columns of V that a program has at a time: of the sequential kernels, whose programs should
-#: fill a GPU, of `outputs`, and of `gradients` with and without the delta rule. With these, no
-#: kernel spills more than a few registers on Hopper (docs/experiments/hybrid.md).
-STATE_COLUMNS, OUT_COLUMNS, GRADIENT_COLUMNS = 32, 128, {True: 64, False: 32}
+#: fill a GPU, of `outputs`, and of the backward's others, by whether V is more than 128: a program
+#: then loads several blocks. The fastest on an H200 (docs/experiments/hybrid.md).
+STATE_COLUMNS, OUT_COLUMNS, GRADIENT_COLUMNS = 32, 128, {False: 128, True: 64}
 
 
 def delta_rule(q, k, v, log_decay, rate, begins, state, size: int, interpret: bool = False):
@@ -88,11 +90,15 @@ def _backward(size, interpret, saved, cotangents):
     s, matrices = shape(STATE_COLUMNS), (scores, inverse)
     found = backward.state_gradients(s, q, k, sums, rate, *matrices, d_out, d_last)
     d_states, d_written, d_first = found
-    s, given = shape(GRADIENT_COLUMNS[rate is not None]), (q, k, v, sums, rate, d_out)
-    dq, dk, d_sums, d_rate = backward.gradients(s, *given, before, written, d_states, d_written)
-    dv = d_written
-    if rate is not None:
-        dv = (jnp.moveaxis(rate, 1, 2)[..., None] * d_written).astype(v.dtype)
+    dv, solve, given = d_written, None, None
+    s = shape(GRADIENT_COLUMNS[v.shape[-1] > 128])
+    scores, own, of_rule = pair_gradients(s, v, sums, rate, d_out, written, d_written)
+    if of_rule is not None:
+        solve, dv, given = of_rule
+    of_states, of_pairs = (before, written, d_states, d_written), (scores, own, solve)
+    dq, dk, d_sums, d_rate = backward.gradients(s, q, k, sums, rate, d_out, *of_states, of_pairs)
+    if given is not None:
+        d_rate += given
     return dq, dk, dv, Sums(jnp.zeros_like(d_sums), d_sums), d_rate, None, d_first
 
 

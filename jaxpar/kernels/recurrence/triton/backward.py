@@ -9,9 +9,9 @@ With S the state before a chunk, X the gradient of the state after it, M the inv
 
     dy = P^T do + e (k X)        z = M^T dy               X' = d X + q^T (c do) - k^T (c b z)
 
-`gradients` computes all chunks at once. dM never appears, because M's argument A has the gradient
--M^T dM M^T = -z y^T. So with D the decays between tokens, F = (do y^T) D for j <= i, and
-E = -(z y^T) D for j < i:
+`pairs.py`, then `gradients`, compute all chunks at once. dM never appears, because M's argument A
+has the gradient -M^T dM M^T = -z y^T. So with D the decays between tokens, F = (do y^T) D for
+j <= i, and E = -(z y^T) D for j < i:
 
     dq = c (do S^T) + F k
     dk = reads + writes        reads = b u,  u = E k - c (z S^T)
@@ -47,14 +47,13 @@ from jaxpar.kernels.attention.triton.compiler import (
 from jaxpar.kernels.recurrence.triton.shape import (
     ChunkDecays,
     RecurrenceShape,
-    below_diagonal,
     product,
     scaled,
 )
 
-#: Warps of a program, and stages of the pipeline of loads.
-STATES_WARPS, STATES_STAGES = 4, 2
-GRADIENTS_WARPS, GRADIENTS_STAGES = 8, 2
+#: Warps of a program, and stages of the pipeline of loads: with and without the delta rule.
+STATES_WARPS, STATES_STAGES = 4, {True: 3, False: 2}
+GRADIENTS_WARPS, GRADIENTS_STAGES = {True: 8, False: 4}, 2
 
 #: Columns of K of a program of `gradients`: with 128, its sums do not fit into registers.
 KEY_COLUMNS = 64
@@ -74,7 +73,7 @@ def state_gradients(s: RecurrenceShape, q, k, sums, rate, scores, inverse, d_out
         [after, (d_out.shape, s.dtype), (d_last.shape, f32)],
         programs=s.B * s.H * s.blocks,
         warps=STATES_WARPS,
-        stages=STATES_STAGES,
+        stages=STATES_STAGES[s.delta],
         name="recurrence_state_gradients",
         interpret=s.interpret,
     )
@@ -108,22 +107,27 @@ def _states_kernel(s: RecurrenceShape, *refs):
     r.d_first[b, h, s.all_keys, columns] = lax.fori_loop(0, s.N, one, last)
 
 
-def gradients(s: RecurrenceShape, q, k, v, sums, rate, d_out, before, written, d_states, d_written):
-    """Return the gradients of queries, keys, sums and rate.
+def gradients(
+    s: RecurrenceShape, q, k, sums, rate, d_out, before, written, d_states, d_written, of_pairs
+):
+    """Return the gradients of queries, keys, sums and rate; the last without z . v.
 
-    Args:     before: the states before each chunk. written: what tokens write, y.
+    Args:     before: the states before each chunk. written: what tokens write, y. of_pairs: F, its
+              diagonal and E, by `pairs.pair_gradients`.
     Returns:  (dq, dk [B, T, G, K] in their dtype; of sums and rate, float32 [B, H, T]; the last is
               None for a state space).
     """
-    parts = s.K // KEY_COLUMNS if s.K > KEY_COLUMNS else 1
+    parts = max(s.K // KEY_COLUMNS, 1)
     of_tokens = (parts, s.B, s.H, s.N * s.C), f32
-    of_rule = [v, rate, d_written] if s.delta else []
+    scores, own, solve = of_pairs
+    inner = jnp.sum(before.astype(f32) * d_states.astype(f32), axis=(-2, -1))
+    of_rule = [rate, d_written, solve] if s.delta else []
     found = launch(
         functools.partial(_gradients_kernel, s, parts),
-        [q, k, *sums, d_out, before, written, d_states, *of_rule],
+        [q, k, *sums, d_out, before, written, d_states, scores, own, inner, *of_rule],
         [(q.shape, s.dtype), (k.shape, s.dtype), *[of_tokens] * (2 if s.delta else 1)],
         programs=s.B * s.N * s.G * parts,
-        warps=GRADIENTS_WARPS,
+        warps=GRADIENTS_WARPS[s.delta],
         stages=GRADIENTS_STAGES,
         name="recurrence_gradients",
         interpret=s.interpret,
@@ -135,8 +139,10 @@ def gradients(s: RecurrenceShape, q, k, v, sums, rate, d_out, before, written, d
 
 def _gradients_kernel(s: RecurrenceShape, parts: int, *refs):
     """Compute a part of the columns of K, for all heads that share queries and keys."""
-    names = "q k coarse fine document d_out states written d_states {} dq dk d_sums {}"
-    names = names.format(*("v rate d_written", "d_rate") if s.delta else ("", ""))
+    names = (
+        "q k coarse fine document d_out states written d_states scores own inner {} dq dk d_sums {}"
+    )
+    names = names.format(*("rate d_written solve", "d_rate") if s.delta else ("", ""))
     r = Refs(**dict(zip(names.split(), refs, strict=True)))
     part, at = mod(program(), parts), div(program(), parts)
     g, at = mod(at, s.G), div(at, s.G)
@@ -146,13 +152,11 @@ def _gradients_kernel(s: RecurrenceShape, parts: int, *refs):
 
     def add_head(i, carry):
         h = g * s.group + i
-        x, rate = ChunkDecays(s, r, b, n, h), r.rate[b, h, here] if s.delta else None
         of_states = _through_states(s, r, (b, h, n, here), columns, s.K // parts)
-        dq, dk, d_sums, d_rate = _of_head(s, x, q, k, rate, of_states)
+        dq, dk, d_sums, d_rate = _of_head(s, r, (b, h, n, here), part, q, k, of_states)
         r.d_sums[part, b, h, here] = d_sums
         if s.delta:
-            # The parts of K add up, and this term has none.
-            r.d_rate[part, b, h, here] = d_rate + jnp.where(part == 0, of_states.values, 0.0)
+            r.d_rate[part, b, h, here] = d_rate
         return carry[0] + dq, carry[1] + dk
 
     zeros = jnp.zeros((s.C, s.K // parts), f32)
@@ -162,22 +166,14 @@ def _gradients_kernel(s: RecurrenceShape, parts: int, *refs):
 
 
 class _Sums(NamedTuple):
-    """Sums over the columns of V, float32. The last three are for the delta rule only."""
+    """Sums over the columns of V, float32. The last is for the delta rule only."""
 
-    scores: Any
-    """do y^T, [C, C]."""
     queries: Any
     """do S^T, [C, K]."""
     keys: Any
     """y X^T, [C, K]."""
-    states: Any
-    """S . X, summed over V: [K]."""
-    solve: Any = None
-    """z y^T, [C, C]."""
     reads: Any = None
     """z S^T, [C, K]."""
-    values: Any = None
-    """z . v, [C]."""
 
 
 def _through_states(s: RecurrenceShape, r: Refs, where, columns, count: int) -> _Sums:
@@ -188,45 +184,38 @@ def _through_states(s: RecurrenceShape, r: Refs, where, columns, count: int) -> 
         values = s.columns(block)
         before, after = (ref[b, h, n, columns, values] for ref in (r.states, r.d_states))
         d_out, y = (ref[b, here, h, values] for ref in (r.d_out, r.written))
-        found = _Sums(
-            product(s, d_out, y.T),
-            product(s, d_out, before.T),
-            product(s, y, after.T),
-            jnp.sum(before.astype(f32) * after.astype(f32), axis=1),
-        )
+        found = _Sums(product(s, d_out, before.T), product(s, y, after.T))
         if s.delta:
-            z = r.d_written[b, here, h, values]
-            given = jnp.sum(z.astype(f32) * r.v[b, here, h, values].astype(f32), axis=1)
-            solve, reads = product(s, z, y.T), product(s, z, before.T)
-            found = found._replace(solve=solve, reads=reads, values=given)
+            found = found._replace(reads=product(s, r.d_written[b, here, h, values], before.T))
         return jax.tree.map(jnp.add, sums, found)
 
-    square, wide = (jnp.zeros((s.C, width), f32) for width in (s.C, count))
-    start = _Sums(square, wide, wide, jnp.zeros((count,), f32))
-    if s.delta:
-        start = start._replace(solve=square, reads=wide, values=jnp.zeros((s.C,), f32))
+    wide = jnp.zeros((s.C, count), f32)
+    start = _Sums(wide, wide, wide if s.delta else None)
+    if s.blocks == 1:  # so that the loop over heads is the one whose loads Triton starts early
+        return add_block(0, start)
     return lax.fori_loop(i32(0), i32(s.blocks), add_block, start)
 
 
-def _of_head(s: RecurrenceShape, x: ChunkDecays, q, k, rate, by_states: _Sums):
+def _of_head(s: RecurrenceShape, r: Refs, where, part, q, k, by_states: _Sums):
     """Return a head's dq, dk, and the gradients of sums and of the rate (without z . v)."""
-    between, of_row = x.between(), lambda a, b: jnp.sum(a * b.astype(f32), axis=1)
-    below = below_diagonal(s.C)
-    own = by_states.scores * between
-    scores = jnp.where(below, own, 0.0).astype(s.dtype)
-    own = jnp.sum(jnp.where(below, 0.0, own), axis=1)
+    b, h, n, here = where
+    x, whole = ChunkDecays(s, r, b, n, h), rows(0, s.C)
+    of_row = lambda a: jnp.sum(a, axis=1)  # noqa: E731
+    q32, k32 = q.astype(f32), k.astype(f32)
+    scores, own = r.scores[b, h, n, whole, whole], r.own[b, h, here]
     dq = scaled(x.since_start, by_states.queries) + product(s, scores, k)
     until_end, writes = scaled(x.until_end, by_states.keys), product(s, scores.T, q)
-    of_end = jnp.where(x.is_last, 0.0, of_row(until_end, k))
-    at_end = jnp.sum(of_end, axis=0) + x.of_chunk * jnp.sum(by_states.states, axis=0)
-    d_sums = of_row(dq, q) - of_end + jnp.where(x.is_last, at_end, 0.0)
-    dq += scaled(own, k.astype(f32))
-    until_end += scaled(own, q.astype(f32))
-    if not s.delta:
-        return dq, until_end + writes, d_sums - of_row(writes, k), None
-    solve = jnp.where(below, -by_states.solve * between, 0.0)
-    u = product(s, solve, k) - scaled(x.since_start, by_states.reads)
-    writes += product(s, scaled(rate, solve).astype(s.dtype).T, k)
-    d_rate = of_row(u, k)
-    d_sums += rate * d_rate - of_row(writes, k)
-    return dq, until_end + writes + scaled(rate, u), d_sums, d_rate
+    of_end = jnp.where(x.is_last, 0.0, of_row(until_end * k32))
+    inner = jnp.where(part == 0, r.inner[b, h, n], 0.0)
+    at_end = jnp.sum(of_end, axis=0) + x.of_chunk * inner
+    d_sums = jnp.where(x.is_last, at_end, 0.0) - of_end
+    d_rate, reads = None, None
+    if s.delta:
+        rate, solve = r.rate[b, h, here], r.solve[b, h, n, whole, whole]
+        u = product(s, solve, k) - scaled(x.since_start, by_states.reads)
+        writes += product(s, scaled(rate, solve.astype(f32)).astype(s.dtype).T, k)
+        d_rate, reads = of_row(u * k32), scaled(rate, u)
+        d_sums += rate * d_rate
+    d_sums += of_row(dq * q32 - writes * k32)
+    dk = until_end + scaled(own, q32) + writes
+    return dq + scaled(own, k32), dk if reads is None else dk + reads, d_sums, d_rate

@@ -19,8 +19,8 @@ from jaxpar.kernels.recurrence.triton.shape import (
 )
 
 #: Warps of a program, and stages of the pipeline of loads.
-STATES_WARPS, STATES_STAGES = 4, 2
-OUTPUTS_WARPS = 8
+STATES_WARPS, STATES_STAGES = 4, 4
+OUTPUTS_WARPS = 4
 
 
 def states(s: RecurrenceShape, k, v, sums, rate, inverse, state):

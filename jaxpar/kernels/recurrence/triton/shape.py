@@ -4,6 +4,7 @@ Decays are computed where they are needed, from the sums of a chunk's tokens (`c
 numbers per token and head are read instead of a matrix [C, C] per head.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.triton.compiler import dot, iota, rows, spread
+from jaxpar.kernels.attention.triton.compiler import dot, exp2, f32, iota, rows, spread
+
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class ChunkDecays:
         self.document = r.document[b, here]
         ends, ends_in = (r.coarse[b, h, last], r.fine[b, h, last]), r.document[b, last]
         total, until = (x[0] + x[1] for x in (self.sums, self._less(ends, self.sums)))
-        self.since_start = jnp.where(self.document == 0, jnp.exp(total), 0.0)
-        self.until_end = jnp.where(self.document == ends_in, jnp.exp(until), 0.0)
+        self.interpret = s.interpret
+        self.since_start = jnp.where(self.document == 0, self._exp(total), 0.0)
+        self.until_end = jnp.where(self.document == ends_in, self._exp(until), 0.0)
         self.is_last = lax.iota(jnp.int32, s.C) == s.C - 1
         self.of_chunk = jnp.where(ends_in == 0, jnp.exp(ends[0] + ends[1]), 0.0)
 
@@ -76,7 +80,10 @@ class ChunkDecays:
         pairs = self._less([rows_of(x) for x in self.sums], [columns_of(x) for x in self.sums])
         alike = rows_of(self.document) == columns_of(self.document)
         alike &= iota(shape, 0) >= iota(shape, 1)
-        return jnp.where(alike, jnp.exp(pairs[0] + pairs[1]), 0.0)
+        return jnp.where(alike, self._exp(pairs[0] + pairs[1]), 0.0)
+
+    def _exp(self, x):
+        return exp2(x, LOG2_E, jnp.zeros_like(x), self.interpret)
 
     @staticmethod
     def _less(a, b):
@@ -87,6 +94,37 @@ class ChunkDecays:
 def below_diagonal(C: int):
     """Return the mask of a strictly lower triangular matrix."""
     return iota((C, C), 0) > iota((C, C), 1)
+
+
+@dataclass(frozen=True)
+class TwoParts:
+    """A float32 tile as a sum of tiles that tensor cores multiply: two of bfloat16, for 16 bits.
+
+    Unlike TF32, whose right operands Triton transposes in shared memory, bfloat16 is read as it is.
+    Where queries and keys are float32, there is one tile: itself.
+    """
+
+    parts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, s: RecurrenceShape, x) -> "TwoParts":
+        """TwoParts a tile."""
+        if s.dtype == f32:
+            return cls((x,))
+        # Cut instead of rounded: the remainder is exact, and takes no conversion back.
+        bits = lax.bitcast_convert_type(x, jnp.int32) & -0x10000
+        high = lax.bitcast_convert_type(bits, f32)
+        return cls((high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)))
+
+    def __matmul__(self, other: "TwoParts"):
+        """Multiply into float32, without the product of low parts. Small products come first."""
+        pairs = [(i, j) for i in range(len(self.parts)) for j in range(len(other.parts))]
+        found = None
+        for i, j in sorted(pairs, key=sum, reverse=True):
+            if i + j < 2:
+                term = dot(self.parts[i], other.parts[j])
+                found = term if found is None else found + term
+        return found
 
 
 def product(s: RecurrenceShape, a, b):

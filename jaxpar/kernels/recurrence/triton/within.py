@@ -1,9 +1,7 @@
 """What a chunk's tokens do to one another, whatever the state before: a program for each chunk.
 
-    scores    q_i . k_j times the decay between them, for j <= i
-    inverse   (I + A)^-1, A_ij = b_i (k_i . k_j) decay_ij for j < i    (the delta rule only)
-
-The inverse is that of `inverse.unit_lower_inverse`, by masks: a tile in Triton cannot be cut.
+scores    q_i . k_j times the decay between them, for j <= i
+inverse   (I + A)^-1, A_ij = b_i (k_i . k_j) decay_ij for j < i    (the delta rule only)
 """
 
 import functools
@@ -11,23 +9,17 @@ import functools
 import jax.numpy as jnp
 
 from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.triton.compiler import (
-    div,
-    dot,
-    f32,
-    iota,
-    launch,
-    mod,
-    program,
-    rows,
-    spread,
-)
+from jaxpar.kernels.attention.triton.compiler import div, f32, iota, launch, mod, program, rows
 from jaxpar.kernels.recurrence.triton.shape import (
     ChunkDecays,
     RecurrenceShape,
+    TwoParts,
     below_diagonal,
     product,
+    scaled,
 )
+
+WARPS = 4
 
 
 def within_chunks(s: RecurrenceShape, q, k, sums, rate):
@@ -38,7 +30,7 @@ def within_chunks(s: RecurrenceShape, q, k, sums, rate):
         [q, k, *sums, *([rate] if s.delta else [])],
         [result] * (2 if s.delta else 1),
         programs=s.B * s.N * s.H,
-        warps=4,
+        warps=WARPS,
         stages=1,
         name="recurrence_within",
         interpret=s.interpret,
@@ -60,23 +52,25 @@ def _kernel(s: RecurrenceShape, *refs):
     scores = product(s, r.q[b, here, g, s.all_keys], k.T) * between
     r.scores[b, h, n, whole, whole] = scores.astype(s.dtype)
     if s.delta:
-        rate = spread(r.rate[b, h, here], (s.C, s.C), 0)
-        below = jnp.where(below_diagonal(s.C), rate * product(s, k, k.T) * between, 0.0)
-        r.inverse[b, h, n, whole, whole] = _unit_lower_inverse(s, below).astype(s.dtype)
+        alike = scaled(r.rate[b, h, here], product(s, k, k.T) * between)
+        below = jnp.where(below_diagonal(s.C), alike, 0.0)
+        r.inverse[b, h, n, whole, whole] = unit_lower_inverse(s, below).astype(s.dtype)
 
 
-def _unit_lower_inverse(s: RecurrenceShape, below):
-    """Invert blocks of 1, 2, 4, ... rows on the diagonal, all at once.
+def unit_lower_inverse(s: RecurrenceShape, below):
+    """Invert blocks of 1, 2, 4, ... rows on the diagonal, all at once, as in `inverse.py`.
 
-    With operands of 16 bits, whose rounding is larger, products round to TF32.
+    With X the inverses of all blocks of a size, X below X has -1 times what joins each pair of
+    neighbors, and numbers elsewhere that are left out. So all sizes multiply by the same matrix,
+    which stays in shared memory. A tile in Triton cannot be cut.
     """
-    shape, tf32 = below.shape, s.dtype != f32
-    i, j = iota(shape, 0), iota(shape, 1)
-    inverse, count = jnp.where(i == j, 1.0, 0.0).astype(f32), 1
-    while count < s.C:
-        joins = (div(i, 2 * count) == div(j, 2 * count)) & (div(i, count) > div(j, count))
-        joined = jnp.where(joins, below, 0.0)
-        if count > 1:
-            joined = dot(dot(inverse, joined, tf32), inverse, tf32)
-        inverse, count = inverse - joined, 2 * count
+    i, j = iota(below.shape, 0), iota(below.shape, 1)
+    # i and j are in neighboring blocks of `count` rows if the highest bit that differs is `count`.
+    apart, count = i ^ j, 1
+    inverse = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -below, 0.0)).astype(f32)
+    right = TwoParts.of(s, below)
+    while (count := 2 * count) < s.C:
+        blocks = TwoParts.of(s, inverse)
+        joined = TwoParts.of(s, blocks @ right) @ blocks
+        inverse -= jnp.where((apart >= count) & (apart < 2 * count), joined, 0.0)
     return inverse

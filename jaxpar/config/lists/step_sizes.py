@@ -1,0 +1,197 @@
+"""The sizes of steps: their sequences and the length of these, by step.
+
+`train.batch_schedule` and `data.length_schedule` are lists of STEP:SIZE. Everything that counts
+tokens or sequences of a run asks `step_sizes`.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from jaxpar.config import Config, ConfigError, flag, replace, require, value_of
+from jaxpar.config.lists.mixture import MAX_STAGES, MAX_STEP
+from jaxpar.config.numerals import whole_number
+
+BATCHES, LENGTHS = "train.batch_schedule", "data.length_schedule"
+
+#: The field of the largest size of each schedule.
+LARGEST = {BATCHES: "train.global_batch_size", LENGTHS: "data.seq_len"}
+
+
+class StepSize(NamedTuple):
+    """The size of the steps from some step on."""
+
+    step: int
+    """Steps before it."""
+    rows: int
+    """Sequences of a step, on all devices."""
+    length: int
+    """Tokens of a sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of all steps: a pure function of the step."""
+
+    sizes: tuple[StepSize, ...]
+    """By ascending step, from 0. The last one has no end."""
+
+    def at(self, step: int) -> StepSize:
+        """Return the size of the step after `step` steps."""
+        return self.sizes[bisect.bisect_right(self.sizes, step, key=lambda size: size.step) - 1]
+
+    def tokens_before(self, steps: int) -> int:
+        """Return the tokens of the first steps."""
+        return sum(size.tokens * count for size, count in self.until(steps))
+
+    def until(self, steps: int, first: int = 0) -> Iterator[tuple[StepSize, int]]:
+        """Yield the sizes of the steps from `first` to `steps`, with the steps of each."""
+        ends = [size.step for size in self.sizes[1:]] + [steps]
+        for size, end in zip(self.sizes, ends, strict=True):
+            count = min(end, steps) - max(size.step, first)
+            if count > 0:
+                yield size, count
+
+    def steps_of(self, tokens: int) -> int:
+        """Return the fewest steps with at least so many tokens."""
+        for size, after in itertools.zip_longest(self.sizes, self.sizes[1:]):
+            steps = size.step - (self.tokens_before(size.step) - tokens) // size.tokens
+            if after is None or steps <= after.step:
+                break
+        return steps
+
+    def moved(self, step_of: Callable[[int], int]) -> "StepSizes":
+        """Return the sizes with other first steps. One that ends before it begins is left out."""
+        found = {step_of(size.step): size._replace(step=step_of(size.step)) for size in self.sizes}
+        return StepSizes(tuple(found.values()))
+
+
+def step_sizes(cfg: Config) -> StepSizes:
+    """Return the sizes of the run's steps.
+
+    Raises:   ConfigError for a schedule that is not a list of STEP:SIZE, or that does not fit the
+              largest size, `train.global_batch_size` or `data.seq_len`.
+    """
+    if not (cfg.train.batch_schedule or cfg.data.length_schedule):
+        return StepSizes((StepSize(0, cfg.train.global_batch_size, cfg.data.seq_len),))
+    batches, lengths = schedule_of(cfg, BATCHES), schedule_of(cfg, LENGTHS)
+    for _, length in lengths:
+        _check_length(cfg, length)
+    found: list[StepSize] = []
+    for step in sorted({*dict(batches), *dict(lengths)}):
+        batch, length = _at(batches, step), _at(lengths, step)
+        if cfg.data.length_keeps == "tokens":
+            size = StepSize(step, batch * (cfg.data.seq_len // length), length)
+        else:
+            _check_rows(cfg, batch, length)
+            size = StepSize(step, batch, length)
+        if not found or found[-1][1:] != size[1:]:
+            found.append(size)
+    return StepSizes(tuple(found))
+
+
+def sequences_before(cfg: Config, batch: int) -> int:
+    """Return the sequences of `data.seq_len` tokens in the first batches of the training text."""
+    return step_sizes(cfg).tokens_before(batch) // cfg.data.seq_len
+
+
+def without_schedules(cfg: Config) -> Config:
+    """Return the config with all steps of the largest size."""
+    return replace(cfg, **{BATCHES: "", LENGTHS: "", "data.length_keeps": "tokens"})
+
+
+def config_of(cfg: Config, size: StepSize) -> Config:
+    """Return the config with all steps of one size.
+
+    Its microbatches have at most the tokens of those of the largest size: a smaller batch has fewer
+    of the same size.
+
+    Args:     cfg: resolved.
+    """
+    fields = {"train.global_batch_size": size.rows, "data.seq_len": size.length}
+    if all(value_of(cfg, path) == value for path, value in fields.items()):
+        return without_schedules(cfg)
+    count = {"parallel.num_microbatches": _microbatches(cfg, size), "train.micro_batch_size": 0}
+    return replace(without_schedules(cfg), **fields, **count)
+
+
+def in_words(cfg: Config) -> str:
+    """Describe the steps of a config, which all have one size."""
+    batch, length, count = (
+        value_of(cfg, path)
+        for path in ("train.global_batch_size", "data.seq_len", "parallel.num_microbatches")
+    )
+    parts = f" in {count} microbatches" if count > 1 else ""
+    return f"steps of {batch:,} sequences of {length:,} tokens{parts}"
+
+
+def _microbatches(cfg: Config, size: StepSize) -> int:
+    p, largest = cfg.parallel, cfg.train.global_batch_size // cfg.parallel.num_microbatches
+    if size.length == cfg.data.seq_len:
+        return max(size.rows // largest, 1)
+    rows = max(size.rows // (p.replica * max(p.data, 1) * p.expert), 1)
+    most = largest * cfg.data.seq_len // (p.replica * max(p.data, 1) * p.expert)
+    rounds = p.pipeline if p.virtual_stages > 1 else 1
+    for count in range(1, rows):
+        fits = rows % count == 0 and rows // count * size.length <= most
+        if fits and rows // count % p.row_groups == 0 and count % rounds == 0:
+            return count
+    return rows
+
+
+def _at(schedule: list[tuple[int, int]], step: int) -> int:
+    return next(value for first, value in reversed(schedule) if first <= step)
+
+
+def schedule_of(cfg: Config, path: str) -> list[tuple[int, int]]:
+    """Return a schedule as pairs of step and size; without one, the largest size from step 0."""
+    largest = value_of(cfg, LARGEST[path])
+    texts = [part.strip() for part in value_of(cfg, path).split(";")]
+    if texts == [""]:
+        return [(0, largest)]
+    example = flag(path, f"0:{max(largest // 2, 1)};1000:{largest}")
+
+    def refuse(rule: str, fix: str = example) -> NoReturn:
+        raise ConfigError(path, value_of(cfg, path), rule, f"use {fix}")
+
+    if len(texts) > MAX_STAGES:
+        refuse(f"has {len(texts)} sizes, more than {MAX_STAGES}")
+    found: list[tuple[int, int]] = []
+    for text in texts:
+        step, _, size = text.partition(":")
+        try:
+            found.append((whole_number(step), whole_number(size)))
+        except ValueError:
+            refuse(f"must be STEP:SIZE;STEP:SIZE, but has {text!r}")
+    steps = [step for step, _ in found]
+    if steps[0] != 0 or any(one >= other for one, other in itertools.pairwise(steps)):
+        refuse(f"must have ascending steps from 0, but has {', '.join(map(str, steps))}")
+    if steps[-1] > MAX_STEP:
+        refuse(f"must have steps of at most {MAX_STEP}, but has {steps[-1]}")
+    sizes = [size for _, size in found]
+    if min(sizes) < 1:
+        refuse(f"must have sizes of at least 1, but has {min(sizes)}")
+    if max(sizes) != largest:
+        rule = f"has a largest size of {max(sizes)}, but {LARGEST[path]} is {largest}"
+        refuse(rule, flag(LARGEST[path], max(sizes)))
+    return found
+
+
+def _check_length(cfg: Config, length: int) -> None:
+    rule = f"must have lengths that divide data.seq_len = {cfg.data.seq_len}, but has {length}"
+    require(cfg.data.seq_len % length == 0, cfg, LENGTHS, rule, flag(LENGTHS, ""))
+
+
+def _check_rows(cfg: Config, batch: int, length: int) -> None:
+    pieces = cfg.data.seq_len // length
+    rule = f"cuts each sequence of data.seq_len into {pieces} of {length} tokens, which does not "
+    rule += f"divide a batch of {batch} sequences"
+    ways = flag("data.length_keeps", "tokens"), flag(LENGTHS, "")
+    require(batch % pieces == 0, cfg, LENGTHS, rule, *ways)
