@@ -10,6 +10,7 @@ from typing import Literal
 
 from jaxpar.config.metrics_schema import MetricsConfig
 from jaxpar.config.model_schema import ModelConfig
+from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The device mesh and how the model and batch are partitioned over it."""
+    """The device mesh, and how model and batch are split over it."""
 
     auto: str = ""
     """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
@@ -269,6 +270,9 @@ class OptimizerConfig:
     """Learning rate of muon's matrices, relative to optimizer.learning_rate."""
     muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the Newton-Schulz iterations, and of the matrices that devices exchange."""
+    qk_clip: float = 0.0
+    """Largest attention logit: after an update, the query and key weights of heads above it shrink
+    (MuonClip; Kimi K2: 100). For every rule. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +296,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What to do about non-finite values, loss spikes and silent data corruption."""
+    """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
     """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
@@ -380,6 +384,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

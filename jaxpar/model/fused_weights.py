@@ -23,6 +23,7 @@ from jaxpar.model import lora
 from jaxpar.model.moe.recorded import RECORD, REPEAT
 from jaxpar.model.moe.router import TALLY
 from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.qk_clip.logits import MAXIMUM
 from jaxpar.model.recurrent import parameters as recurrent
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import EXPERT_FSDP_AXES
@@ -57,6 +58,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_router": None,
     "router_bias": None,
     TALLY: None,
+    MAXIMUM: None,
     RECORD: None,
     REPEAT: None,
     "w_shared_gate": -2,

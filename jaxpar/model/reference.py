@@ -112,15 +112,18 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     return output(x, params, m)
 
 
-def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
-    """Compute the last residual stream, and of each layer with experts what `_router_of` gives."""
+def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, on_scores=None):
+    """Compute the last residual stream, and of each layer with experts what `_router_of` gives.
+
+    Args:     on_scores: called with each layer's masked attention scores, [B, H, T, S].
+    """
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
         w, of_i = recurrent.weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             routers.append(_router_of(x, w, positions, segments, of_i))
-        x = block(x, w, positions, segments, of_i)
+        x = block(x, w, positions, segments, of_i, on_scores)
     return x, routers
 
 
@@ -176,10 +179,10 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
     return dataclasses.replace(alike, rope_theta=theta, rope_scaling=scaling)
 
 
-def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
+def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=None) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     before = x
-    x = _after_attention(x, w, positions, segments, m)
+    x = _after_attention(x, w, positions, segments, m, on_scores)
     if "w_down" not in w:
         return x
     h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
@@ -188,7 +191,7 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     return x + m.residual_multiplier * out
 
 
-def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
+def _after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     if not w.keys() & {"wo", "delta_out", "mamba_out"}:
         return x
     h = _before(x, w, "attn_norm", m)
@@ -198,12 +201,12 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     elif "mamba_out" in w:
         o = _times(recurrent.mamba(h, w, segments, m), w, "mamba_out")
     else:
-        o = of_kind(h, w, positions, segments, m)
+        o = of_kind(h, w, positions, segments, m, on_scores)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
     return x + m.residual_multiplier * o
 
 
-def _attention(h, w: Tree, positions, segments, m: ModelConfig):
+def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     no_rope = m.nope_every and m.rope_fraction == 0
     if m.qk_norm and m.qk_norm_gain:
@@ -217,13 +220,13 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     if m.rope_scaling is not None and m.rope_scaling.query_beta:
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
-    o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
+    o = _attend(q, k, v, w.get("sinks"), positions, segments, m, on_scores)
     if m.attention_gate:
         o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
     return _times(o, w, "wo") + w.get("bo", 0.0)
 
 
-def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     """Compute multi-head latent attention with the keys and values of every head."""
     eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
     c_q, name = h, "wq"
@@ -238,7 +241,7 @@ def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
     k = jnp.concatenate((kv[..., :nope], jnp.repeat(key, m.num_heads, axis=2)), axis=-1)
     s = m.rope_scaling
     grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
-    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m)
+    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m, on_scores)
     return _times(o, w, "wo")
 
 
@@ -346,7 +349,7 @@ def _rotate(x, positions, m: ModelConfig):
     return jnp.concatenate((turned, rest), axis=-1)
 
 
-def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
+def _attend(q, k, v, sinks, positions, segments, m: ModelConfig, on_scores=None):
     if function := registry.function("model.attention", m.attention):
         if m.attention_chunk is not None:
             segments = segments * (1 + jnp.max(positions)) + positions // m.attention_chunk
@@ -361,6 +364,8 @@ def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
         of_chunk = positions // m.attention_chunk
         seen &= of_chunk[:, :, None] == of_chunk[:, None, :]
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
+    if on_scores is not None:
+        on_scores(jnp.where(seen[:, None], scores, -jnp.inf))
     scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sinks is not None:  # a key of every query of a head, with this score and no value

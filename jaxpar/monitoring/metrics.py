@@ -296,6 +296,8 @@ def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str
         f"lr {record['learning_rate']:.2e}",
         f"grad norm {_shown(record['grad_norm'], '.3f')}",
     ]
+    if "reward_accuracy" in record:
+        parts.append(f"accuracy {_shown(record['reward_accuracy'], '.3f')}")
     if record.get("skipped"):
         parts.append(f"skipped {record['skipped']}")
     if "global_batch_size" in record:

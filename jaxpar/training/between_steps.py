@@ -106,7 +106,7 @@ class BetweenSteps:
             self._compile_for(step, state, batch)
         self.began = time.perf_counter()
         self.phases.enter("step", step + 1, slow=first or step == self.first)
-        return batch
+        return self.run.taught(batch)
 
     def _compile_for(self, step: int, state: TrainState, batch: Batch) -> None:
         """Compile the train step for batches of another size than before."""

@@ -125,7 +125,7 @@ def compiled(
         cfg, run.mesh, run.max_segments, execution_of(cfg), expert_rows=True, record=record
     )
     with stage("compiling the train step") as now:
-        lowered = step.lower(state, batch)
+        lowered = step.lower(state, run.taught(batch))
         peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()

@@ -110,6 +110,7 @@ def commands(text: str) -> Iterator[list[str]]:
             [],
             ["prepare"],
             ["prepare-chat"],
+            ["prepare-pairs"],
             ["convert"],
             ["inspect"],
             ["train"],
