@@ -44,7 +44,6 @@ def get_config() -> Config:
             mamba_num_groups=8,
             mamba_min_step=0.001,
             conv_kernel_size=4,
-            recurrent_chunk=128,
             vocab_size=131072,
             norm_eps=1e-5,
         ),
