@@ -44,8 +44,8 @@ class MLflow:
         Args:     about: the config, whose fields become parameters. name: of the run. Empty: that
                   of its folder.
         """
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
+        for variable, value in PATIENCE.items():
+            os.environ.setdefault(variable, value)
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
