@@ -9,7 +9,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.grouped_matmul import api, reference
-from jaxpar.training import experts_selftest
+from jaxpar.training.selftests import experts as experts_selftest
 
 EXPERTS = {
     "model.num_experts": 4,
@@ -55,6 +55,14 @@ def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     assert errors.keys() == {*experts_selftest.NAMES, *experts_selftest.OF_BIASES}
     least = 1e-4 if dtype == "compute" else 0
     assert all(least <= error < 1e-2 for error in errors.values()), errors
+
+
+def test_kernels_without_a_gate_pass():
+    plain = {"model.mlp_gate": False, "model.activation": "relu_squared"}
+    for expert_dim in (0, 1):
+        errors = experts_selftest.errors_of(execution(**plain).cfg, expert_dim)
+        assert errors.keys() == set(experts_selftest.WITHOUT_GATE)
+        assert all(1e-4 < error < 1e-2 for error in errors.values()), errors
 
 
 def test_it_says_what_runs(run_as_if_on_hopper):
