@@ -26,6 +26,7 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
+from jaxpar.verification.random_pairs import max_segments
 
 #: Numbers of the shortest row that a generator makes.
 SHORTEST = 1 << 14
@@ -106,7 +107,9 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
 def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.TrainingTrace:
     """Loss and gradients of a batch at the initial weights, without a step."""
     params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
-    measured, grads = make_gradient_step(cfg, mesh)(params, traces.place_batch(batch, cfg, mesh))
+    measured, grads = make_gradient_step(cfg, mesh, max_segments(cfg))(
+        params, traces.place_batch(batch, cfg, mesh)
+    )
     init = traces.logical(params, cfg)
     return traces.TrainingTrace(init, float(measured.loss), traces.logical(grads, cfg), [], init)
 

@@ -7,6 +7,7 @@
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.model_schema import ModelConfig, RopeScaling
+from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -29,6 +30,8 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DistillConfig",
+    "DpoConfig",
     "EvaluationConfig",
     "GuardConfig",
     "LoraConfig",

@@ -8,21 +8,9 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpar.config.metrics_schema import MetricsConfig
 from jaxpar.config.model_schema import ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
-
-    tensorboard: bool = True
-    """Write event files for TensorBoard to RUN/tensorboard."""
-    wandb: str = ""
-    """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
-    prometheus_port: int = 0
-    """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
-    prometheus_address: str = "127.0.0.1"
-    """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
+from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +139,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The device mesh and how the model and batch are partitioned over it."""
+    """The device mesh, and how model and batch are split over it."""
 
     auto: str = ""
     """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
@@ -246,6 +234,9 @@ class OptimizerConfig:
     until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
+    schedule_as_input: bool = False
+    """Give the learning rates to the compiled step as an input, so that runs that differ in their
+    schedule share a program (jaxpar.sweep sets it). False: the schedule is compiled into it."""
     beta1: float = 0.9
     """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95
@@ -279,6 +270,9 @@ class OptimizerConfig:
     """Learning rate of muon's matrices, relative to optimizer.learning_rate."""
     muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the Newton-Schulz iterations, and of the matrices that devices exchange."""
+    qk_clip: float = 0.0
+    """Largest attention logit: after an update, the query and key weights of heads above it shrink
+    (MuonClip; Kimi K2: 100). For every rule. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +296,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What to do about non-finite values, loss spikes and silent data corruption."""
+    """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
     """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
@@ -390,6 +384,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,8 +8,9 @@ import tyro
 from jaxpar.config import ConfigError, flag
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
-from jaxpar.data.formats.meta import Meta
+from jaxpar.data.formats.meta import PAIRS, Meta
 from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.runtime import exit_codes
@@ -17,7 +18,7 @@ from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.stages import stage
 
-Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
+Options = PrepareOptions | ChatOptions | PairOptions | ConvertOptions | InspectOptions
 
 #: The exit code that shells report for a program ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
@@ -32,6 +33,7 @@ def read_command(args: Sequence[str]) -> Options:
         {
             "prepare": PrepareOptions,
             "prepare-chat": ChatOptions,
+            "prepare-pairs": PairOptions,
             "convert": ConvertOptions,
             "inspect": InspectOptions,
         },
@@ -73,10 +75,12 @@ def _run(options: Options) -> str:
             return convert(options, progress)
         if isinstance(options, ChatOptions):
             return _summary(options, prepare_chat(options, progress))
+        if isinstance(options, PairOptions):
+            return _summary(options, prepare_pairs(options, progress))
         return _summary(options, prepare(options, progress))
 
 
-def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
+def _summary(options: PrepareOptions | ChatOptions | PairOptions, meta: Meta) -> str:
     lines = [f"{options.output}: {meta.vocab_size:,} tokens in the vocabulary ({meta.dtype})"]
     for name, split in meta.splits.items():
         line = f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents"
@@ -84,10 +88,12 @@ def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
             ratio = split.num_bytes / split.num_tokens
             line += f" {split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
         lines.append(line)
+    flags = flag("data.path", options.output)
+    if meta.kind == PAIRS:
+        flags += f" {flag('dpo.beta', 0.1)}"
     lines += [
         f"  loss of predicting only token frequencies: {meta.unigram_entropy:.3f}",
-        f"train on it with: {flag('data.path', options.output)} "
-        f"--model.vocab-size {-(-meta.vocab_size // 128) * 128}",
+        f"train on it with: {flags} --model.vocab-size {-(-meta.vocab_size // 128) * 128}",
     ]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from jaxpar.config.lists.step_sizes import (
     step_sizes,
     without_schedules,
 )
-from jaxpar.data.formats.meta import TRAIN
+from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import StagedMixture
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
@@ -67,7 +67,7 @@ class Loader:
         self._rows = {shape[0]: _rows_of_this_process(self._sharding, shape) for shape in shapes}
         self._order = {length: _checked_order(order(length), length) for length in lengths}
         for source in self.sources:
-            _check_fits(cfg, source.dataset)
+            self._check_fits(source.dataset)
         some = any(source.dataset.targets is not None for source in self.sources)
         self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
@@ -81,6 +81,17 @@ class Loader:
         found += stages(cfg)[1:] if split == TRAIN else []
         starts = [sequences_before(self._cfg, stage.step) for stage in found]
         self._mixture = StagedMixture(starts, [stage.weights for stage in found], seed)
+
+    def _check_fits(self, dataset: TokenDataset) -> None:
+        cfg, seq_len, found = self._cfg, self._cfg.data.seq_len, dataset.num_tokens
+        check_vocabulary(cfg, dataset)
+        if dataset.meta is not None and dataset.meta.kind == PAIRS:
+            rule, path = "is a dataset of pairs of responses", str(dataset.path)
+            fix = "use --dpo.beta 0.1, or other data"
+            raise ConfigError("data.path", path, rule, fix)
+        if num_sequences(found, seq_len) == 0:
+            rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.path} has {found}"
+            raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
 
     @property
     def sequences_per_epoch(self) -> list[int]:
@@ -153,7 +164,11 @@ class Loader:
         length = self.sizes.at(batch).length
         numbers, pieces = np.divmod(np.asarray(rows, np.int64), self._cfg.data.seq_len // length)
         numbers += sequences_before(self._cfg, batch)
-        packed, order = self._packed_sequences(numbers, pieces, length), self._order[length]
+        return self._ordered(self._packed_sequences(numbers, pieces, length), length)
+
+    def _ordered(self, packed: Batch, length: int) -> Batch:
+        """Put the tokens of host rows into the order of the sequence axis."""
+        order = self._order[length]
         return packed if order is None else jax.tree.map(lambda x_NT: x_NT[:, order], packed)
 
     def first_labeled(self) -> int | None:
@@ -265,7 +280,8 @@ def _checked_order(order: np.ndarray | None, seq_len: int) -> np.ndarray | None:
     return order
 
 
-def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
+def check_vocabulary(cfg: Config, dataset: TokenDataset) -> None:
+    """Check that the model has every token of a dataset. Raises: ConfigError."""
     needed = dataset.vocab_size
     if needed > cfg.model.vocab_size:
         rule = f"must cover the {needed} tokens of the dataset {dataset.path}"
@@ -273,10 +289,6 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
             rule = f"must be above token id {needed - 1}, which is in {dataset.file}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
-    found, seq_len = dataset.num_tokens, cfg.data.seq_len
-    if num_sequences(found, seq_len) == 0:
-        rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.path} has {found}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
 
 
 def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:

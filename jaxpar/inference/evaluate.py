@@ -18,6 +18,7 @@ from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.text_loss import text_loss
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +163,10 @@ def _on_tasks(
 def _task_manager(options: EvaluateOptions) -> Any:
     """Read the harness's tasks. Raises:   ConfigError for an unknown one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import lm_eval.tasks
+    with stage("importing the Evaluation Harness and its list of tasks"):
+        import lm_eval.tasks
 
-    known = lm_eval.tasks.TaskManager(include_path=options.include_path)
+        known = lm_eval.tasks.TaskManager(include_path=options.include_path)
     missing = [name for name in options.tasks if name not in known.all_tasks]
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"

@@ -25,7 +25,7 @@ from jaxpar.model.attention_context import attention_context
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import state_specs
-from jaxpar.step.train_step import gather_once
+from jaxpar.step.step_weights import gather_once
 
 
 def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:

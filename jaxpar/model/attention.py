@@ -15,6 +15,7 @@ from jaxpar.model import linear, lora, norm
 from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
+from jaxpar.model.qk_clip import logits
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -22,7 +23,10 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
-WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "w_attn_gate", "wo")
+WEIGHTS = (
+    *("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "w_attn_gate", "wo"),
+    logits.MAXIMUM,
+)
 
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -33,6 +37,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     m = ex.cfg.model
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
     q, k = positioned(q, k, w, context, m)
+    q = logits.recorded(q, k, w, context.mask, context.rows)
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,

@@ -81,11 +81,10 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     """Return the parameters after the update of `router_bias` for the loads of a batch."""
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    found, count = dict(params), len(params["layers"]["router_bias"])
-    for stack, part in (("layers", change[:count]), ("mtp", change[count:])):
-        if stack in params:
-            bias = params[stack]["router_bias"] + part
-            found[stack] = params[stack] | {"router_bias": bias}
+    found, stacks = dict(params), recurrent.stacks_of_biases(params, cfg.model)
+    for stack in set(stacks):
+        part = change[jnp.array([i for i, name in enumerate(stacks) if name == stack])]
+        found[stack] = params[stack] | {"router_bias": params[stack]["router_bias"] + part}
     return found
 
 
@@ -113,15 +112,18 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     return output(x, params, m)
 
 
-def hidden_and_routers(params: Tree, batch: Batch, cfg: Config):
-    """Compute the last residual stream, and of each layer with experts what `_router_of` gives."""
+def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, on_scores=None):
+    """Compute the last residual stream, and of each layer with experts what `_router_of` gives.
+
+    Args:     on_scores: called with each layer's masked attention scores, [B, H, T, S].
+    """
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routers = first_stream(params, batch.tokens, positions, m), []
     for i in range(m.num_layers):
         w, of_i = recurrent.weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             routers.append(_router_of(x, w, positions, segments, of_i))
-        x = block(x, w, positions, segments, of_i)
+        x = block(x, w, positions, segments, of_i, on_scores)
     return x, routers
 
 
@@ -163,6 +165,9 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
     A layer without a rotary embedding has rope_fraction 0.
     """
+    if m.layer_pattern and m.recurrent_norms == "before":
+        recurs = m.layer_pattern[i % len(m.layer_pattern)] in "GM"
+        m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
     if m.global_every == 0:
@@ -174,10 +179,10 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
     return dataclasses.replace(alike, rope_theta=theta, rope_scaling=scaling)
 
 
-def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
+def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=None) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     before = x
-    x = _after_attention(x, w, positions, segments, m)
+    x = _after_attention(x, w, positions, segments, m, on_scores)
     if "w_down" not in w:
         return x
     h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
@@ -186,7 +191,7 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     return x + m.residual_multiplier * out
 
 
-def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
+def _after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     if not w.keys() & {"wo", "delta_out", "mamba_out"}:
         return x
     h = _before(x, w, "attn_norm", m)
@@ -196,12 +201,12 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     elif "mamba_out" in w:
         o = _times(recurrent.mamba(h, w, segments, m), w, "mamba_out")
     else:
-        o = of_kind(h, w, positions, segments, m)
+        o = of_kind(h, w, positions, segments, m, on_scores)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
     return x + m.residual_multiplier * o
 
 
-def _attention(h, w: Tree, positions, segments, m: ModelConfig):
+def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     no_rope = m.nope_every and m.rope_fraction == 0
     if m.qk_norm and m.qk_norm_gain:
@@ -215,13 +220,13 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig):
     if m.rope_scaling is not None and m.rope_scaling.query_beta:
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
-    o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
+    o = _attend(q, k, v, w.get("sinks"), positions, segments, m, on_scores)
     if m.attention_gate:
         o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
     return _times(o, w, "wo") + w.get("bo", 0.0)
 
 
-def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     """Compute multi-head latent attention with the keys and values of every head."""
     eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
     c_q, name = h, "wq"
@@ -236,7 +241,7 @@ def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig):
     k = jnp.concatenate((kv[..., :nope], jnp.repeat(key, m.num_heads, axis=2)), axis=-1)
     s = m.rope_scaling
     grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
-    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m)
+    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m, on_scores)
     return _times(o, w, "wo")
 
 
@@ -271,6 +276,14 @@ def _feed_forward(h, w: Tree, m: ModelConfig):
     return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
+def _hidden(m: ModelConfig, *into):
+    """Compute hidden values of gate and up, or of up alone."""
+    if not m.mlp_gate:
+        return gpt.activated(into[0], m.activation)
+    gate, up = into
+    return _gated(gate, up, m)
+
+
 def _gated(gate, up, m: ModelConfig):
     if m.activation != "clamped_swiglu":
         return gpt.activated(gate, m.activation) * up
@@ -289,12 +302,13 @@ def _experts(h, w: Tree, m: ModelConfig):
     if m.router_scales_input:
         x, of_each = h[:, :, None] * weight[..., None], "bted,edf->btef"
         weight = jnp.where(used, 1.0, 0.0)
-    gate, up = (jnp.einsum(of_each, x, w["w_" + n]) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
-    out = jnp.einsum("btef,efd,bte->btd", _gated(gate, up, m), w["w_down"], weight)
+    into = ("gate", "up") if m.mlp_gate else ("up",)
+    of_all = (jnp.einsum(of_each, x, w["w_" + n]) + w.get("b_" + n, 0.0) for n in into)
+    out = jnp.einsum("btef,efd,bte->btd", _hidden(m, *of_all), w["w_down"], weight)
     out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
-        gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
-        shared = _times(_gated(gate, up, m), w, "w_shared_down")
+        shared = _hidden(m, *(_times(h, w, "w_shared_" + n) for n in into))
+        shared = _times(shared, w, "w_shared_down")
         if m.shared_expert_gate:
             shared = shared * jax.nn.sigmoid(h @ w["w_shared_router"])[..., None]
         out = out + shared
@@ -335,7 +349,7 @@ def _rotate(x, positions, m: ModelConfig):
     return jnp.concatenate((turned, rest), axis=-1)
 
 
-def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
+def _attend(q, k, v, sinks, positions, segments, m: ModelConfig, on_scores=None):
     if function := registry.function("model.attention", m.attention):
         if m.attention_chunk is not None:
             segments = segments * (1 + jnp.max(positions)) + positions // m.attention_chunk
@@ -350,6 +364,8 @@ def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
         of_chunk = positions // m.attention_chunk
         seen &= of_chunk[:, :, None] == of_chunk[:, None, :]
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
+    if on_scores is not None:
+        on_scores(jnp.where(seen[:, None], scores, -jnp.inf))
     scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sinks is not None:  # a key of every query of a head, with this score and no value

@@ -14,6 +14,8 @@ class Score(NamedTuple):
     """Nats per labeled token."""
     bits_per_byte: float | None
     """None if the length of the text is unknown."""
+    of_pairs: Mapping[str, float] = {}
+    """In preference tuning: the other means over pairs (`objectives/dpo.py`), by name."""
 
     @classmethod
     def of(cls, loss: float, bytes_per_token: float | None) -> "Score":
@@ -22,6 +24,9 @@ class Score(NamedTuple):
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f"   {self.bits_per_byte:.4f} bits per byte"
+        if self.of_pairs:
+            right, margin = self.of_pairs["reward_accuracy"], self.of_pairs["reward_margin"]
+            return f"{self.loss:.4f}   accuracy {right:.3f}   margin {margin:.3f}"
         return f"{self.loss:.4f}{bits}"
 
 
@@ -41,7 +46,11 @@ def record_of(scores: Mapping[str, Score]) -> dict[str, Any]:
     """
     record: dict[str, Any] = {}
     for name, score in scores.items():
-        for key, value in zip(NAMES.get(name, OF_SETS), score, strict=True):
+        keys = NAMES.get(name, OF_SETS)
+        values = dict(zip(keys, (score.loss, score.bits_per_byte), strict=True))
+        prefix = keys[0].removesuffix("loss")
+        values |= {f"{prefix}{key}": value for key, value in score.of_pairs.items()}
+        for key, value in values.items():
             if value is None:
                 continue
             if name in NAMES:

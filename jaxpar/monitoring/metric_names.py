@@ -16,9 +16,18 @@ class Metric(NamedTuple):
 METRICS = {
     "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
+    "reward_accuracy": Metric(
+        "preferences", "share", "pairs whose chosen response has the higher reward"
+    ),
+    "reward_margin": Metric("preferences", "nats", "reward of the chosen minus of the rejected"),
+    "chosen_reward": Metric("preferences", "nats", "beta log(policy / reference), mean over pairs"),
+    "rejected_reward": Metric("preferences", "nats", "the same of the rejected responses"),
+    "distill_loss": Metric("training", "nats per token", "divergence from the teacher"),
     "mtp_loss": Metric(
         "training", "nats per token", "of multi-token prediction, mean over modules"
     ),
+    "max_attention_logit": Metric("training", "", "largest of all heads; with optimizer.qk_clip"),
+    "clipped_heads": Metric("training", "heads", "above optimizer.qk_clip, in all layers"),
     "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
     "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
     "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),
@@ -39,6 +48,10 @@ METRICS = {
     "tokens_seen": Metric("training", "tokens", "in all steps so far, including padding"),
     "epochs": Metric("training", "passes", "over each source so far; mixtures only"),
     "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),
+    "held_out_reward_accuracy": Metric("evaluation", "share", "reward_accuracy of held-out pairs"),
+    "held_out_reward_margin": Metric("evaluation", "nats", "reward_margin of held-out pairs"),
+    "held_out_chosen_reward": Metric("evaluation", "nats", "chosen_reward of held-out pairs"),
+    "held_out_rejected_reward": Metric("evaluation", "nats", "rejected_reward of held-out pairs"),
     "bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte of text, if known"),
     "ema_loss": Metric("evaluation", "nats per token", "of the weights' moving average"),
     "ema_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
@@ -57,6 +70,12 @@ METRICS = {
     "data_wait_seconds": Metric("speed", "s", "mean wait of a step for its batch"),
     "host_seconds_median": Metric("speed", "s", "host time per step, in the median process"),
     "host_seconds_slowest": Metric("speed", "s", "the same, in the slowest process"),
+    "gpu_watts": Metric("GPUs", "W", "mean power of a GPU of process 0 since the last record"),
+    "gpu_clock_mhz": Metric("GPUs", "MHz", "clock of its slowest GPU's multiprocessors"),
+    "gpu_celsius": Metric("GPUs", "°C", "temperature of its hottest GPU"),
+    "gpu_memory_gib": Metric("GPUs", "GiB", "used on its fullest GPU, by all programs"),
+    "joules_per_token": Metric("GPUs", "J/token", "energy of its GPUs, for their share of tokens"),
+    "xid_errors": Metric("GPUs", "errors", "Xid errors of its GPUs since the run's start"),
     "memory_gib": Metric("memory", "GiB", "peak so far: fullest device, or the process on CPUs"),
 }
 

@@ -204,10 +204,11 @@ def compile_here(job: dict[str, Any]) -> dict[str, Any]:
     state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, mesh))
     rows = (cfg.train.global_batch_size, cfg.data.seq_len)
     ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    scores = ints.update(dtype=jnp.float32) if cfg.dpo.beta else None
     began = time.perf_counter()
     with compiling_for(platform_of(gpu)):
         step: Any = make_train_step(cfg, mesh, SOME_DOCUMENTS)
-        program = step.lower(state, Batch(ints, ints, ints, ints)).compile()
+        program = step.lower(state, Batch(ints, ints, ints, ints, scores)).compile()
     memory = program.memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,

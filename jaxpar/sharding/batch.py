@@ -18,6 +18,15 @@ class Batch:
     positions    position in the document (for RoPE and the causal mask); without document masking,
                  in the sequence.
 
+    One more is only there for pairs of responses (`objectives/pairs.py`):
+
+    reference    float32 [B, T]: log probability of each label under the reference model.
+
+    Two more are only there for distillation (`objectives/distillation.py`):
+
+    teacher_ids     int32 [B, T, k]: the teacher's likeliest next tokens.
+    teacher_scores  float32 [B, T, k]: their log probabilities.
+
     Two more are only there for the routing of experts (`model/moe/recorded.py`):
 
     experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
@@ -28,5 +37,8 @@ class Batch:
     labels: Any
     segment_ids: Any
     positions: Any
+    reference: Any = None
+    teacher_ids: Any = None
+    teacher_scores: Any = None
     experts: Any = None
     rows: Any = None

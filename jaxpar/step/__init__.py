@@ -1,3 +1,12 @@
 """The training state, and the train and evaluation steps, each one `shard_map`."""
 
-MAY_IMPORT = ("config", "runtime", "sharding", "execution", "parallel", "model", "optimizer")
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "execution",
+    "parallel",
+    "model",
+    "objectives",
+    "optimizer",
+)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters, transformer
@@ -31,16 +31,15 @@ from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
-from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
 from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
 from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel
-from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
-from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
-from jaxpar.step import recorded_routing
+from jaxpar.step import objective, qk_clip, recorded_routing
 from jaxpar.step.expert_loads import (
     ExpertLoads,
     balance_bias,
@@ -49,9 +48,11 @@ from jaxpar.step.expert_loads import (
     reduce_tallies,
     rows_of_all_layers,
 )
+from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
+from jaxpar.step.step_weights import scatter_once, weights_of_step
 
 
 @flax.struct.dataclass
@@ -59,7 +60,7 @@ class StepMetrics:
     """The metrics of a step: float32 scalars, the same on every device."""
 
     loss: jax.Array
-    """Cross entropy per labeled token, in nats."""
+    """Cross entropy per labeled token, in nats; with preferences, the loss per pair."""
     grad_norm: jax.Array
     """Global norm of the gradient before clipping."""
     num_tokens: jax.Array
@@ -89,9 +90,28 @@ class StepMetrics:
     """`train.router_z_loss` before its weight, mean over layers."""
     router_bias_range: jax.Array | None = None
     """Largest difference between the biases of a layer's experts."""
+    reward_accuracy: jax.Array | None = None
+    """Share of pairs whose chosen response has the higher reward. This and what follows, up to
+    `rejected_reward`: means over pairs, only with preferences (`objectives/dpo.py`)."""
+    reward_margin: jax.Array | None = None
+    """Reward of the chosen response minus that of the rejected one."""
+    chosen_reward: jax.Array | None = None
+    """Reward of the chosen response."""
+    rejected_reward: jax.Array | None = None
+    """Reward of the rejected response."""
+    distill_loss: jax.Array | None = None
+    """Divergence of the student from the teacher per labeled token, in nats, before its weight.
+    Only in distillation (`objectives/distillation.py`)."""
     mtp_loss: jax.Array | None = None
     """Loss of the modules of multi-token prediction, mean over them: a sum over their labels,
     divided by `num_tokens`."""
+    max_attention_logit: jax.Array | None = None
+    """Largest attention logit of all heads, before the update. This and the next: with
+    `optimizer.qk_clip`."""
+    clipped_heads: jax.Array | None = None
+    """Number of heads, of all layers, whose logits were above the limit."""
+    attention_logits: jax.Array | None = None
+    """float32 [layers here, H/tensor], not a scalar: largest logits, inside the step only."""
     expert_rows: jax.Array | None = None
     """float32 [layers with experts, E], not a scalar: tokens of each expert. Only on request."""
     routing: jax.Array | None = None
@@ -122,20 +142,26 @@ def make_train_step(
               is trained.
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
+    as_input = cfg.optimizer.schedule_as_input
     step = jax.shard_map(
         functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
+        in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),
     )
-    kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=kept)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    kept = state_shardings(cfg, mesh), everywhere
+    jitted: Any = jax.jit(step, donate_argnums=0, out_shardings=kept)
+    return with_rates(jitted, cfg, everywhere) if as_input else jitted
 
 
 def make_eval_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Return the jitted evaluation step: (params, batch) -> (summed loss, labeled tokens)."""
+    """Return the jitted evaluation step: (params, batch) -> (summed loss, labeled tokens).
+
+    With preferences, (float32 [len(MEASURES)]: sums of `dpo.measures`, pairs).
+    """
     step = jax.shard_map(
         functools.partial(eval_step, ex or execution_of(cfg), max_segments),
         mesh=mesh,
@@ -167,6 +193,7 @@ def train_step(
     max_segments: int | None,
     state: TrainState,
     batch: Batch,
+    rates: jax.Array | None = None,
     *,
     expert_rows: bool = False,
     record: bool = False,
@@ -182,8 +209,11 @@ def train_step(
         grads = clip(grads, metrics.grad_norm, cfg.optimizer.clip_norm)
         specs, layers = parameters.trainable_specs(cfg), layers_here(cfg)
         trainable, opt_state = moments.update(
-            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
+            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok, rates
         )
+        if metrics.attention_logits is not None:
+            trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)
+            metrics = dataclasses.replace(metrics, attention_logits=None)
         ema = moving_average.update(cfg, specs, state.ema, trainable, state.step, layers, ok)
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
@@ -207,7 +237,8 @@ def loss_and_gradients(
     scale: jax.Array | float = 1.0,
 ) -> tuple[StepMetrics, Any]:
     """`loss_gradients_and_loads` without the loads."""
-    return loss_gradients_and_loads(ex, max_segments, params, batch, scale)[:2]
+    metrics, grads, _ = loss_gradients_and_loads(ex, max_segments, params, batch, scale)
+    return dataclasses.replace(metrics, attention_logits=None), grads
 
 
 def loss_gradients_and_loads(
@@ -228,7 +259,8 @@ def loss_gradients_and_loads(
     Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
-    cfg, num_tokens = ex.cfg, count_labels(batch)
+    cfg, num_tokens = ex.cfg, objective.count_labels(batch)
+    count = objective.count(batch, cfg) if cfg.dpo.beta else num_tokens
     trainable, frozen = split(varying(params), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
     weights = weights_of_step(shards, cfg)
@@ -241,23 +273,25 @@ def loss_gradients_and_loads(
     frozen = join(frozen, slots_in_use(cfg))
     if record or batch.experts is not None:
         weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
+    if cfg.optimizer.qk_clip:
+        weights, batch = qk_clip.attach(weights, batch, cfg)
     model = staged_model(ex, max_segments, scale, step)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
+    (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / count)
     grads, tallies = without_tallies(fused_weights.without_scales(grads))
     grads, experts = recorded_routing.detach(grads)
+    grads, logits = qk_clip.detach(grads, cfg)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
     grads = reduce_gradients(grads, parameters.trainable_specs(cfg))
     grads = loss_scale.unscale_gradients(cfg, grads, scale)
-    loss = psum(loss_sum, TOKEN_AXES) / num_tokens
+    loss = psum(loss_sum, TOKEN_AXES) / count
     norm = global_norm(fused_weights.unstack_layers(grads, cfg))
-    if cfg.model.mtp_depth:
-        metrics = StepMetrics(loss[0], norm, num_tokens, mtp_loss=jnp.mean(loss[1:]))
-    else:
-        metrics = StepMetrics(loss, norm, num_tokens)
+    named = objective.reported(loss, cfg)
+    metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
+    metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))
     if tallies is None:
         return metrics, grads, None
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
@@ -266,20 +300,23 @@ def loss_gradients_and_loads(
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
-    """Compute the summed loss and the number of labeled tokens of a global batch."""
+    """Compute the summed loss of a global batch, and the number of its labeled tokens or pairs."""
+    ex = without_backward(ex)
     cfg = ex.cfg
     weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     weights = join(weights, slots_in_use(cfg))
     model = staged_model(ex, max_segments)
     _, loss_sum = forward_only(model, weights, microbatches, cfg.parallel.virtual_stages)
-    return psum(loss_sum, TOKEN_AXES), count_labels(batch)
+    return psum(loss_sum, TOKEN_AXES), objective.count(batch, cfg)
 
 
-def count_labels(batch: Batch) -> jax.Array:
-    """Count the labeled tokens of the global batch, float32: exact up to 2**24, 16 million."""
-    own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
-    return psum(own, TOKEN_AXES).astype(jnp.float32)
+def without_backward(ex: Execution) -> Execution:
+    """Return the execution of a step without a backward, where ZeRO-2 is the same as ZeRO-1."""
+    if ex.cfg.parallel.zero != 2:
+        return ex
+    once = replace(ex.cfg, **{"parallel.zero": 1})
+    return dataclasses.replace(ex, cfg=once, scatters_per_layer=False)
 
 
 def split_microbatches(batch: Batch, n: int) -> Batch:
@@ -310,7 +347,7 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = functools.partial(transformer.head, cfg=cfg, weights=weights)
+    head = objective.head_of(cfg, weights, max_segments, trains=scale is not None)
     if cfg.model.mtp_depth and scale is not None:
         head = functools.partial(
             transformer.head_with_modules, ex=ex, context_of=context, weights=weights
@@ -322,7 +359,7 @@ def staged_model(
         head=head,
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
-        adds_gradients=cfg.model.num_experts > 0,
+        adds_gradients=cfg.model.num_experts > 0 or cfg.optimizer.qk_clip > 0,
         layers_per_vjp=ex.layers_per_vjp,
     )
 
@@ -336,50 +373,6 @@ def schedule_of(cfg: Config) -> Callable:
         return functools.partial(gpipe, save=p.pipeline_save)
     interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
     return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
-
-
-def weights_of_step(shards: Any, cfg: Config) -> Any:
-    """Return the weights that the model receives, with scales (`fused_weights.with_scales`).
-
-    With ZeRO-3 these are shards, which the model gathers; with ZeRO-1 and ZeRO-2, complete weights.
-    """
-    once = cfg.parallel.zero != 3
-    weights = gather_once(shards, cfg) if once else shards
-    if once and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
-        # Keep float32: without a gather, only the rows that a step looks up need to be cast.
-        weights["top"]["embed"] = shards["top"]["embed"]
-    return fused_weights.with_scales(weights, shards, cfg)
-
-
-def gather_once(shards: Any, cfg: Config) -> Any:
-    """Gather every weight in the compute dtype once, for all microbatches (ZeRO-1 and ZeRO-2)."""
-
-    def gather(shards: dict, dims: dict) -> dict:
-        whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
-        if cfg.model.matmul_dtype != "compute":
-            return whole
-        # Materialize each weight once. If there is nothing to gather, XLA would repeat the
-        # concatenation of the fused matrices in every matmul that reads them.
-        return {name: lax.optimization_barrier(w) for name, w in whole.items()}
-
-    return _map_groups(gather, shards)
-
-
-def scatter_once(grads: Any, cfg: Config) -> Any:
-    """Reduce the step's accumulated gradients to shards (ZeRO-1)."""
-    scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)
-    return _map_groups(scatter, grads)
-
-
-def _map_groups(fn: Callable, tree: Any) -> Any:
-    """Apply `fn(arrays, dims)` to the arrays outside the layers and to those of each layer."""
-
-    def of_layer(w: Any) -> Any:
-        return fn(w, dims=fused_weights.layer_dims(w))
-
-    layers = fused_weights.map_layers(of_layer, tree["layers"])
-    top = tree["top"]
-    return {"top": fn(top, dims=fused_weights.top_dims(top)), "layers": layers}
 
 
 @jax.named_scope("clip")

@@ -8,6 +8,7 @@ MAY_IMPORT = (
     "execution",
     "parallel",
     "model",
+    "objectives",
     "optimizer",
     "step",
     "data",

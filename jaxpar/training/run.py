@@ -15,13 +15,14 @@ from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.data import Loader
+from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
@@ -32,15 +33,18 @@ from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.training import elastic, initial_weights
+from jaxpar.training import elastic, initial_weights, reference_scores
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
+from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluating.held_out import open_held_out
 from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
+from jaxpar.training.teacher import Teacher
 
 
 class Run:
@@ -72,17 +76,20 @@ class Run:
         self.execution = execution_of(self.cfg)
         self.mesh = make_mesh(self.cfg.parallel)
         order = functools.partial(order_of, self.cfg)
-        self.loader = Loader(self.cfg, self.mesh, "train", order)
+        self.loader = open_loader(self.cfg, self.mesh, "train", order)
         self.held_out = open_held_out(self.cfg, self.mesh, order)
         self.max_segments = max(split.max_documents for split in self._splits())
         if in_folder:
             self.loader.skipped = read_skipped(self.dir)
         self.changed = self._resume_from(saved)
         self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
+        taught = self.cfg.distill.teacher
+        self.teacher = Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
         self.kernels = choose_kernels(self.cfg, self.max_segments)
         self._of_sizes = list(self._kernels_of_sizes())
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
+        self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 
     def config_of(self, rows: int, length: int) -> Config:
@@ -135,7 +142,7 @@ class Run:
     def attention(self) -> str:
         """A description of the attention kernels."""
         registered = f"{self.cfg.model.attention}, registered outside the package"
-        return "; ".join(map(str, self.kernels)) or registered
+        return "; ".join(dict.fromkeys(map(str, self.kernels))) or registered
 
     @property
     def content(self) -> str:
@@ -173,7 +180,35 @@ class Run:
             jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
+        if self.teacher is not None:
+            with stage("reading the teacher"):
+                self.teacher.load()
+            log(f"teacher    {self.teacher}")
+            self.startup.ended("teacher")
+        if self.cfg.dpo.beta:
+            self.prepare_reference(state if resumed is None else None)
+            self.startup.ended("reference")
         return state
+
+    def taught(self, batch: Batch) -> Batch:
+        """Return a batch with what the step needs of the teacher, if there is one."""
+        return batch if self.teacher is None else self.teacher.attach(batch)
+
+    def prepare_reference(self, initial: TrainState | None) -> None:
+        """Give the loaders of pairs the log probabilities under the initial weights.
+
+        Args:     initial: the initial state; None makes it, if it is needed.
+        """
+
+        def params() -> Any:
+            origin = initial_weights.find(self.cfg)
+            return initial_weights.state(self.cfg, self.mesh, origin, log).params
+
+        loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
+        given = params if initial is None else lambda: initial.params
+        of_run = self.dir, self.execution, self.mesh, self.max_segments
+        with stage("computing the log probabilities of the reference"):
+            reference_scores.prepare(loaders, *of_run, given, log)
 
     def _initial_or_saved(self) -> tuple[TrainState, str]:
         """Return the initial or restored state, and what was done, in words."""
@@ -193,7 +228,7 @@ class Run:
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
         order = functools.partial(order_of, cfg)
-        return MetricsWriter(
+        writer = MetricsWriter(
             cfg,
             self.dir,
             first,
@@ -205,6 +240,9 @@ class Run:
             order,
             loader.sizes_of_steps,
         )
+        writer.on_record = self.calls.record
+        writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
+        return writer
 
     def prepare_metrics(self) -> None:
         """Import and compute what `metrics` needs. It takes a while, on the host only."""

@@ -6,6 +6,7 @@ MAY_IMPORT = (
     "sharding",
     "parallel",
     "model",
+    "objectives",
     "optimizer",
     "step",
     "data",

@@ -1,6 +1,5 @@
 """Replays a step of a run, to find the cause of a bad result."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 
 import jax
 import tyro
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
@@ -17,16 +16,14 @@ from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
-from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
-from jaxpar.parallel.context import order_of
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import Stage, stage
-from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
@@ -133,6 +130,10 @@ class Replay:
 
     def _before(self, told: Stage) -> TrainState:
         run = self.run
+        if self.cfg.dpo.beta:
+            run.prepare_reference(None)
+        if run.teacher is not None:
+            run.teacher.load()
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
@@ -141,7 +142,8 @@ class Replay:
             told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
-            now, measured = self._step(run.mesh, now, run.loader.batch(batch))
+            batch_of_step = run.taught(run.loader.batch(batch))
+            now, measured = self._step(run.mesh, now, batch_of_step)
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
@@ -152,16 +154,16 @@ class Replay:
 
         Args:     state: on the host. batch: the batch of the step, or another.
         """
-        loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
         with stage(f"taking step {self.number} with batch {batch}"):
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            after, measured = self._step(mesh, placed, loader.batch(batch))
+            after, measured = self._step(mesh, placed, self._batch_on(mesh, batch))
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
-    def _loader_on(self, mesh: Mesh) -> Loader:
-        order = functools.partial(order_of, self.cfg)
-        return Loader(self.cfg, mesh, "train", order)
+    def _batch_on(self, mesh: Mesh, number: int) -> Batch:
+        """Return a batch of the run on the devices of a mesh of the same shape."""
+        batch = self.run.taught(self.run.loader.batch(number))
+        return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
 
     def _step(self, mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Take a step on a mesh, whose batch may have any size of the run."""

@@ -21,6 +21,8 @@ from jaxpar.config import Config, replace
 from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.model.qk_clip import reference as qk_clip
+from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -29,6 +31,7 @@ from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
+from jaxpar.verification.random_pairs import max_segments, random_pairs
 
 type Arrays = dict[str, np.ndarray]
 
@@ -43,8 +46,11 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     """Make a batch of random tokens in packed documents of random length, on the host, in order.
 
     A function of (train.seed, index). Labels across the end of a document, and a few random ones,
-    are IGNORED. Without `data.document_mask`, a sequence is one document.
+    are IGNORED. Without `data.document_mask`, a sequence is one document. With `dpo.beta`, they are
+    pairs of responses (`random_pairs.py`).
     """
+    if cfg.dpo.beta:
+        return random_pairs(cfg, index)
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
     text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
@@ -55,12 +61,24 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     place = np.arange(T, dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
+    taught = random_teacher(cfg, rng) if cfg.distill.teacher else {}
     return Batch(
+        **taught,
         tokens=text[:, :T],
         labels=np.where(dropped, np.int32(IGNORED), text[:, 1:]),
         segment_ids=np.cumsum(starts[:, :T], axis=1, dtype=np.int32),
         positions=(place - first).astype(np.int32),
     )
+
+
+def random_teacher(cfg: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Make the likeliest tokens of a random teacher, as fields of a batch."""
+    shape = (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.vocab_size)
+    logits, k = 2 * rng.standard_normal(shape), cfg.distill.top_k
+    scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    ids = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
+    likeliest = np.take_along_axis(scores, ids, axis=-1).astype(np.float32)
+    return {"teacher_ids": ids, "teacher_scores": likeliest}
 
 
 def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
@@ -105,7 +123,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         if cfg.model.router_bias:
             frozen = reference.balanced(frozen, reference.loads(params, batch, cfg), cfg)
         updates, opt_state = rule.update(grads, opt_state, trainable)
-        return join(optax.apply_updates(trainable, updates), frozen), opt_state
+        new = join(optax.apply_updates(trainable, updates), frozen)
+        if cfg.optimizer.qk_clip:
+            new = qk_clip.clipped(new, qk_clip.largest_logits(params, batch, cfg), cfg)
+        return new, opt_state
 
     params = start = initial_params(specs, cfg.train.seed)
     loss, grads = first = gradients(with_weights_of(cfg, 0))(params, batches[0])
@@ -135,9 +156,13 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, specs_of(cfg))
 
+    loss = preference_loss if cfg.dpo.beta else reference.loss
+
     def both(trainable):
         params = join(trainable, frozen)
-        return reference.loss(params, batch, cfg), reference.loss(params, batch, plain)
+        if cfg.distill.teacher:
+            return distillation_losses(params, batch, cfg)
+        return loss(params, batch, cfg), loss(params, batch, plain)
 
     (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)
     return reported, grads
@@ -154,10 +179,11 @@ def mesh_trace(
     state = init_state(cfg, mesh)
     init = params = logical(state.params, cfg)
     placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
+    most = max_segments(cfg)
 
-    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh), state.params)]
+    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh, most), state.params)]
     if steps:
-        programs.append((make_train_step(cfg, mesh), state))
+        programs.append((make_train_step(cfg, mesh, most), state))
     lowered = [step.lower(first, placed[0]) for step, first in programs]
     compiled = functools.partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
     with ThreadPoolExecutor(2) as pool:  # most of the time, and on one core each

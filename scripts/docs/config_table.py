@@ -1,8 +1,8 @@
 """Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
-Path, type, default and description are from the dataclasses of `jaxpar/config/schema.py` and
-`jaxpar/config/model_schema.py`. Without options, prints the table. --write writes it between the
-markers of docs/configuration.md.
+Path, type, default and description are from the dataclasses of `jaxpar/config/schema.py` and of the
+sections beside it. Without options, prints the table. --write writes it between the markers of
+docs/configuration.md.
 """
 
 import inspect

@@ -268,7 +268,7 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data."),
-    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
+    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, dpo"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
 ]

@@ -25,11 +25,11 @@ from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.axes import FSDP_AXES
 from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.step_weights import weights_of_step
 from jaxpar.step.train_step import (
     make_eval_step,
     make_gradient_step,
     make_train_step,
-    weights_of_step,
 )
 from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (

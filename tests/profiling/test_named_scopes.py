@@ -31,7 +31,8 @@ SMALL = {
 
 EXPERTS = set("experts router plan permute down combine weight_gradients shared_experts".split())
 MUON = {"exchange_matrices", "newton_schulz"}
-DENSE = set(BLOCKS) - EXPERTS - MUON - {"adapters", "float8_scales", "between_stages"}
+QK_CLIP = {"largest_logits", "qk_clip"}
+DENSE = set(BLOCKS) - EXPERTS - MUON - QK_CLIP - {"adapters", "float8_scales", "between_stages"}
 
 
 def scopes_in(**changes) -> set[str]:
@@ -56,7 +57,10 @@ def scopes_in(**changes) -> set[str]:
             {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
             {"adapters", "float8_scales"},
         ),
-        slow({"optimizer.name": "muon", "parallel.tensor": 2}, MUON),
+        slow(
+            {"optimizer.name": "muon", "optimizer.qk_clip": 9.0, "parallel.tensor": 2},
+            MUON | QK_CLIP,
+        ),
         slow(
             {"parallel.pipeline": 2, "parallel.zero": 1, "parallel.num_microbatches": 2},
             {"between_stages", "gather_weights", "scatter_gradients"},

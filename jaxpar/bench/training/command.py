@@ -71,7 +71,7 @@ def measure(
     with power.watch_power(jax.default_backend() == "gpu") as gpus:
         for _ in range(warm_up + steps + 1):
             began = time.perf_counter()
-            _, batch = next(batches)
+            batch = run.taught(next(batches)[1])
             waits.append(time.perf_counter() - began)
             state, measured = train_step(state, batch)
             if pending is None:  # the first step has been waited for

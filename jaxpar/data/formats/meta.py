@@ -28,6 +28,9 @@ TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
 #: The kinds of tokenizers: plain bytes, and a tokenizer.json.
 BYTES, JSON = "bytes", "json"
 
+#: The kind of datasets whose documents are pairs of responses.
+PAIRS = "pairs"
+
 #: The tokenizer kind of tokens that were converted without a tokenizer.
 NO_TOKENIZER = "none"
 
@@ -112,6 +115,9 @@ class Meta:
     """The folder's splits by name."""
     test: float = 0.0
     """Share of documents in the test split; not written if there is none."""
+    kind: str = ""
+    """PAIRS if documents alternate between the chosen and the rejected response of a pair; not
+    written otherwise."""
     format: str = FORMAT
     """Distinguishes this file from other meta.json files."""
     version: int = VERSION
@@ -137,6 +143,8 @@ def meta_to_json(meta: Meta) -> str:
                 del split[name]  # to keep the fingerprints of older datasets
     if not values["test"]:
         del values["test"]  # for the same reason
+    if not values["kind"]:
+        del values["kind"]
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -185,6 +193,7 @@ def _check_values(meta: Meta) -> None:
         "inputs": all(isinstance(name, str) for name in meta.inputs),
         "holdout": 0 <= meta.holdout < 1,
         "test": 0 <= meta.test < 1 and (meta.test == 0 or TEST in meta.splits),
+        "kind": meta.kind in ("", PAIRS),
     }
     parts: list[tuple[Meta | SplitMeta, dict[str, bool]]] = [(meta, valid)]
     for split in meta.splits.values():

@@ -130,10 +130,11 @@ def write_meta(
     inputs: Sequence[str],
     holdout: float,
     test: float = 0.0,
+    kind: str = "",
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 
-    Args:     train: writer of the training split, closed. inputs, holdout, test: as in
+    Args:     train: writer of the training split, closed. inputs, holdout, test, kind: as in
               `Meta`.
     Returns:  the contents of meta.json.
     """
@@ -149,6 +150,7 @@ def write_meta(
         holdout=holdout,
         test=test,
         splits=splits,
+        kind=kind,
     )
     tokenizer.save(folder)
     (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")

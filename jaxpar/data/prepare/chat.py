@@ -147,13 +147,23 @@ def check_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         rule = f"is not a JSON object with a list of messages in {field!r}"
         raise input_error(where, rule, "set the field of messages with --messages-field")
+    messages = checked(messages, where)
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise input_error(where, "has no message of the assistant", "remove the line")
+    return messages
+
+
+def checked(messages: list[Any], where: str, place: str = "") -> list[dict[str, str]]:
+    """Return a list of messages, each with a role and a text.
+
+    Args:     place: what an error says before the number of the message.
+    Raises:   ConfigError that names the line and the message.
+    """
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
-            rule = f"message {number} has role {role!r}, not one of {', '.join(ROLES)}"
+            rule = f"{place}message {number} has role {role!r}, not one of {', '.join(ROLES)}"
             raise input_error(where, rule, "rename the role, or remove the line")
-        what, fix = f"message {number}'s content", "use text, or remove the line"
+        what, fix = f"{place}message {number}'s content", "use text, or remove the line"
         valid_text(message.get("content"), where, what, fix)
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise input_error(where, "has no message of the assistant", "remove the line")
     return messages

@@ -48,19 +48,28 @@ def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = No
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
     shares_of(options.holdout, options.split)
-    if not options.input:
-        raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
-    sources = find_sources(options.input)
-    for source in sources:
-        if source.read is not read_jsonl:
-            rule = "is not JSON Lines, which chat data must be"
-            raise ConfigError("--input", str(source.path), rule, "use .jsonl files")
+    sources = find_jsonl(options.input, "chat data")
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
         return _write(
             folder, options, sources, encoder, tokenizer, progress or PreparationProgress()
         )
+
+
+def find_jsonl(inputs: Sequence[str], what: str) -> list[InputFile]:
+    """Find the files of the option --input.
+
+    Raises:   ConfigError if there is none, or if one is not JSON Lines, which `what` must be.
+    """
+    if not inputs:
+        raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
+    sources = find_sources(inputs)
+    for source in sources:
+        if source.read is not read_jsonl:
+            rule = f"is not JSON Lines, which {what} must be"
+            raise ConfigError("--input", str(source.path), rule, "use .jsonl files")
+    return sources
 
 
 def _write(

@@ -57,15 +57,15 @@ def recorded(
         empty = varying(jnp.zeros((len(chosen), whole, k), jnp.float32))
         chosen = lax.dynamic_update_slice_in_dim(empty, chosen, rank * T, axis=1)
     gradient = varying(jnp.zeros((b, whole, k), jnp.float32).at[rows].set(chosen))
-    return _with_gradient(weights, w[RECORD], gradient)
+    return with_gradient(weights, w[RECORD], gradient)
 
 
 @jax.custom_vjp
-def _with_gradient(x, like, gradient):
+def with_gradient(x, like, gradient):
     """Return x. In the backward, `like` has the gradient given here."""
     return x
 
 
-_with_gradient.defvjp(
+with_gradient.defvjp(
     lambda x, like, gradient: (x, gradient), lambda gradient, d_x: (d_x, gradient, None)
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
+from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
@@ -158,7 +158,7 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
-    if m.layer_pattern == FEED_FORWARD:
+    if m.layer_pattern in FEED_FORWARDS:
         return 0.0
     if is_recurrent(m):
         return _recurrence(cfg, shard, gpu, repeated)
@@ -166,7 +166,18 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
     flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
-    return (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+    kernels = (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+    return kernels + _largest_logits(cfg, shard, gpu)
+
+
+def _largest_logits(cfg: Config, shard: Shard, gpu: Gpu) -> float:
+    """Return the time of the scores of QK-clip: all pairs, written and read once. An estimate."""
+    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    if not cfg.optimizer.qk_clip:
+        return 0.0
+    scores = shard.rows * m.num_heads / p.tensor * length**2 / p.sequence
+    flops = 2 * m.head_dim * scores
+    return flops / matmul_rate(cfg, gpu, float8=False) + 8 * scores / elementwise_rate(gpu)
 
 
 def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
@@ -292,6 +303,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
+    if cfg.dpo.beta or cfg.distill.teacher:  # the backward computes the logits again
+        flops, moved = flops + 2 * n * D * shard.vocab, moved + 2 * logit * n * shard.vocab
     once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
     return once.times(1 + cfg.model.mtp_depth)
 

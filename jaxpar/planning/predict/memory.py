@@ -24,6 +24,7 @@ from jaxpar.config.remat_policies import (
     saved_names,
 )
 from jaxpar.model.loss import num_chunks
+from jaxpar.model.qk_clip.logits import QUERIES
 from jaxpar.planning.predict import experts, matrices
 from jaxpar.planning.predict.attention import widths
 from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
@@ -327,8 +328,15 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
     The latter has the compute dtype, and replaces logits in place. Each MTP module has the former.
+    Losses that compute logits again in the backward have them in float32 beside their gradient (and
+    distillation two distributions), and keep the head's input.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
+    if cfg.dpo.beta or cfg.distill.teacher:
+        kept = shard.width * shard.tokens * cfg.model.d_model
+        wide = 12 if cfg.distill.teacher else 8
+        chunk = (wide + shard.width) * shard.tokens / n * shard.vocab
+        return 4 * shard.table * shard.trainable + chunk + kept
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
@@ -357,7 +365,17 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     if p.sequence > 1 and p.context == "allgather":
         w = widths(m, p.tensor)
         keys = shard.rows * cfg.data.seq_len * (w.key + w.value) * shard.width
-    return 2 * stream + batch + keys
+    return 2 * stream + batch + keys + _largest_logits(cfg, shard)
+
+
+def _largest_logits(cfg: Config, shard: Shard) -> float:
+    """The float32 scores of some queries, and the keys of the complete sequence, for QK-clip."""
+    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    if not cfg.optimizer.qk_clip:
+        return 0.0
+    scores = 4.0 * shard.rows * m.num_heads / p.tensor * min(QUERIES, length) * length
+    keys = shard.rows * length * widths(m, p.tensor).key * shard.width * (p.sequence > 1)
+    return scores + keys
 
 
 def _scores(cfg: Config, shard: Shard) -> float:

@@ -13,6 +13,7 @@ BLOCKS = (
     *("plan", "permute", "down", "combine", "weight_gradients", "shared_experts"),
     *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
     *("reduce_gradients", "between_stages", "exchange_matrices", "newton_schulz"),
+    *("largest_logits", "qk_clip"),
 )
 
 #: Parts of a name that JAX adds for its own structure.

@@ -12,9 +12,10 @@ from jaxpar.config import Config
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
 from jaxpar.data import Loader
 from jaxpar.monitoring.evaluations import Score
+from jaxpar.objectives.dpo import MEASURES
 from jaxpar.optimizer import moving_average
 from jaxpar.step import compiled
-from jaxpar.step.evaluating import mean_loss
+from jaxpar.step.evaluating import means
 from jaxpar.step.state import TrainState, averaged
 from jaxpar.step.train_step import make_eval_step
 from jaxpar.training.evaluating.held_out import HeldOut
@@ -74,6 +75,9 @@ class Evaluation:
     def _score(self, params: Any, loader: Loader) -> Score:
         with contextlib.closing(loader.prefetched()) as batches:
             some = itertools.islice(batches, self.num_batches)
-            loss = mean_loss(self.step, params, (batch for _, batch in some))
-        assert loss is not None  # `held_out.check_labels`
-        return Score.of(loss, loader.bytes_per_token)
+            found = means(self.step, params, (batch for _, batch in some))
+        assert found is not None  # `held_out.check_labels`
+        if self.cfg.dpo.beta:
+            loss, *of_pairs = found.tolist()
+            return Score(loss, None, dict(zip(MEASURES[1:], of_pairs, strict=True)))
+        return Score.of(float(found), loader.bytes_per_token)

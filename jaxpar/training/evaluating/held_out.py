@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
-from jaxpar.data import Loader
+from jaxpar.data import Loader, open_loader
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.sources import check_tokenizers
 
@@ -41,10 +41,10 @@ def open_held_out(cfg: Config, mesh: Mesh, order: TokenOrder) -> HeldOut:
     """
     e, repeated, last = cfg.evaluation, dict[str, Loader](), dict[str, Loader]()
     if e.every:
-        repeated[HELD_OUT] = Loader(cfg, mesh, e.split, order)
+        repeated[HELD_OUT] = open_loader(cfg, mesh, e.split, order)
         repeated |= {s.name: open_set(cfg, mesh, s, order) for s in held_out_sets(cfg)}
     if e.test:
-        last[TEST] = Loader(cfg, mesh, TEST, order)
+        last[TEST] = open_loader(cfg, mesh, TEST, order)
         _check_apart(last[TEST], repeated)
     found = HeldOut(repeated, last)
     for loader in found.loaders.values():
@@ -64,7 +64,7 @@ def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: TokenOrder) -> L
         only = {"data.path": named.path, "data.mixture": "", "data.mixture_schedule": ""}
         alone = replace(alone, **only)
     try:
-        return Loader(alone, mesh, named.split, order)
+        return open_loader(alone, mesh, named.split, order)
     except ConfigError as error:
         if error.field not in ("data.held_out", "data.path"):
             raise

@@ -1,0 +1,32 @@
+"""The sections of objectives in place of next-token cross entropy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """Preference tuning on pairs of responses (DPO)."""
+
+    beta: float = 0.0
+    """Factor of the implicit reward, log(policy / reference). 0.1 is usual; a larger one keeps the
+    policy closer to the reference. 0: no preference loss."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose preference is assumed to be wrong (cDPO)."""
+    too_long: Literal["error", "drop"] = "error"
+    """Pairs that are longer than data.seq_len: refuse the data, or leave them out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation from a teacher model."""
+
+    teacher: str = ""
+    """Run whose model is the teacher, with the same tokenizer. Empty: no distillation."""
+    weight: float = 0.5
+    """Share of the divergence from the teacher in the loss. The rest is the cross entropy."""
+    temperature: float = 1.0
+    """Temperature of both distributions. Above 1, unlikely tokens count for more."""
+    top_k: int = 64
+    """Tokens of the teacher that are compared one by one, at each position. The others count as
+    one. model.vocab_size compares all, which takes as much memory as the logits."""

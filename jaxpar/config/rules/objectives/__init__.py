@@ -1,0 +1,1 @@
+"""Rules about objectives in place of next-token cross entropy."""

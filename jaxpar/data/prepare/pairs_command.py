@@ -1,0 +1,95 @@
+"""Prepare a dataset of pairs of responses: `python -m jaxpar.data prepare-pairs`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
+from jaxpar.data.formats.readers import json_records
+from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.prepare.chat import ChatEncoder
+from jaxpar.data.prepare.chat_command import find_jsonl
+from jaxpar.data.prepare.documents import InputFile
+from jaxpar.data.prepare.pairs import encode_pair, read_pair
+from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, shares_of, split_of
+from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
+
+    input: tuple[str, ...]
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst) with a pair per line, or folders of them."""
+    output: str
+    """Folder to write. It appears only when it is complete."""
+    tokenizer: str
+    """The model's tokenizer.json or its folder, or bytes."""
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
+    prompt_field: str = "prompt"
+    """JSON field of the prompt: a text, or a list of {"role": ..., "content": ...}. Without it, the
+    prompt is what both responses begin with."""
+    chosen_field: str = "chosen"
+    """JSON field of the preferred response: a text, or messages, with the prompt or without."""
+    rejected_field: str = "rejected"
+    """JSON field of the other response."""
+    holdout: float = HOLDOUT
+    """Share of the prompts, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    overwrite: bool = False
+    """Replace an existing dataset in the output folder."""
+
+
+def prepare_pairs(options: PairOptions, progress: PreparationProgress | None = None) -> Meta:
+    """Write a dataset folder of pairs, each as two documents: the chosen and the rejected one.
+
+    Pairs of one prompt are all in the same split.
+
+    Returns:  the contents of its meta.json.
+    Raises:   ConfigError that names an option, or an unusable file and line.
+    """
+    shares_of(options.holdout, options.split)
+    sources = find_jsonl(options.input, "data of pairs")
+    tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
+    encoder = ChatEncoder(options.template, tokenizer)
+    with whole_folder(options.output, options.overwrite) as folder:
+        return _write(
+            folder, options, sources, encoder, tokenizer, progress or PreparationProgress()
+        )
+
+
+def _write(
+    folder: Path,
+    options: PairOptions,
+    sources: Sequence[InputFile],
+    encoder: ChatEncoder,
+    tokenizer: Tokenizer,
+    progress: PreparationProgress,
+) -> Meta:
+    vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
+    shares = shares_of(options.holdout, options.split)
+    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
+    fields = options.prompt_field, options.chosen_field, options.rejected_field
+    total, before = sum(source.num_bytes for source in sources), 0
+    for source in sources:
+        with source.path.open("rb") as file:
+            for where, record in json_records(file, source.path):
+                pair = read_pair(record, fields, where)
+                writer = writers[split_of(json.dumps(pair.prompt), shares)]
+                for conversation in encode_pair(pair, encoder):
+                    writer.append_conversation(*conversation)
+                num_tokens = sum(writer.num_tokens for writer in writers.values())
+                progress.advance(before + file.tell(), total, num_tokens)
+        before += source.num_bytes
+    splits = {split: writer.close() for split, writer in writers.items()}
+    fix = "use more pairs"
+    check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
+    train, inputs = writers[TRAIN], options.input
+    return write_meta(folder, tokenizer, train, splits, inputs, *shares, kind=PAIRS)

@@ -1,0 +1,95 @@
+"""The largest attention logit of each head, exactly, whatever kernel computes attention.
+
+Kernels return the log-sum-exp of a row, not its maximum. The scores are therefore computed a second
+time, some queries at a time: a matmul of half of attention's forward FLOPs, without a gradient.
+
+Layers return only activations. The maxima leave as the gradient of a weight of zeros, as the
+routing of experts does (`model/moe/recorded.py`): each row of a batch fills its own entry, so that
+sums over microbatches are no sums of maxima.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.kernels.attention.mask import dense_mask
+from jaxpar.model.moe.recorded import with_gradient
+from jaxpar.parallel.collectives import all_gather, share, varying
+from jaxpar.sharding.axes import SEQUENCE
+
+#: Name of the weight: float32 [b, H/tensor] zeros, for all b rows of a device.
+MAXIMUM = "qk_maximum"
+
+#: Queries whose scores are in memory at the same time.
+QUERIES = 256
+
+#: The logit of a key that a query does not see.
+UNSEEN = -1e30
+
+
+def recorded(
+    q: jax.Array, k: jax.Array, w: dict[str, Any], mask: AttentionMask, rows: jax.Array | None
+) -> jax.Array:
+    """Return q, with the largest logits of each row and head as the gradient of `MAXIMUM`.
+
+    Args:     q: [B, T/sequence, H/tensor, K], as attention receives it. k: the same with G heads.
+              mask: as `context_attention` receives it. rows: int32 [B], `Batch.rows`.
+    Communication: an all-gather of k over SEQUENCE. None without `MAXIMUM`.
+    """
+    if MAXIMUM not in w:
+        return q
+    found = largest(*across(lax.stop_gradient(q), lax.stop_gradient(k), mask))
+    gradient = varying(jnp.zeros(w[MAXIMUM].shape, jnp.float32).at[rows].set(found))
+    return with_gradient(q, w[MAXIMUM], gradient)
+
+
+def across(
+    q: jax.Array, k: jax.Array, mask: AttentionMask
+) -> tuple[jax.Array, jax.Array, AttentionMask]:
+    """Return this device's queries, the keys of the complete sequence, and the mask of both.
+
+    Args:     mask: with the keys of the complete sequence or of this device, as `mask_across`
+              returns it; under `ulysses` with all queries too.
+    """
+    if lax.axis_size(SEQUENCE) == 1:
+        return q, k, mask
+    if mask.kv_positions.shape[1] == k.shape[1]:
+        gathered = lambda a: None if a is None else all_gather(a, SEQUENCE, 1)  # noqa: E731
+        mask = dataclasses.replace(
+            mask,
+            kv_positions=gathered(mask.kv_positions),
+            kv_segments=gathered(mask.kv_segments),
+        )
+    if mask.q_positions.shape[1] != q.shape[1]:
+        own = lambda a: None if a is None else share(a, SEQUENCE, 1)  # noqa: E731
+        mask = dataclasses.replace(
+            mask, q_positions=own(mask.q_positions), q_segments=own(mask.q_segments)
+        )
+    return q, all_gather(k, SEQUENCE, 1), mask
+
+
+@jax.named_scope("largest_logits")
+def largest(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
+    """Compute the largest visible score of each row and head: float32 [B, H]."""
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    size = next(n for n in range(min(QUERIES, T), 0, -1) if T % n == 0)
+    cut = lambda a: jnp.moveaxis(a.reshape(B, T // size, size, *a.shape[2:]), 1, 0)  # noqa: E731
+    segments = mask.q_segments
+    parts = cut(q), cut(mask.q_positions), None if segments is None else cut(segments)
+
+    def of_queries(most: jax.Array, part: Any) -> tuple[jax.Array, None]:
+        q, positions, segments = part
+        of_part = dataclasses.replace(mask, q_positions=positions, q_segments=segments)
+        grouped = q.reshape(B, size, G, H // G, K)
+        scores = jnp.einsum("btgrk,bsgk->bgrts", grouped, k, preferred_element_type=jnp.float32)
+        seen = dense_mask(of_part)[:, None, None]
+        of_head = jnp.max(jnp.where(seen, scores, UNSEEN), axis=(3, 4)).reshape(B, H)
+        return jnp.maximum(most, of_head), None
+
+    start = varying(jnp.full((B, H), UNSEEN, jnp.float32))
+    return lax.scan(of_queries, start, parts)[0] * K**-0.5

@@ -1,0 +1,97 @@
+"""The teacher of a distillation: the model of another run, frozen, on the mesh of the student.
+
+Before each step, a program of its own computes the teacher's likeliest next tokens of the batch.
+The step receives them beside the tokens, and knows nothing of the teacher's model.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, DistillConfig, LoraConfig, replace, value_of
+from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
+from jaxpar.sharding.batch import Batch
+from jaxpar.step import adapters
+from jaxpar.step.forward import make_teacher_step
+
+FIELD = "distill.teacher"
+
+
+class Teacher:
+    """A teacher on a mesh. `attach` gives its likeliest tokens to a batch."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int):
+        """Find the teacher's checkpoint and check its model; reads no weight.
+
+        Args:     cfg: of the student, resolved for the mesh.
+        Raises:   ConfigError if there is no such run, or its model does not fit the student.
+        """
+        self._mesh, folder = mesh, Path(cfg.distill.teacher)
+        if not (folder.is_dir() and checkpoint.saved_steps(folder)):
+            rule, fix = "is not a run with a checkpoint", "use the folder of a run"
+            raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
+        load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
+        self.step, there = checkpoint.read_whole(folder, None, load)
+        self.folder, self._lora = folder, there.lora
+        self.cfg = _config_of(cfg, there)
+        d, self._top_k = cfg.distill, cfg.distill.top_k
+        self._program = make_teacher_step(
+            self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
+        )
+        self._params: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.folder}, step {self.step}"
+
+    def load(self) -> None:
+        """Read the teacher's weights, merged with its adapters."""
+        there = replace(self.cfg, lora=self._lora)
+        params = checkpoint.restore_params(self.folder, there, self._mesh, self.step)
+        self._params = adapters.merge(params, there, self._mesh)
+
+    def attach(self, batch: Batch) -> Batch:
+        """Add the teacher's likeliest tokens to a batch, which may be abstract."""
+        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
+            shape = (*batch.tokens.shape, self._top_k)
+            of = lambda dtype: batch.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
+            return dataclasses.replace(
+                batch, teacher_ids=of(jnp.int32), teacher_scores=of(jnp.float32)
+            )
+        ids, scores = self._program(self._params, batch)
+        return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
+
+
+def _config_of(student: Config, there: Config) -> Config:
+    """Return the config with which a teacher runs: its own model, and all else of the student.
+
+    Raises:   ConfigError if the vocabularies differ, or the mesh does not divide the teacher.
+    """
+    path = "model.vocab_size"
+    if value_of(there, path) != value_of(student, path):
+        rule = f"has a model of {value_of(there, path):,} tokens, and the student's has "
+        rule += f"{value_of(student, path):,}"
+        raise ConfigError(FIELD, student.distill.teacher, rule, "use models of one tokenizer")
+    parallel = dataclasses.replace(
+        student.parallel, layers_per_stage="", remat_layers="", layer_loop="unroll"
+    )
+    model = dataclasses.replace(there.model, dtype=student.model.dtype)
+    cfg = dataclasses.replace(
+        student, model=model, lora=LoraConfig(), parallel=parallel, distill=DistillConfig()
+    )
+    try:
+        return resolve(cfg, _devices(student))
+    except ConfigError as error:
+        rule = f"has a model that this mesh cannot run: {error.field} {error.rule}"
+        fix = "use another mesh, or another teacher"
+        raise ConfigError(FIELD, student.distill.teacher, rule, fix) from error
+
+
+def _devices(cfg: Config) -> int:
+    p = cfg.parallel
+    return p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor

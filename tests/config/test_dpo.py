@@ -1,0 +1,36 @@
+"""Rules about preference tuning."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import check
+
+GOOD = replace(Config(), **{"dpo.beta": 0.1, "dpo.label_smoothing": 0.1, "dpo.too_long": "drop"})
+
+
+def test_what_may_be():
+    check(GOOD)
+    check(replace(GOOD, **{"lora.rank": 4, "model.logits_softcap": 30.0}))
+    check(replace(GOOD, **{"model.num_experts": 4, "train.balance_loss": 1e-2}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dpo.beta": -0.1}, r"dpo.beta = -0.1: must not be negative"),
+        ({"dpo.beta": 0.0}, r"dpo.label_smoothing = 0.1: needs the loss of pairs"),
+        (
+            {"dpo.beta": 0.0, "dpo.label_smoothing": 0.0},
+            r"dpo.too_long = 'drop': needs the loss of pairs, but dpo.beta is 0",
+        ),
+        ({"dpo.label_smoothing": 0.5}, r"label_smoothing = 0.5: must be at least 0 and below 0.5"),
+        ({"data.document_mask": False}, r"document_mask = False: must be True with dpo.beta"),
+        ({"data.mixture": "a:1,b:1"}, r"mixture = 'a:1,b:1': is not supported for pairs"),
+        ({"data.loss_on": "all"}, r"loss_on = 'all': has no effect: the loss of pairs"),
+        ({"train.z_loss": 1e-4}, r"z_loss = 0.0001: is not supported beside the loss of pairs"),
+        ({"model.mtp_depth": 1}, r"mtp_depth = 1: is not supported beside the loss of pairs"),
+    ],
+)
+def test_what_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check(replace(GOOD, **fields))

@@ -1,0 +1,41 @@
+"""Rules about QK-clip."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import check
+
+GOOD = replace(Config(), **{"optimizer.qk_clip": 100.0})
+
+
+def test_what_may_be():
+    check(GOOD)
+    check(replace(GOOD, **{"optimizer.name": "muon", "model.qkv_bias": True}))
+    check(replace(GOOD, **{"optimizer.offload": True, "parallel.context": "ring"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer.qk_clip": -1.0}, r"qk_clip = -1.0: must not be negative"),
+        ({"model.qk_norm": True}, r"qk_norm = True: normalizes queries and keys"),
+        ({"lora.rank": 4}, r"lora.rank = 4: trains adapters alone: not supported with"),
+        ({"model.mtp_depth": 1}, r"mtp_depth = 1: has modules, whose attention is not clipped"),
+        (
+            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
+            r"layer_pattern = 'G\*': has layers of several kinds",
+        ),
+        (
+            {
+                "model.num_experts": 4,
+                "model.dense_layers": 1,
+                "parallel.pipeline": 3,
+                "parallel.layer_loop": "unroll",
+            },
+            r"pipeline = 3: puts model.dense_layers = 1 before the stages",
+        ),
+    ],
+)
+def test_what_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check(replace(GOOD, **fields))

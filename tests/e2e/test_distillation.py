@@ -1,0 +1,57 @@
+"""A small student learns from a run, resumes on another mesh, and is told what cannot teach it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.checkpoint.branching import branch
+from jaxpar.config import ConfigError
+from jaxpar.config.command_line import read_config
+from jaxpar.training.run import Run
+
+STEPS = 16
+
+
+def records(run: Path, name: str) -> dict[int, float]:
+    """A metric of a run by step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_student_learns_from_a_teacher_of_another_shape(
+    train_on, write_config, finished, tmp_path
+):
+    config, run, again = write_config(tmp_path), tmp_path / "run", tmp_path / "again"
+    flags = ["--distill.teacher", str(finished), "--distill.weight", "0.9"]
+    flags += ["--distill.top-k", "16", "--model.num-layers", "1", "--model.d-model", "16"]
+    flags += ["--train.num-steps", str(STEPS), "--checkpoint.every", "8"]
+    flags += ["--optimizer.schedule", "constant", "--evaluation.every", "8"]
+    assert train_on(2, config, *flags) == 0
+    divergence, held_out = records(run, "distill_loss"), records(run, "held_out_loss")
+    assert divergence[STEPS] < 0.7 * divergence[1] and held_out[STEPS] < held_out[8]
+    branch(str(run), str(again), 8, print)
+    assert train_on(4, config, *flags, "--run.dir", str(again), "--parallel.tensor", "2") == 0
+    for name in ("loss", "distill_loss"):
+        first, second = records(run, name), records(again, name)
+        later = range(9, STEPS + 1)
+        np.testing.assert_allclose([second[s] for s in later], [first[s] for s in later], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--distill.teacher", "nowhere"], "is not a run with a checkpoint"),
+        (["--model.vocab-size", "384"], "has a model of 272 tokens, and the student's has 384"),
+        (
+            ["--parallel.tensor", "4", "--model.num-kv-heads", "4"],
+            "has a model that this mesh cannot run: model.num_kv_heads must be divisible",
+        ),
+    ],
+)
+def test_what_cannot_teach(flags, message, only_devices, write_config, finished, tmp_path):
+    args = [write_config(tmp_path), "--distill.teacher", str(finished), *flags]
+    with only_devices(4), pytest.raises(ConfigError, match=message):
+        Run(read_config(args, "jaxpar.train", ""))
