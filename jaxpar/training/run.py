@@ -40,9 +40,9 @@ from jaxpar.training import elastic, initial_weights, reference_scores
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluating.held_out import open_held_out
-from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
-from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
+from jaxpar.training.selftests.experts import test_experts
+from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
 from jaxpar.training.teacher import Teacher
 
