@@ -17,7 +17,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.config import Config, ConfigError, OptimizerConfig, ParallelConfig
+from jaxpar.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import decode, fused_weights, transformer
@@ -36,7 +42,17 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     run = dataclasses.replace(cfg.run, cpu_devices=0)
     # No optimizer is used, and the run's own may be registered outside the package, unknown here.
     rule = OptimizerConfig(warmup_steps=0)
-    return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
+    # Nothing is trained: no checkpoint is the best, and nothing stops early.
+    train, saving = dataclasses.replace(cfg.train, early_stop_patience=0), CheckpointConfig()
+    return dataclasses.replace(
+        cfg,
+        run=run,
+        parallel=parallel,
+        model=model,
+        optimizer=rule,
+        train=train,
+        checkpoint=saving,
+    )
 
 
 def seeing_as_in_training(cfg: Config) -> Config:

@@ -18,7 +18,8 @@ GROUPS = {
     },
     "use a model": {
         "sample": "generate text with the model of a run",
-        "evaluate": "score the model of a run on tasks of the LM Evaluation Harness",
+        "chat": "talk with the model of a run in the terminal",
+        "evaluate": "score the model of a run on text and on tasks",
     },
     "look at a run": {
         "runs": "list runs, the best one first",

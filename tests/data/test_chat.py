@@ -103,6 +103,18 @@ def loader_of(cfg: Config) -> Loader:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_begins_as_in_training(name, tokenizer):
+    encoder = ChatEncoder(name, tokenizer)
+    answered = encoder.encode([*MESSAGES, message("user", "ok?"), message("assistant", "yes")]).ids
+    asked = encoder.prompt([*MESSAGES, message("user", "ok?")])
+    assert answered[: len(asked)].tolist() == asked
+    rest = answered[len(asked) :].tolist()
+    assert tokenizer.decode(rest[: rest.index(encoder.end_id)]) == "yes"
+    assert ChatEncoder.fits(name, tokenizer)
+    assert ChatEncoder.fits(name, ByteTokenizer()) == (name == "plain")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_is_written_as_published(name, tokenizer):
     text, learnt = WRITTEN[name]
     ids, targets = ChatEncoder(name, tokenizer).encode(MESSAGES)

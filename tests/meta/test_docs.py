@@ -19,6 +19,7 @@ from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICI
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
+from jaxpar.inference.chat import DialogueOptions
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
@@ -140,6 +141,8 @@ def check_command(words: list[str]) -> None:
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
+        case "jaxpar.chat":
+            tyro.cli(DialogueOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
         case "jaxpar.profile" if args[:1] == ["ncu"] and args[1:]:

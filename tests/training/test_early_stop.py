@@ -15,6 +15,7 @@ from jaxpar.config.command_line import read_config
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.__main__ import main as convert
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.inference.generation import config_for_sampling
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import json_lines
 from jaxpar.sharding.mesh import make_mesh
@@ -111,6 +112,15 @@ def fails(*_, **__):
     raise OSError("no space left on device")
 
 
+#: A best checkpoint by the moving average.
+OF_EMA = {
+    "optimizer.ema_decay": 0.9,
+    "checkpoint.best": "ema",
+    "train.early_stop_patience": 2,
+    "evaluation.sets": "web=data/web",
+}
+
+
 def test_the_best_of_some_values():
     found = Best("held_out of x")
     for step, value in enumerate([math.nan, 3.0, 3.0, math.inf, 2.0, 2.5, math.nan]):
@@ -144,7 +154,12 @@ def test_another_metric_starts_anew(config_file, tmp_path):
 def test_what_cannot_be_judged(fields, said):
     with pytest.raises(ConfigError, match=said):
         check(replace(Config(), **fields))
-    check(replace(Config(), **{"optimizer.ema_decay": 0.9, "checkpoint.best": "ema"}))
+    check(replace(Config(), **OF_EMA))
+
+
+def test_programs_that_train_nothing_take_such_a_config():
+    """They have no moving average, no evaluation and no checkpoints."""
+    check(config_for_sampling(replace(Config(), **OF_EMA)))
 
 
 def test_a_best_of_the_wrong_form_is_damage():

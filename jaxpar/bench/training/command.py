@@ -259,8 +259,11 @@ def main(argv: Sequence[str]) -> int:
     cfg, environment = rendezvous.join(cfg)
     cfg = dataclasses.replace(
         cfg,
-        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # only for the card
-        evaluation=dataclasses.replace(cfg.evaluation, every=0),
+        checkpoint=dataclasses.replace(
+            cfg.checkpoint, every=0, keep_every=0, best="", resume="auto"
+        ),
+        evaluation=dataclasses.replace(cfg.evaluation, every=0, sets="", test=False),
+        train=dataclasses.replace(cfg.train, early_stop_patience=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from="", record_routing=""),
     )
     profiled.check_profiler(options.profiler, options.trace)

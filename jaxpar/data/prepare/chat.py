@@ -99,6 +99,29 @@ class ChatEncoder:
         flags = [np.full(len(part), flag) for part, (_, flag) in zip(ids, pieces, strict=True)]
         return Conversation(np.concatenate(ids), np.concatenate(flags))
 
+    @classmethod
+    def fits(cls, name: str, tokenizer: Tokenizer) -> bool:
+        """Return whether a tokenizer has the special tokens of a template."""
+        used = TEMPLATES[name]
+        pieces = (*used.begin, *used.head, used.end, *used.tail)
+        special = (piece for piece in pieces if isinstance(piece, Special) and piece != EOS)
+        return all(tokenizer.id_of(piece) is not None for piece in special)
+
+    @property
+    def end_id(self) -> int:
+        """The id of the token that ends a message."""
+        return self._ids[self._template.end]
+
+    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Encode messages and the beginning of the assistant's answer: what training saw there."""
+        ids = self.encode(messages).ids.tolist()
+        for piece in self._template.head:
+            if isinstance(piece, Special):
+                ids.append(self._ids[piece])
+            else:
+                ids += map(int, self._tokenizer.encode(piece.replace("{role}", ASSISTANT)))
+        return ids
+
     def _pieces(self, messages: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
         """Yield special tokens and texts in order, each with whether it is a target."""
         template = self._template
