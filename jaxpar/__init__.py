@@ -1,3 +1,55 @@
-"""jaxpar: pure-functional pre-training of language models in JAX, sharded over one named mesh."""
+"""jaxpar: pure-functional pre-training of language models in JAX, sharded over one named mesh.
+
+The Python API is `jaxpar.api`, whose names are also here: docs/python_api.md. `import jaxpar`
+imports nothing else. A name is imported when it is first used, and JAX starts its devices when a
+`Trainer` is made, or a model loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpar.api.loading import generate, load_config, load_model, read_metrics
+    from jaxpar.api.trainer import Trainer
+    from jaxpar.config import Config, ConfigError
+    from jaxpar.inference.generation import Sampling
+    from jaxpar.training.callbacks import StopTraining
 
 __version__ = "0.1.0"
+
+#: The module of each name of the API.
+_MODULES = {
+    "Config": "jaxpar.config",
+    "ConfigError": "jaxpar.config",
+    "Sampling": "jaxpar.inference.generation",
+    "StopTraining": "jaxpar.training.callbacks",
+    "Trainer": "jaxpar.api.trainer",
+    "generate": "jaxpar.api.loading",
+    "load_config": "jaxpar.api.loading",
+    "load_model": "jaxpar.api.loading",
+    "read_metrics": "jaxpar.api.loading",
+}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Sampling",
+    "StopTraining",
+    "Trainer",
+    "generate",
+    "load_config",
+    "load_model",
+    "read_metrics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -160,7 +160,9 @@ def _mark(chart: Chart, tick: Tick) -> Element:
     kind = tick.kind.replace(" ", "-")
     shape = e("path", d=_SHAPES[tick.kind])
     color = color_of(tick.run)
-    return e("g", e("title", tick.text), shape, class_=f"mark {kind} {color}", transform=place)
+    script = {"data-run": tick.run, "data-at": tick.x}
+    named = e("title", tick.text)
+    return e("g", named, shape, class_=f"mark {kind} {color}", transform=place, **script)
 
 
 def mark_sign(kind: str) -> Element:

@@ -42,14 +42,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3 by default, or another family."""
+    """The decoder: Llama 3 by default; docs/families.md lists others."""
 
     num_layers: int = 4
     """Number of transformer layers."""
     layer_pattern: str = ""
     """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). M: Mamba-2. -: a feed-forward layer; other layers then have none
-    (Nemotron-H). Empty: attention in all layers."""
+    (Qwen3-Next: GGG*). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers
+    have no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -85,7 +85,7 @@ class ModelConfig:
     """Biases on the three projections of each expert (gpt-oss). Shared experts have none."""
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
-    GLU of width num_shared_experts * d_ff."""
+    feed-forward of width num_shared_experts * d_ff."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
     each token (Qwen3-Next)."""
@@ -93,7 +93,7 @@ class ModelConfig:
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
-    """Width of the feed-forward layer in layers without experts. None: d_ff."""
+    """Width of the feed-forward in dense_layers, or in layers of kind - beside E. None: d_ff."""
     moe_every: int = 1
     """Every Nth layer has experts (Llama 4 Maverick: 2), and dense_layers is the number of the
     others. 1: all layers but the first dense_layers."""
@@ -168,8 +168,8 @@ class ModelConfig:
     mlp_bias: bool = False
     """Biases on the feed-forward projections."""
     mlp_gate: bool = True
-    """The feed-forward is a gated linear unit, of three matrices. False: act(x W_up) W_down, of two
-    (GPT-3)."""
+    """The feed-forward, or each expert, is a gated linear unit, of three matrices. False:
+    act(x W_up) W_down, of two (GPT-3, Nemotron 3)."""
     sliding_window: int | None = None
     """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
     attention_chunk: int | None = None
@@ -192,6 +192,12 @@ class ModelConfig:
     """Gated DeltaNet: width of a query or key."""
     linear_value_head_dim: int = 32
     """Gated DeltaNet: width of a value."""
+    linear_allow_neg_eigval: bool = False
+    """Gated DeltaNet: rates of a write of up to 2 instead of 1, so that a state may change its sign
+    along a key (OLMo Hybrid)."""
+    linear_norm_eps: float | None = None
+    """Gated DeltaNet: added to the mean square in the RMSNorm of a head's output. None: norm_eps
+    (Qwen3-Next)."""
     mamba_num_heads: int = 8
     """Mamba-2: heads, each with a state [mamba_state_size, mamba_head_dim]."""
     mamba_head_dim: int = 32
@@ -220,6 +226,10 @@ class ModelConfig:
     post_norms: bool = False
     """Apply RMSNorm also to the outputs of attention and feed-forward, before the residual
     addition (Gemma)."""
+    recurrent_norms: Literal["alike", "before"] = "alike"
+    """Norms in recurrent layers. alike: as pre_norms and post_norms say of all layers. before: of
+    the inputs of both branches, and none of outputs, whatever layers with attention have
+    (OLMo Hybrid)."""
     norm_offset: bool = False
     """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
@@ -279,6 +289,11 @@ class ModelConfig:
         if self.kv_lora_rank:
             return self.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)
+
+    @property
+    def delta_norm_eps(self) -> float:
+        """The eps of the norm of Gated DeltaNet's output."""
+        return self.norm_eps if self.linear_norm_eps is None else self.linear_norm_eps
 
     @property
     def attention_scale(self) -> float:

@@ -8,22 +8,9 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpar.config.metrics_schema import MetricsConfig
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
-
-    tensorboard: bool = True
-    """Write event files for TensorBoard to RUN/tensorboard."""
-    wandb: str = ""
-    """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
-    prometheus_port: int = 0
-    """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
-    prometheus_address: str = "127.0.0.1"
-    """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +62,7 @@ class TrainConfig:
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
     early_stop_patience: int = 0
-    """Evaluations in a row without a lower loss of checkpoint.best after which the run ends. 0: it
-    never ends early."""
+    """Evaluations in a row without a lower loss of checkpoint.best that end the run. 0: never."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
@@ -248,6 +234,9 @@ class OptimizerConfig:
     until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
+    schedule_as_input: bool = False
+    """Give the learning rates to the compiled step as an input, so that runs that differ in their
+    schedule share a program (jaxpar.sweep sets it). False: the schedule is compiled into it."""
     beta1: float = 0.9
     """Decay rate of the first moment (the momentum of sgd). adafactor has none with 0."""
     beta2: float = 0.95
@@ -263,8 +252,7 @@ class OptimizerConfig:
     second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of adamw's second moment."""
     ema_decay: float = 0.0
-    """Decay rate of an exponential moving average of the weights, such as 0.999, which is kept in
-    the state and has a held-out loss of its own. 0: none."""
+    """Decay rate of a moving average of the weights (EMA), such as 0.999. 0: none."""
     ema_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
@@ -298,8 +286,7 @@ class CheckpointConfig:
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
     best: str = ""
-    """Also keep the checkpoint with the lowest loss on this: held_out, ema, or a name of
-    evaluation.sets. It is saved when it is evaluated. Empty: none."""
+    """Also keep the one with the lowest loss on held_out, ema or a set's name. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""
@@ -347,8 +334,7 @@ class EvaluationConfig:
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
     sets: str = ""
-    """Further sets to evaluate on, each with its own loss: NAME=PATH,NAME=PATH. PATH:SPLIT takes
-    another split than evaluation.split. Empty: none."""
+    """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
 

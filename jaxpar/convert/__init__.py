@@ -1,7 +1,7 @@
 """Imports and exports published models (`python -m jaxpar.convert`), and loads them onto a mesh.
 
 hf/families       a table for each family         hf/tensor_layout  the notation of the tables
-hf/config         config.json to ModelConfig      hf/layer_keys     config.json: RoPE and windows
+hf/config         config.json to ModelConfig      hf/keys           groups of its keys
 hf/folder         finds and checks tensors        run_arrays        a checkpoint, box by box
 hf/importing      from-hf                         hf/exporting      to-hf
 peft/importing    from-peft                       peft/exporting    to-peft

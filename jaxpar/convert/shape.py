@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.config.layout.layer_kinds import EXPERTS
 from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, REQUIRED, family_of, model_of, named_family
 from jaxpar.convert.hf.config_file import CONFIG_FILE, HOLDS, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.convert.hf.hybrid_families import NEMOTRON_H_EXPERTS
 from jaxpar.model.flops import num_params
 from jaxpar.runtime import hub
 
@@ -19,6 +21,7 @@ from jaxpar.runtime import hub
 #: none of.
 HARMLESS = frozenset(
     """_name_or_path _sliding_window_pattern experts_per_token hidden_act
+    linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
     initial_context_length activation_dropout architectures aux_loss_alpha attention_dropout
     attn_pdrop auto_map
     bos_token_id cache_implementation classifier_dropout dtype embd_pdrop embedding_dropout
@@ -30,6 +33,23 @@ HARMLESS = frozenset(
     task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id
     use_cache""".split()
 )
+
+
+#: Keys of Nemotron-H that do not change what a model computes: its layers' letters, which the model
+#: has in its own form, Mamba's steps, of the initialization or for decoding, and layers for
+#: multi-token prediction.
+OF_LETTERS = frozenset(
+    """hybrid_override_pattern layers_block_type time_step_min time_step_max time_step_floor
+    time_step_rank chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap
+    mtp_hybrid_override_pattern mtp_layers_block_type norm_eps num_logits_to_keep
+    num_nextn_predict_layers partial_rotary_factor rescale_prenorm_residual residual_in_fp32
+    use_mamba_kernels""".split()
+)
+
+#: Keys about experts, which transformers writes for Nemotron-H without experts, too.
+UNREAD = {*NEMOTRON_H_EXPERTS.fields.values(), *NEMOTRON_H_EXPERTS.required} | {
+    NEMOTRON_H_EXPERTS.shared_width
+}
 
 
 def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
@@ -45,9 +65,10 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     found = hub.find(named, "model.from", (CONFIG_FILE,), rule, fix)
     values = read_config_json(Path(found.folder))
     table = family_of(values)
-    if family is not None and named_family(family, "model.family") is not table:
-        rule = f"is not the family of {named}, which is {table.model_type}"
-        raise ConfigError("model.family", family, rule, f"use --model.family {table.model_type}")
+    kind = table.model_type
+    if family is not None and named_family(family, like, "model.family").model_type != kind:
+        rule = f"is not the family of {named}, which is {kind}"
+        raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
     _refuse_unknown(values, table)
     published = model_of(values, table)
     free = {name: getattr(like, name) for name in FREE_MODEL_FIELDS if name in _OF_COMPUTATION}
@@ -78,11 +99,11 @@ def _refuse_unknown(values: Values, family: Family) -> None:
     known |= family.equal_keys.keys()
     known |= HARMLESS | REQUIRED.keys() | HOLDS.keys() | set(COMMON.values())
     known |= {"n_group", "topk_group"} if "topk_method" in family.required else set()
+    known |= {family.shared_width} - {""}
     known |= {"no_rope_layers"} if family.nope else set()
     known |= {"moe_layers"} if family.chunked else set()
-    if family.letters:  # Mamba's steps: of the initialization, or for decoding
-        known |= {"hybrid_override_pattern", "layers_block_type", "time_step_min", "time_step_max"}
-        known |= {"time_step_floor", "time_step_rank", "chunk_size"}
+    known |= OF_LETTERS if family.letters else set()
+    known |= set(UNREAD) if family.letters and EXPERTS not in family.letters else set()
     for key, value in values.items():
         if key not in known and value is not None:
             rule = f"is not a key of {family.model_type} that jaxpar knows: it may change the model"

@@ -7,15 +7,8 @@ from jaxpar.convert.hf.entries import of_dense_layers
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 
-#: Fields that `torch_model` does not read, and their only values.
-FIXED = {
-    "attention": "softmax",
-    "attention_chunk": None,
-    "qk_norm_gain": True,
-    "nope_query_beta": 0.0,
-    "router_scales_input": False,
-    "moe_every": 1,
-}
+#: Fields that `torch_model` does not read, and their only values: functions of your own.
+FIXED = {"attention": "softmax"}
 
 _LAYER = "layers.{L}."
 
@@ -114,6 +107,13 @@ _FEED_FORWARD = (
 )
 
 
+#: Dense layers beside layers with experts have their own width.
+_DENSE = tuple(
+    dataclasses.replace(a, ours=a.ours.replace("F", "W"), theirs=a.theirs.replace("F", "W"))
+    for a in _FEED_FORWARD
+)
+
+
 def _of_stack(stack: str, letter: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of another stack of layers than `layers`, whose index is a letter."""
     return tuple(
@@ -136,7 +136,8 @@ PLAIN = Family(
         *of_dense_layers((*_NORMS, *_ATTENTION, *_FEED_FORWARD)),
         *_of_stack("delta_layers", "J", (*_NORMS, *_DELTA_NET, *_FEED_FORWARD)),
         *_of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
-        *_of_stack("mlp_layers", "U", _FEED_FORWARD),
+        *_of_stack("mlp_layers", "U", _DENSE),
+        *_of_stack("moe_layers", "O", _FEED_FORWARD),
     ),
     fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name not in FIXED},
     fixed=FIXED,

@@ -1,6 +1,5 @@
 """Scores a model: its loss on text, and its results on tasks of the Evaluation Harness."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,10 +13,12 @@ from jaxpar import checkpoint
 from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
-from jaxpar.inference.load import load, load_params_of
+from jaxpar.inference.follow import follow
+from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.text_loss import text_loss
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class EvaluateOptions:
     """Maximum number of questions per task. None: all."""
     output: str | None = None
     """JSON file for all results."""
+    follow: bool = False
+    """Evaluate each checkpoint of a run that trains as it is saved, until the run has ended."""
+    poll_seconds: Annotated[int, Range(1, 86_400, 10)] = 10
+    """With --follow, seconds between two looks for checkpoints."""
 
 
 def check(options: EvaluateOptions) -> None:
@@ -67,6 +72,10 @@ def check(options: EvaluateOptions) -> None:
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "use the folder with the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
+    for name, value in (("step", options.step), ("output", options.output)):
+        if options.follow and value is not None:
+            rule = "has no meaning with --follow, which evaluates every checkpoint"
+            raise ConfigError(f"--{name}", value, rule, "remove the option")
     place = rendezvous.detect_peers()
     if options.output is not None and (place is None or place.process_id == 0):  # which writes it
         _check_output(options.output)
@@ -89,45 +98,57 @@ def _check_output(name: str) -> None:
 def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
     """Compute the loss, and run the tasks. Returns the results of the harness, with "text_loss".
 
+    With `follow`, this is done for each checkpoint, and the last results are returned.
+
     Raises:   ConfigError for an unknown task, and as `check`, `text_loss` and `load`.
     """
     check(options)
-    step = checkpoint.step_of(options.run, options.step)  # of a run that goes on, the same for all
-    options = dataclasses.replace(options, step=step)
+    known = _task_manager(options) if options.tasks else None
+    if not options.follow:
+        step = checkpoint.step_of(options.run, options.step)
+        return _evaluate(options, step, known, log)
+    last: dict[str, Any] = {}
+
+    def of_step(step: int) -> dict[str, Any]:
+        last.update(_evaluate(options, step, known, log))
+        return last
+
+    follow(options.run, of_step, log, options.poll_seconds)
+    return last
+
+
+def _evaluate(
+    options: EvaluateOptions, step: int | None, known: Any, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Evaluate a checkpoint. Args:     known: from `_task_manager`, with tasks."""
     results: dict[str, Any] = {}
+    where = options.run, step, options.tensor
     if options.split is not None:
-        where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
         loaded = load_params_of(*where, log, options.weights)
         how = options.data, options.split, options.sequences, options.batch_size
         score = text_loss(loaded, *how, log)
         results["text_loss"] = {"data": options.data, "split": options.split, **score._asdict()}
         del loaded
     if options.tasks:
-        results |= _on_tasks(options, log)
+        model = load(*where, log, weights=options.weights)
+        results |= _on_tasks(options, model, known, log)
     if options.output is not None and peers.rank() == 0:
         text = json.dumps(results, indent=2, default=str)
         Path(options.output).write_text(text + "\n", "utf-8")
     return results
 
 
-def _on_tasks(options: EvaluateOptions, log: Callable[[str], None]) -> dict[str, Any]:
+def _on_tasks(
+    options: EvaluateOptions, model: LoadedModel, known: Any, log: Callable[[str], None]
+) -> dict[str, Any]:
     """Run the tasks of the harness."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
-    import lm_eval.tasks
     import lm_eval.utils
 
     from jaxpar.inference.lm_eval import HarnessModel
 
-    known = lm_eval.tasks.TaskManager(include_path=options.include_path)
-    missing = [name for name in options.tasks if name not in known.all_tasks]
-    if missing:
-        fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
-        raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
-    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
-    model = HarnessModel(load(*where, log, weights=options.weights), options.batch_size)
     results = lm_eval.simple_evaluate(
-        model=model,
+        model=HarnessModel(model, options.batch_size),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
         limit=options.limit,
@@ -137,3 +158,17 @@ def _on_tasks(options: EvaluateOptions, log: Callable[[str], None]) -> dict[str,
     )
     log(lm_eval.utils.make_table(results))
     return results
+
+
+def _task_manager(options: EvaluateOptions) -> Any:
+    """Read the harness's tasks. Raises:   ConfigError for an unknown one."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with stage("importing the Evaluation Harness and its list of tasks"):
+        import lm_eval.tasks
+
+        known = lm_eval.tasks.TaskManager(include_path=options.include_path)
+    missing = [name for name in options.tasks if name not in known.all_tasks]
+    if missing:
+        fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
+        raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
+    return known

@@ -61,17 +61,23 @@ class SampleOptions:
 def check(options: SampleOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     how = options.sampling
-
-    def require(ok: bool, name: str, value: Any, rule: str, fix: Any) -> None:
-        if not ok:
-            raise ConfigError(name, value, rule, f"use {name} {fix}")
-
     require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
     check_ranges(options)
     rule = f"stores texts in a run's folder, but {options.run} has no checkpoint"
     runs = not options.save or bool(checkpoint.saved_steps(options.run))
     require(runs, "--save", True, rule, "only with a run")
+    check_sampling(how)
+
+
+def require(ok: bool, name: str, value: Any, rule: str, fix: Any) -> None:
+    """Raises:   ConfigError about an option, unless `ok`."""
+    if not ok:
+        raise ConfigError(name, value, rule, f"use {name} {fix}")
+
+
+def check_sampling(how: Sampling) -> None:
+    """Raises:   ConfigError for a temperature or a `top_p` that cannot work."""
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
     require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0 and at most 1", "0.95")
@@ -172,7 +178,9 @@ def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokeni
 
 def _whole(made: Iterator[list[list[int]]], prompts: Sequence[Any]) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in prompts]
-    for new in made:
-        for row, ids in zip(rows, new, strict=True):
-            row.extend(ids)
+    with stage("generating") as now:
+        for new in made:
+            for row, ids in zip(rows, new, strict=True):
+                row.extend(ids)
+            now.at(f"token {max(map(len, rows)):,}")
     return rows

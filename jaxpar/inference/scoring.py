@@ -1,5 +1,6 @@
 """Scores texts: the log probability of each token, given the tokens before it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ POSITIONS = 128
 type Scores = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 
 
+@functools.cache  # compiled once for all checkpoints of a run
 def make_scores(cfg: Config, mesh: Mesh) -> Scores:
     """Make the compiled (weights, tokens int32 [B, T]) -> scores of tokens 1 to T - 1.
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
@@ -47,7 +50,7 @@ def text_loss(
     there, known = sum(loader.sequences_per_epoch), model.cfg.evaluation.num_batches
     wanted = sequences or known * model.cfg.train.global_batch_size
     number = min(wanted, there)
-    step = make_eval_step(cfg, model.mesh, loader.max_documents)
+    step = _eval_step(cfg, model.mesh, loader.max_documents)
     name = cfg.data.held_out or ", ".join(share.path for share in shares(cfg))
     with stage(f"evaluating on {split} of {name}"):
         loss = mean_loss(step, model.params, _first(loader, number, batch_size))
@@ -60,9 +63,19 @@ def text_loss(
     return score
 
 
+@functools.cache
+def _eval_step(cfg: Config, mesh: Mesh, most: int) -> Any:
+    """Return the evaluation step, which is compiled once for all checkpoints of a run."""
+    return make_eval_step(cfg, mesh, most)
+
+
 def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config:
     """Return the model's config with this dataset and batch size."""
-    values = {"train.global_batch_size": batch_size}
+    values = {
+        "train.global_batch_size": batch_size,
+        "train.batch_schedule": "",
+        "data.length_schedule": "",
+    }
     if data is None:
         if model.step is None:
             rule = "is needed: a published model has no data of its own"

@@ -300,7 +300,7 @@ def _of_cache(context: AttentionContext, held: jax.Array) -> AttentionMask:
 
 
 def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
-    return NormOutput(norm.named_norm(x, w, name, m) if m.pre_norms else x)
+    return NormOutput(norm.named_norm(x, w, name, m) if name in w else x)
 
 
 def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
+from jaxpar.kernels.activation import Activation, activated
 from jaxpar.kernels.float8.amax import WithAmax
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, Glu, SwiGLU
 from jaxpar.kernels.norm import NormOutput
@@ -55,6 +56,20 @@ def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | 
         return swiglu(halves[0], h.scale)  # scales rows as it reads them
     gate, up = map(h.scaled, halves)
     return glu_of(m).hidden(gate, up)
+
+
+def hidden_of(m: ModelConfig, *into: jax.Array) -> jax.Array:
+    """Compute hidden values of gate and up, or without `model.mlp_gate` of up alone."""
+    if m.mlp_gate:
+        return glu_of(m).hidden(*into)
+    (up,) = into
+    return activated(up, plain_activation(m))
+
+
+def plain_activation(m: ModelConfig) -> Activation:
+    """Return the activation of a feed-forward without a gate."""
+    assert m.activation != "clamped_swiglu"  # `config/rules/model.py`
+    return m.activation
 
 
 def glu_of(m: ModelConfig) -> Glu:

@@ -16,7 +16,13 @@ that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, kinds, num_attention_layers
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    MAMBA,
+    kinds,
+    kinds_with_experts,
+    num_attention_layers,
+)
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -35,9 +41,9 @@ def num_matmul_params(model: ModelConfig) -> int:
     """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
     table = model.vocab_size * model.d_model
     others = max(model.num_experts - model.experts_per_token, 0)
-    others *= model.num_layers - model.dense_layers + model.mtp_depth
-    D, F = model.d_model, model.d_ff
-    not_taken = others * (3 * D * F + model.expert_bias * (2 * F + D))
+    others *= len(kinds_with_experts(model)) + model.mtp_depth
+    D, F, matrices = model.d_model, model.d_ff, 3 if model.mlp_gate else 2
+    not_taken = others * (matrices * D * F + model.expert_bias * (2 * F + D))
     again = model.mtp_depth * table  # each module multiplies with the head
     looked_up = (0 if model.tie_embeddings else table) + model.max_positions * D
     return num_params(model) + again - not_taken - looked_up

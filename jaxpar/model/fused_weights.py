@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import ATTENTION, STACKS, dense_places
+from jaxpar.config.layout.layer_kinds import STACKS, dense_places
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
@@ -165,19 +165,22 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     split = _split_layers if scan else _unstack
-    chunks: tuple = split(params["layers"], v)
+    chunks: tuple[Any, ...]
     if pattern := cfg.model.layer_pattern:
-        others = {kind: params.get(STACKS[kind]) for kind in set(pattern) - {ATTENTION}}
-        count = len(chunks[0]) // pattern.count(ATTENTION) if not scan else 0
+        periods = cfg.model.num_layers // (len(pattern) * cfg.parallel.pipeline * v)
         by_kind = {
-            kind: split(w, v) if w else _nothing(count * pattern.count(kind), v, scan=scan)
-            for kind, w in others.items()
+            kind: split(params[STACKS[kind]], v)
+            if params.get(STACKS[kind])
+            else _nothing(periods * pattern.count(kind), v, scan=scan)
+            for kind in sorted(set(pattern))
         }
-        chunks = _in_order({ATTENTION: chunks} | by_kind, pattern, v, scan=scan)
+        chunks = _in_order(by_kind, pattern, v, scan=scan)
+    else:
+        chunks = split(params["layers"], v)
     if dense := cfg.model.dense_layers - before:  # unrolled layers, in a single chunk
         stack = params.get("dense_layers")
         of_dense = _each_layer(stack, dense) if stack else ({},) * dense
-        chunks = (_placed(of_dense, chunks[0], dense_places(cfg.model)),)
+        chunks = (_placed(of_dense, tuple(chunks[0]), dense_places(cfg.model)),)
     of_layer = functools.partial(_fuse_layer, ex=ex, stacked=scan)
     return {"top": top, "layers": map_layers(of_layer, chunks)}
 

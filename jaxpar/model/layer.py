@@ -111,16 +111,17 @@ class Branch:
     ) -> tuple[jax.Array, NormOutput]:
         """Return x and its norm. Use the returned x, so that one pass computes both gradients.
 
-        Without `model.pre_norms`, the norm is x itself.
+        In layers without norms of inputs (`layer_kinds.norms_of`), the norm is x itself.
         """
-        if not ex.cfg.model.pre_norms:
+        if self.norm not in vectors:
             return x, NormOutput(x)
         return norm_of_stream(x, vectors, self.norm, ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
-        """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
+        """Add the branch's output and its bias to x, after a norm if the layer has one of it."""
         out = linear.add_bias(out, vectors.get(self.bias or ""))
-        out = norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out)
+        last = vectors.get(self.post_norm)
+        out = _added_by_norm(out) if last is None else norm(out, last, m)
         x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
         return named(x, self.saved_as) if self.saved_as else x
 

@@ -13,6 +13,7 @@ Source:   Hu et al. 2021 (2106.09685), section 4.1.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from typing import Any
@@ -117,6 +118,18 @@ def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
         return y
     with jax.named_scope("adapters"):
         return y + (x @ w[name + A].astype(x.dtype)) @ w[name + B].astype(x.dtype)
+
+
+def add_side_by_side(y: jax.Array, x: Any, w: Tree, names: tuple[str, ...]) -> jax.Array:
+    """Add adapters to products of x with several matrices, which are side by side in y.
+
+    Args:     names: of the matrices, in order. All or none have adapters. Others as `add`.
+    """
+    if names[0] + A not in w:
+        return y
+    ends = itertools.accumulate(w[name + B].shape[-1] for name in names[:-1])
+    parts = zip(jnp.split(y, list(ends), axis=-1), names, strict=True)
+    return jnp.concatenate([add(part, x, w, name) for part, name in parts], axis=-1)
 
 
 def with_frozen_base(w: Tree) -> Tree:

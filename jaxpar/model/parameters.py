@@ -11,11 +11,13 @@ from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
-    FEED_FORWARD,
+    FEED_FORWARDS,
     MAMBA,
     STACKS,
+    has_experts,
     has_feed_forward,
     kinds,
+    norms_of,
 )
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
@@ -45,10 +47,11 @@ def param_specs(
     of_kinds = kinds(m)
     layers = functools.partial(_layers, m, spread=spread)
     specs = blocks_with_top(m, layers(of_kinds.count(ATTENTION) - m.dense_layers))
+    dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
     for kind in sorted(set(of_kinds) - {ATTENTION}):
-        specs[STACKS[kind]] = layers(of_kinds.count(kind), kind)
+        of_kind = m if has_experts(m, kind) else dense
+        specs[STACKS[kind]] = _layers(of_kind, of_kinds.count(kind), kind, spread=spread)
     if m.dense_layers:
-        dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
         specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
@@ -77,7 +80,7 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
     def gain(shape, axes):
         return vector(shape, axes, init_of_gains(m))
 
-    has_mixer, feeds_forward = kind != FEED_FORWARD, has_feed_forward(m, kind)
+    has_mixer, feeds_forward = kind not in FEED_FORWARDS, has_feed_forward(m, kind)
     branches = ("attn",) * has_mixer + ("mlp",) * feeds_forward
     blocks: Tree = {}
     if kind == DELTA_NET:
@@ -88,12 +91,13 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
         blocks = latent_attention.specs(m, matrix, gain, deep)
     elif has_mixer:
         blocks = _attention(m, matrix, vector, deep)
-    if m.pre_norms:
+    pre_norms, post_norms = norms_of(m, kind)
+    if pre_norms:
         norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
         blocks |= {name: gain((D,), ("norm",)) for name in norms}
         if m.norm == "layer":
             blocks |= {f"{name}_bias": vector((D,), ("norm",), "zeros") for name in norms}
-    if m.post_norms:
+    if post_norms:
         blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
     if not feeds_forward:
         return blocks
@@ -164,16 +168,17 @@ def _experts(
         blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
     if m.router_linear_bias:
         blocks["b_router"] = vector((E,), ("router",), "zeros")
-    for name in ("w_gate", "w_up"):
-        blocks[name] = matrix((E, D, F), (which, "expert_embed", wide))
+    into = ("gate", "up") if m.mlp_gate else ("up",)
+    for name in into:
+        blocks[f"w_{name}"] = matrix((E, D, F), (which, "expert_embed", wide))
     blocks["w_down"] = matrix((E, F, D), (which, wide, "expert_embed"), deep)
     if m.expert_bias:
         blocks |= {n: vector((E, F), (which, wide), "zeros") for n in ("b_gate", "b_up")}
         # Every device adds those of its tokens, whichever device has the experts.
         blocks["b_down"] = vector((E, D), ("router", "norm"), "zeros")
     if shared := m.num_shared_experts * F:
-        for name in ("w_shared_gate", "w_shared_up"):
-            blocks[name] = matrix((D, shared), ("embed", "mlp"))
+        for name in into:
+            blocks[f"w_shared_{name}"] = matrix((D, shared), ("embed", "mlp"))
         blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
     if m.shared_expert_gate:
         gate = vector((D,), ("norm",), "normal")

@@ -81,11 +81,10 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     """Return the parameters after the update of `router_bias` for the loads of a batch."""
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    found, count = dict(params), len(params["layers"]["router_bias"])
-    for stack, part in (("layers", change[:count]), ("mtp", change[count:])):
-        if stack in params:
-            bias = params[stack]["router_bias"] + part
-            found[stack] = params[stack] | {"router_bias": bias}
+    found, stacks = dict(params), recurrent.stacks_of_biases(params, cfg.model)
+    for stack in set(stacks):
+        part = change[jnp.array([i for i, name in enumerate(stacks) if name == stack])]
+        found[stack] = params[stack] | {"router_bias": params[stack]["router_bias"] + part}
     return found
 
 
@@ -166,6 +165,9 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
     A layer without a rotary embedding has rope_fraction 0.
     """
+    if m.layer_pattern and m.recurrent_norms == "before":
+        recurs = m.layer_pattern[i % len(m.layer_pattern)] in "GM"
+        m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
     if m.global_every == 0:
@@ -274,6 +276,14 @@ def _feed_forward(h, w: Tree, m: ModelConfig):
     return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
+def _hidden(m: ModelConfig, *into):
+    """Compute hidden values of gate and up, or of up alone."""
+    if not m.mlp_gate:
+        return gpt.activated(into[0], m.activation)
+    gate, up = into
+    return _gated(gate, up, m)
+
+
 def _gated(gate, up, m: ModelConfig):
     if m.activation != "clamped_swiglu":
         return gpt.activated(gate, m.activation) * up
@@ -292,12 +302,13 @@ def _experts(h, w: Tree, m: ModelConfig):
     if m.router_scales_input:
         x, of_each = h[:, :, None] * weight[..., None], "bted,edf->btef"
         weight = jnp.where(used, 1.0, 0.0)
-    gate, up = (jnp.einsum(of_each, x, w["w_" + n]) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
-    out = jnp.einsum("btef,efd,bte->btd", _gated(gate, up, m), w["w_down"], weight)
+    into = ("gate", "up") if m.mlp_gate else ("up",)
+    of_all = (jnp.einsum(of_each, x, w["w_" + n]) + w.get("b_" + n, 0.0) for n in into)
+    out = jnp.einsum("btef,efd,bte->btd", _hidden(m, *of_all), w["w_down"], weight)
     out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
-        gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
-        shared = _times(_gated(gate, up, m), w, "w_shared_down")
+        shared = _hidden(m, *(_times(h, w, "w_shared_" + n) for n in into))
+        shared = _times(shared, w, "w_shared_down")
         if m.shared_expert_gate:
             shared = shared * jax.nn.sigmoid(h @ w["w_shared_router"])[..., None]
         out = out + shared

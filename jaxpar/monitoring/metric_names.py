@@ -59,6 +59,9 @@ METRICS = {
     "set_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
     "test_loss": Metric("evaluation", "nats per token", "of the test split, after the last step"),
     "test_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
+    "task_scores": Metric("evaluation", "", "by task and metric, from a follower"),
+    "followed_loss": Metric("evaluation", "nats per token", "of the split that a follower reads"),
+    "followed_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
     "step_seconds": Metric("speed", "s", "mean step time since the last record, without pauses"),
     "tokens_per_second": Metric("speed", "tokens/s", "all devices together"),
     "tokens_per_second_per_device": Metric("speed", "tokens/s", "per device"),
@@ -67,6 +70,12 @@ METRICS = {
     "data_wait_seconds": Metric("speed", "s", "mean wait of a step for its batch"),
     "host_seconds_median": Metric("speed", "s", "host time per step, in the median process"),
     "host_seconds_slowest": Metric("speed", "s", "the same, in the slowest process"),
+    "gpu_watts": Metric("GPUs", "W", "mean power of a GPU of process 0 since the last record"),
+    "gpu_clock_mhz": Metric("GPUs", "MHz", "clock of its slowest GPU's multiprocessors"),
+    "gpu_celsius": Metric("GPUs", "°C", "temperature of its hottest GPU"),
+    "gpu_memory_gib": Metric("GPUs", "GiB", "used on its fullest GPU, by all programs"),
+    "joules_per_token": Metric("GPUs", "J/token", "energy of its GPUs, for their share of tokens"),
+    "xid_errors": Metric("GPUs", "errors", "Xid errors of its GPUs since the run's start"),
     "memory_gib": Metric("memory", "GiB", "peak so far: fullest device, or the process on CPUs"),
 }
 

@@ -24,6 +24,7 @@ from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
+from jaxpar.monitoring.gpus import GpuReader
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
@@ -65,6 +66,10 @@ class MetricsWriter:
                   those of the config.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
+        #: Reads the power, clocks and errors of this process's GPUs; None: not recorded.
+        self.gpus: GpuReader | None = None
+        #: Called with every record, after it is written.
+        self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule, self.sizes = cfg, schedule, sizes or step_sizes(cfg)
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -153,6 +158,10 @@ class MetricsWriter:
             record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
         if self.epochs is not None:
             record["epochs"] = self.epochs(step + 1)
+        if self.gpus is not None:
+            here = jax.local_device_count() / self.devices
+            rate = record.get("tokens_per_second")
+            record |= self.gpus.metrics(None if rate is None else rate * here)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
@@ -199,6 +208,7 @@ class MetricsWriter:
         self.file.write(json.dumps(record) + "\n")
         if self.sinks is not None:
             self.sinks.write(record)
+        self.on_record(record)
 
     def evaluation(self, step: int, scores: Mapping[str, evaluations.Score]) -> None:
         """Record and print held-out losses.
@@ -216,6 +226,8 @@ class MetricsWriter:
         self.screen.close()
         self.file.close()
         self.loads.close()
+        if self.gpus is not None:
+            self.gpus.__exit__()
         if self.sinks is not None:
             self.sinks.close()
 

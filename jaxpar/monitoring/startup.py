@@ -3,6 +3,9 @@
 import os
 import time
 
+#: When the start-up began, by `time.perf_counter`, if it was not when this process started.
+_began: float | None = None
+
 
 class StartUp:
     """The phases of the start-up, in the order in which they ended.
@@ -11,6 +14,8 @@ class StartUp:
     """
 
     def __init__(self) -> None:
+        #: Whether the train step was read from the compilation cache.
+        self.from_cache = False
         self.seconds: dict[str, float] = {"python and devices": process_age()}
         self._last = time.perf_counter()
 
@@ -25,8 +30,17 @@ class StartUp:
         return f"first step done after {sum(self.seconds.values()):.1f} s: {parts}"
 
 
+def begin_now() -> None:
+    """Let the start-up begin now: for a run in a process that did something else before."""
+    global _began
+    _began = time.perf_counter()
+
+
 def process_age() -> float:
-    """Return the seconds since this process started; 0 if the system does not report it."""
+    """Return the seconds since this process started, or since `begin_now` was called; 0 if the
+    system does not report it."""
+    if _began is not None:
+        return time.perf_counter() - _began
     try:
         with open("/proc/self/stat") as file:
             started = int(file.read().rpartition(")")[2].split()[19])

@@ -123,6 +123,7 @@ def update(
     step: jax.Array,
     layers: jax.Array,
     ok: jax.Array | bool = True,
+    rates: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Update the trainable parameters once, on local shards.
 
@@ -130,17 +131,17 @@ def update(
               parameters. opt_state: with moments as stored. step: int32 scalar. layers: int32, the
               logical indices of this device's layers. ok: bool scalar; if False, parameters and
               state are returned unchanged, bit for bit. The selection needs no extra pass over
-              memory.
+              memory. rates: as in `make_optimizer`.
     Returns:  (parameters, opt_state), in the dtypes and memory spaces of the inputs.
     """
     rows = rows_of(specs, params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
-        return _update(cfg, specs, step, ok, *trees)
+        return _update(cfg, specs, step, ok, *trees, rates=rates)
     stacks = [[name] for name in STACKS.values() if name in params]
     top = [name for name in params if name not in STACKS.values()]
     parts = [
-        _in_slices(cfg, specs, step, ok, [_entries(tree, names) for tree in trees])
+        _in_slices(cfg, specs, step, ok, [_entries(tree, names) for tree in trees], rates)
         for names in (top, *stacks)
         if names
     ]
@@ -168,10 +169,11 @@ def _update(
     opt_state: Any,
     params: Any,
     rows: Any,
+    rates: jax.Array | None,
 ):
     """Update all rows of `params` at once, if `ok`, with moments on the device."""
     specs = _entries(specs, params)
-    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs, sharded=True)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs, sharded=True, rates=rates)
     in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
     exact = map_moments(in_full, opt_state)
     updates, exact = rule.update(grads, exact, params)
@@ -195,7 +197,12 @@ TOP_SLICES = 16
 
 
 def _in_slices(
-    cfg: Config, specs: Any, step: jax.Array, ok: Any, trees: Sequence[Any]
+    cfg: Config,
+    specs: Any,
+    step: jax.Array,
+    ok: Any,
+    trees: Sequence[Any],
+    rates: jax.Array | None,
 ) -> tuple[Any, Any]:
     """Apply `_update` slice by slice: stacked layers one layer at a time.
 
@@ -222,7 +229,8 @@ def _in_slices(
         # Every slice belongs to the same step, so counts come from before the loop.
         fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
         kept = map_moments(fetch, opt_state, carry[1])
-        new, kept = _update(cfg, specs, step, ok, here(grads), kept, here(carry[0]), here(rows))
+        local = here(grads), kept, here(carry[0]), here(rows)
+        new, kept = _update(cfg, specs, step, ok, *local, rates=rates)
         back = lambda _, __, new, a: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
         stored = map_moments(back, kept, carry[1])
         return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), stored

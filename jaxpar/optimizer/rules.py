@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import optax
 
 from jaxpar.config import OptimizerConfig, registry
 from jaxpar.optimizer.adafactor import adafactor
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.muon import muon
+from jaxpar.optimizer.rate_table import schedule_of
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.sharding.params import decay_mask
 
@@ -54,14 +56,20 @@ def rule_of(name: str) -> Rule:
 
 
 def make_optimizer(
-    cfg: OptimizerConfig, num_steps: int, specs: Any, *, sharded: bool = False
+    cfg: OptimizerConfig,
+    num_steps: int,
+    specs: Any,
+    *,
+    sharded: bool = False,
+    rates: jax.Array | None = None,
 ) -> Transformation:
     """Return the optax update rule, with decoupled weight decay on the matrices in `specs`.
 
     Args:     sharded: whether the arrays of an update are a device's shards, inside the step's
-              `shard_map`. If not, they are complete.
+              `shard_map`. If not, they are complete. rates: from `rate_table`; None: the schedule
+              is a part of the program.
     """
-    rate = learning_rate(cfg, num_steps)
+    rate = learning_rate(cfg, num_steps) if rates is None else schedule_of(rates)
     return rule_of(cfg.name).transformation(cfg, rate, specs, sharded=sharded)
 
 

@@ -2,10 +2,12 @@
 
 The report is a single HTML file that loads nothing else. It shows loss, speed and memory over steps
 and tokens, restarts, checkpoints and lost time, config, environment and samples. Several runs share
-the charts. The runs may still be in progress.
+the charts. The runs may still be in progress: --watch 30 keeps the page up to date.
 """
 
+import dataclasses
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +17,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.paths import check_path
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
@@ -36,6 +39,9 @@ class ReportOptions:
     """Run folders."""
     output: str | None = None
     """File to write. None: report.html in the run's folder, or here for several runs."""
+    watch: Annotated[int, Range(0, 86_400, 30)] = 0
+    """Write the file again every so many seconds, until the runs have ended; an open page reads it
+    again by itself. 0: write it once."""
 
 
 def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
@@ -54,8 +60,31 @@ def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
     for name in names:
         with stage(f"reading {name}"):
             runs.append(read_run(name))
-    _write(output, page(runs, datetime.now().astimezone()))
+    going = options.watch if any(_in_progress(run) for run in runs) else 0
+    _write(output, page(runs, datetime.now().astimezone(), live=going))
     return output, runs
+
+
+def _in_progress(run: RunRead) -> bool:
+    return not run.num_steps or run.last_step < run.num_steps
+
+
+def pause(seconds: float) -> None:
+    """Wait until the next look at the runs."""
+    time.sleep(seconds)
+
+
+def watch(options: ReportOptions) -> None:
+    """Write the report again and again, until all runs have reached their last step, or Ctrl-C.
+
+    The last page is one that does not read its file again.
+    """
+    print(f"watching   every {options.watch} s; Ctrl-C ends it", flush=True)
+    try:
+        while any(_in_progress(run) for run in report(options)[1]):
+            pause(options.watch)
+    except KeyboardInterrupt:
+        report(dataclasses.replace(options, watch=0))
 
 
 def where(output: str | None, names: Sequence[str]) -> Path:
@@ -101,6 +130,8 @@ def main(argv: Sequence[str]) -> None:
         remark = "" if run.series else ", no metrics yet"
         print(f"read       {run.name}: {run.last_step:,} steps{remark}")
     print(f"report     {output}, {output.stat().st_size / 1e3:,.0f} kB; open it in a browser")
+    if options.watch and any(map(_in_progress, runs)):
+        watch(options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Builds the charts over steps and tokens from the runs' series."""
+"""Builds the charts over steps from the runs' series, and the data to draw them again."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -11,14 +10,14 @@ from jaxpar.charts.chart import Chart, Line, Tick
 from jaxpar.charts.elements import e, table
 from jaxpar.charts.scale import Scale, scale_of, short
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.report.runs import OF_SETS, RunRead
+from jaxpar.report.runs import OF_FOLLOWERS, OF_SETS, RunRead
 from jaxpar.report.series import Point
 
 #: Rows per run in the table under a chart.
 MAX_ROWS = 12
 
-#: The two horizontal axes of a chart.
-VIEWS = ("steps", "tokens")
+#: Most points of the table of a run's hours by step.
+MAX_HOURS = 200
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Shown:
 SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
+    Shown("bits_per_byte", "Bits per byte of held-out text", least=0.0),
     Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
@@ -48,6 +48,9 @@ SHOWN = (
     Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
     Shown("data_wait_seconds", "Wait for data"),
+    Shown("gpu_watts", "Power of a GPU"),
+    Shown("gpu_clock_mhz", "Clock of the slowest GPU"),
+    Shown("joules_per_token", "Energy per token"),
     Shown("loss_scale", "Loss scale", log=True),
     Shown("fullest_expert", "Fullest expert"),
     Shown("fullest_rank", "Fullest rank of the expert axis"),
@@ -58,10 +61,19 @@ SHOWN = (
 
 
 def shown_of(runs: Sequence[RunRead]) -> list[Shown]:
-    """Return the charts of some runs: SHOWN, and one for each set of `evaluation.sets`."""
-    names = sorted({name for run in runs for name in run.series if name.startswith(OF_SETS)})
-    titles = {name: f"Held-out loss of {name.removeprefix(OF_SETS)}" for name in names}
-    return [*SHOWN, *(Shown(name, title) for name, title in titles.items())]
+    """Return the charts of some runs: SHOWN, one for each set of `evaluation.sets`, and one for
+    each result of followers."""
+    names = sorted({name for run in runs for name in run.series})
+    found = [
+        (n, f"Held-out loss of {n.removeprefix(OF_SETS)}") for n in names if n.startswith(OF_SETS)
+    ]
+    followed = {
+        "followed_loss": "Loss, from a follower",
+        "followed_bits_per_byte": "Bits per byte, from a follower",
+    }
+    for name in (name for name in names if name.startswith(OF_FOLLOWERS)):
+        found.append((name, followed.get(name, name.partition("/")[2].replace("/", ", "))))
+    return [*SHOWN, *(Shown(name, title) for name, title in found)]
 
 
 def points_of(run: RunRead, name: str) -> list[Point]:
@@ -87,22 +99,19 @@ def _unit(name: str) -> str:
 def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     metric = "loss" if shown.name == "last half" else shown.name
     unit = _unit(metric).replace("share", "%")
-    head = e("h3", shown.title, e("span", f" {unit}") if unit else None)
+    nats = {"data-nats": f" {unit}"} if shown.beside == "held_out_loss" else {}
+    head = e("h3", shown.title, e("span", f" {unit}", **nats) if unit else None)
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
-    for view in VIEWS:
-        if all(view == "steps" or run.tokens_per_step for run in runs):
-            drawn = e("div", _chart(runs, shown, view), class_=f"view by-{view}")
-            figure.append(drawn)
+    figure.append(e("div", _chart(runs, shown), class_="view"))
     figure.append(_table(runs, shown))
     return figure
 
 
-def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
+def _chart(runs: Sequence[RunRead], shown: Shown) -> Element:
     lines, ticks = [], []
     for index, run in enumerate(runs):
-        place = float if view == "steps" else run.tokens_at
-        lines += _lines(index, run, shown, place)
-        ticks += [Tick(index, m.kind, place(m.step), f"{run.name}: {m.text}") for m in run.marks]
+        lines += _lines(index, run, shown)
+        ticks += [Tick(index, m.kind, float(m.step), f"{run.name}: {m.text}") for m in run.marks]
     ends = [x for line in lines for x, _ in line.points]
     if shown.name == "last half":
         # The points cover all steps. The loss determines where the second half begins.
@@ -113,24 +122,23 @@ def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
         x = Scale(0.0, max(ends))
     y = scale_of(_heights(lines), least=shown.least, log=shown.log)
     about = "; ".join(_sentence(run, shown) for run in runs)
-    label = "steps" if view == "steps" else "tokens"
-    script = {"data-view": view, "data-metric": shown.name, "data-low": x.low, "data-high": x.high}
-    more = tuple(script.items())
-    full = Chart(shown.title, about, x, y, label, [li for li in lines if li.points], ticks, more)
+    script = {"data-metric": shown.name, "data-low": x.low, "data-high": x.high}
+    more = tuple((script | {"data-least": shown.least, "data-log": shown.log}).items())
+    full = Chart(shown.title, about, x, y, "steps", [li for li in lines if li.points], ticks, more)
     return chart.line_chart(full)
 
 
-def _lines(index: int, run: RunRead, shown: Shown, place: Callable[[int], float]) -> list[Line]:
+def _lines(index: int, run: RunRead, shown: Shown) -> list[Line]:
     points = points_of(run, shown.name)
-    main = [(place(p.step), p.smooth if shown.smooth else p.mean) for p in points]
-    band = [(place(p.step), p.low, p.high) for p in points]
+    main = [(float(p.step), p.smooth if shown.smooth else p.mean) for p in points]
+    band = [(float(p.step), p.low, p.high) for p in points]
     single = all(p.low == p.high for p in points)
     found = []
     if shown.smooth and single:
-        found.append(Line(index, [(place(p.step), p.mean) for p in points], "raw"))
+        found.append(Line(index, [(float(p.step), p.mean) for p in points], "raw"))
     found.append(Line(index, main, "line", () if single else band))
     if shown.beside:
-        beside = [(place(p.step), p.mean) for p in points_of(run, shown.beside)]
+        beside = [(float(p.step), p.mean) for p in points_of(run, shown.beside)]
         found.append(Line(index, beside, "dots"))
     return found
 
@@ -171,22 +179,62 @@ def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
     return e("details", e("summary", "Values"), table(names, rows))
 
 
-def hover_data(runs: Sequence[RunRead]) -> dict[str, Any]:
-    """Return the points of each run and metric that the script shows at the pointer."""
-    rounded = lambda value: float(f"{value:.5g}")  # noqa: E731
-    found = []
-    for run in runs:
-        metrics = {}
-        for name, smooth in itertools.chain(
-            ((s.name, s.smooth) for s in shown_of(runs)), [("held_out_loss", False)]
-        ):
-            points = points_of(run, name)
-            if points:
-                values = [rounded(p.smooth if smooth else p.mean) for p in points]
-                metrics[name] = {"x": [p.step for p in points], "y": values}
-                if run.sizes_change:
-                    metrics[name]["tokens"] = [run.tokens_at(p.step) for p in points]
-        tokens = run.tokens_per_step
-        found.append({"name": run.name, "tokens_per_step": tokens, "metrics": metrics})
+def page_data(runs: Sequence[RunRead]) -> dict[str, Any]:
+    """Return the data with which the script draws the charts again, and shows values.
+
+    Returns:  for each run: its name, tokens per step, steps and tokens if steps differ in size,
+              steps and hours since it began, bits per byte of a nat per token; and by metric the
+              steps `x` and values `y`. `m` has the means that are smoothed in `y`; `lo` and `hi`
+              the range of values, where it is more than one.
+    """
     beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}
-    return {"runs": found, "beside": beside}
+    return {"runs": [_run_data(run, shown_of(runs)) for run in runs], "beside": beside}
+
+
+def _run_data(run: RunRead, charts: Sequence[Shown]) -> dict[str, Any]:
+    metrics = {}
+    names = [(shown.name, shown.smooth) for shown in charts]
+    for name, smooth in (*names, ("held_out_loss", False)):
+        points = points_of(run, name)
+        if not points:
+            continue
+        found: dict[str, list[Any]] = {"x": [p.step for p in points]}
+        found["y"] = _rounded(p.smooth if smooth else p.mean for p in points)
+        if smooth:
+            found["m"] = _rounded(p.mean for p in points)
+        if any(p.low != p.high for p in points):
+            found |= {"lo": _rounded(p.low for p in points), "hi": _rounded(p.high for p in points)}
+        metrics[name] = found
+    tokens, bits = run.tokens_per_step, bits_per_nat(run)
+    about = {"name": run.name, "tokens_per_step": tokens, "bits": bits, "hours": hours_of(run)}
+    if run.sizes_change and "loss" in metrics:
+        steps = metrics["loss"]["x"]
+        about["tokens"] = steps, [run.tokens_at(step) for step in steps]
+    return about | {"metrics": metrics}
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def bits_per_nat(run: RunRead) -> float:
+    """Return the bits per byte of text of a loss of one nat per token; 0 if unknown."""
+    bits, nats = run.last.get("bits_per_byte", 0.0), run.last.get("held_out_loss", 0.0)
+    return bits / nats if bits > 0 and nats > 0 else 0.0
+
+
+def hours_of(run: RunRead) -> tuple[list[int], list[float]]:
+    """Return steps, ascending, and the hours since the run began at which they were done.
+
+    A step that a later attempt repeated counts when it was done last. Empty without events.
+    """
+    by_step: dict[int, float] = {}
+    for attempt in run.progress:
+        if attempt:
+            first = attempt[0][1]
+            by_step = {step: at for step, at in by_step.items() if step < first}
+            by_step |= {step: at for at, step in attempt}
+    kept = sorted(by_step.items())
+    every = -(-len(kept) // MAX_HOURS) or 1
+    kept = [*kept[:-1:every], *kept[-1:]]
+    return [step for step, _ in kept], [float(f"{at:.6g}") for _, at in kept]

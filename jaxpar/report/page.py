@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 import jaxpar
 from jaxpar.charts.chart import line_sign, mark_sign
 from jaxpar.charts.elements import e, html
-from jaxpar.report import charts, experts, facts, listing, profiles, times
+from jaxpar.report import charts, controls, experts, facts, listing, profiles, times
 from jaxpar.report.runs import KINDS, RunRead
 
 #: Kinds of lines and their meaning.
@@ -22,12 +22,13 @@ LINES = {
 }
 
 
-def page(runs: Sequence[RunRead], made: datetime) -> bytes:
+def page(runs: Sequence[RunRead], made: datetime, live: int = 0) -> bytes:
     """Build the page.
 
-    Args:     runs: at least one. made: the current time.
+    Args:     runs: at least one. made: the current time. live: seconds after which the page reads
+              its file again; 0: never.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _asset("page.css"), _asset("draw.js") + _asset("page.js")
     title = ", ".join(run.name for run in runs)
     head = e(
         "head",
@@ -40,13 +41,14 @@ def page(runs: Sequence[RunRead], made: datetime) -> bytes:
         e("style", style),
     )
     # Text in a script element is not escaped. Without "<" it cannot close the element.
-    data = json.dumps(charts.hover_data(runs)).replace("<", "\\u003c")
+    data = json.dumps(charts.page_data(runs)).replace("<", "\\u003c")
     body = e(
         "body",
-        _header(runs, made),
+        _header(runs, made, live),
         e("main", *_sections(runs)),
         e("script", data, type="application/json", id="data"),
         e("script", script),
+        **({"data-live": live} if live else {}),
     )
     return html(e("html", head, body, lang="en"))
 
@@ -64,9 +66,10 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _header(runs: Sequence[RunRead], made: datetime) -> Element:
+def _header(runs: Sequence[RunRead], made: datetime, live: int) -> Element:
     what = "Training report" if len(runs) == 1 else f"Training report, {len(runs)} runs"
     when = f"{made:%Y-%m-%d %H:%M} {made.tzname() or ''}".strip()
+    when += f", read again every {live} s" if live else ""
     return e("header", e("h1", what), e("p", f"{when}, jaxpar {jaxpar.__version__}"))
 
 
@@ -74,9 +77,11 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
     figures = [*charts.line_charts(runs), experts.loads(runs), experts.over_time(runs)]
     figures += [times.histogram(runs), times.progress(runs)]
     shown = [figure for figure in figures if figure is not None]
-    drawn = e("section", *(_view_choice(runs) if shown else []), class_="charts")
+    drawn = e("section", class_="charts")
     if not shown:
         drawn.append(e("p", "No steps have been logged yet.", class_="empty"))
+    if charts.line_charts(runs):
+        drawn.append(controls.bar(runs))
     drawn.append(_marks(runs))
     drawn.append(e("div", *shown, times.goodput(runs), class_="grid"))
     rest = [facts.predicted(runs), profiles.section(runs), facts.samples(runs), facts.config(runs)]
@@ -85,26 +90,12 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
     return [*compared, facts.cards(runs), drawn, *there, facts.environment(runs)]
 
 
-def _view_choice(runs: Sequence[RunRead]) -> list[Element]:
-    """Return two buttons that switch the axis, through CSS only."""
-    if not all(run.tokens_per_step for run in runs):
-        return []
-    label = lambda view, checked: e(  # noqa: E731
-        "label",
-        e("input", type="radio", name="view", id=f"view-{view}", checked=checked),
-        f"by {view}",
-    )
-    choice = e("fieldset", e("legend", "Charts"), label("steps", ""), label("tokens", None))
-    choice.set("class", "choice")
-    return [choice]
-
-
 def _marks(runs: Sequence[RunRead]) -> Element:
     """Return the legend of the runs' colors and the marks in the charts."""
     made = e("ul", class_="legend")
     if len(runs) > 1:
         for index, run in enumerate(runs):
-            made.append(e("li", facts.swatch(index), run.name))
+            made.append(e("li", controls.toggle(index, run, facts.swatch(index))))
     for kind, meaning in LINES.items():
         if kind != "dots" or any("held_out_loss" in run.series for run in runs):
             made.append(e("li", line_sign(kind), meaning))

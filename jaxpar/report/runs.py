@@ -16,8 +16,9 @@ from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
 from jaxpar.report.loads import Loads, read_loads
-from jaxpar.report.outline import Outline, outline
+from jaxpar.report.outline import MAX_STEPS, Outline, outline
 from jaxpar.report.series import Series, Sizes
+from jaxpar.runtime.files import json_lines
 
 #: Kinds of marks on the axes of steps and time, and their meaning.
 KINDS = {
@@ -33,8 +34,8 @@ SMOOTH = 1 / 50
 
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
-    """loss held_out_loss ema_loss grad_norm learning_rate tokens_per_second_per_device mfu
-    memory_gib
+    """loss held_out_loss ema_loss bits_per_byte grad_norm learning_rate
+    tokens_per_second_per_device mfu memory_gib gpu_watts gpu_clock_mhz joules_per_token
     global_batch_size seq_len tokens_seen
     data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
     fullest_rank_mean further_rounds""".split()
@@ -42,6 +43,10 @@ DRAWN = frozenset(
 
 #: Begins the names of the losses of `evaluation.sets`, which are kept over steps too.
 OF_SETS = "set_loss/"
+
+#: The results of followers, and what their names begin with.
+FOLLOWED = Path("evaluations", "metrics.jsonl")
+OF_FOLLOWERS = ("task_scores/", "followed_loss", "followed_bits_per_byte")
 
 #: Most metrics that are kept over steps, of which a damaged file may name any number.
 MAX_SERIES = len(DRAWN) + MAX_SETS
@@ -140,6 +145,7 @@ def read_run(folder: str) -> RunRead:
             raise ConfigError("RUN", str(path / "config.json"), rule, fix)
     run = RunRead(folder, path, config, _json(path / "manifest.json"))
     _read_metrics(run, found := outline(path / "metrics.jsonl"))
+    _read_followed(run)
     events = read_events(path)
     if events:
         run.goodput = goodput(events)
@@ -194,6 +200,22 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
         if "loss" in values and step > half:
             run.last_half.add(step, values["loss"])
     run.sizes = dict(sizes)
+
+
+def _read_followed(run: RunRead) -> None:
+    """Read the results of followers: of a step that has several, the last one counts."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in json_lines.read(run.folder / FOLLOWED):
+        step = record.get("step")
+        if isinstance(step, int) and 0 <= step <= MAX_STEPS:
+            for name, value in numbers(record).items():
+                if name.startswith(OF_FOLLOWERS) and _can_be_shown(value):
+                    found[name][step] = value
+    for name in list(found)[:MAX_SETS]:
+        run.series[name] = Series(0, max(run.last_step, *found[name]), 1)
+        for step in sorted(found[name]):
+            run.series[name].add(step, found[name][step])
+        run.last[name] = found[name][max(found[name])]
 
 
 def _can_be_shown(value: float) -> bool:

@@ -57,6 +57,15 @@ class StopRequest:
             self._agreed, self.received = True, self.received or "SIGTERM"
         return self._agreed
 
+    def request(self, reason: str) -> None:
+        """Ask the run to save and stop, as a signal does.
+
+        Args:     reason: for the log, in place of a signal's name.
+        """
+        self.received = self.received or reason
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX notifies the other processes
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
         hung_up = number == signal.SIGHUP

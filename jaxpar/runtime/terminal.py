@@ -7,6 +7,7 @@ both standard streams, so that every `print` is safe. What draws with escape seq
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
@@ -73,6 +74,9 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
     stream = sys.stderr if stderr else sys.stdout
     if hasattr(stream, "unescaped"):  # a safe stream, or one that wraps it
         options["file"] = stream.unescaped
+    if "JPY_PARENT_PID" in os.environ and not stream.isatty():
+        # A notebook: plain lines, and no bar, each of which rich would show as HTML.
+        options |= {"force_jupyter": False, "force_terminal": False}
     made = Console(stderr=stderr, **options)
     made.push_render_hook(EscapeTexts())
     return made

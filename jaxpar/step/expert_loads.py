@@ -1,5 +1,6 @@
 """The load of each expert in a step: its metrics, and the update of the router's bias."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.expert_placement import expert_ways
+from jaxpar.config.layout.layer_kinds import STACKS, kinds_with_experts
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.moe.router import LOSSES
 from jaxpar.parallel.collectives import psum
@@ -71,7 +73,7 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=1)
     entropy /= jnp.log(jnp.float32(max(m.num_experts, 2)))
     sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
-    means = psum(sums, PIPELINE) / (m.num_layers - m.dense_layers)
+    means = psum(sums, PIPELINE) / len(kinds_with_experts(m))
     dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
     dropped = jnp.where(expert_layers_here(cfg) == EMPTY, 0, dropped)
     fullest = jnp.max(share, axis=1) * m.num_experts
@@ -96,7 +98,7 @@ def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, ja
     sums = psum(jnp.stack([jnp.sum(fullest), jnp.sum(loads.further_rounds)]), PIPELINE)
     return {
         "fullest_rank": lax.pmax(jnp.max(fullest), PIPELINE),
-        "fullest_rank_mean": sums[0] / (cfg.model.num_layers - cfg.model.dense_layers),
+        "fullest_rank_mean": sums[0] / len(kinds_with_experts(cfg.model)),
         "further_rounds": sums[1],
     }
 
@@ -109,7 +111,7 @@ def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     Communication: an all-reduce over PIPELINE.
     """
     m = cfg.model
-    layers, count = expert_layers_here(cfg), m.num_layers - m.dense_layers
+    layers, count = expert_layers_here(cfg), len(kinds_with_experts(m))
     at = jnp.where(layers == EMPTY, count, layers)
     every = jnp.zeros((count, m.num_experts), jnp.float32)
     return psum(every.at[at].set(loads.rows, mode="drop"), PIPELINE)
@@ -131,8 +133,19 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
         step = rate * jnp.sign(jnp.mean(rows, axis=1, keepdims=True) - rows)
         return {stack: params[stack] | {"router_bias": params[stack]["router_bias"] + step}}
 
-    found = params | balanced("layers", loads.rows)
+    found = params
+    for stack, rows in _rows_by_stack(loads.rows, cfg.model).items():
+        found = found | balanced(stack, rows)
     return found if loads.modules is None else found | balanced("mtp", loads.modules)
+
+
+def _rows_by_stack(rows: jax.Array, m: ModelConfig) -> dict[str, jax.Array]:
+    """Split what this stage's layers with experts have, in order, by their stacks."""
+    here = kinds_with_experts(m)[: len(rows)]  # a stage has whole periods
+    if len(set(here)) == 1:
+        return {STACKS[here[0]]: rows}
+    places = {kind: [i for i, other in enumerate(here) if other == kind] for kind in set(here)}
+    return {STACKS[kind]: rows[jnp.array(at)] for kind, at in sorted(places.items())}
 
 
 def bias_range(params: Any) -> jax.Array:
@@ -140,5 +153,7 @@ def bias_range(params: Any) -> jax.Array:
 
     Communication: an all-reduce over PIPELINE.
     """
-    bias = params["layers"]["router_bias"]
-    return lax.pmax(jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)), PIPELINE)
+    stacks = (params.get(name, {}) for name in STACKS.values())
+    biases = [stack["router_bias"] for stack in stacks if "router_bias" in stack]
+    ranges = [jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)) for bias in biases]
+    return lax.pmax(functools.reduce(jnp.maximum, ranges), PIPELINE)

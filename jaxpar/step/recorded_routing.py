@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import kinds_with_experts
 from jaxpar.config.lists.recorded_steps import id_bits
 from jaxpar.model.fused_weights import map_layers
 from jaxpar.model.moe.recorded import RECORD, REPEAT
@@ -87,7 +88,7 @@ def of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     """
     m, here = cfg.model, loads.experts
     assert here is not None
-    layers, count = expert_layers_here(cfg), m.num_layers - m.dense_layers
+    layers, count = expert_layers_here(cfg), len(kinds_with_experts(m))
     at = jnp.where(layers == EMPTY, count, layers)
     every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
     whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)

@@ -48,6 +48,7 @@ from jaxpar.step.expert_loads import (
     reduce_tallies,
     rows_of_all_layers,
 )
+from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
@@ -141,14 +142,17 @@ def make_train_step(
               is trained.
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
+    as_input = cfg.optimizer.schedule_as_input
     step = jax.shard_map(
         functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
+        in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),
     )
-    kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=kept)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    kept = state_shardings(cfg, mesh), everywhere
+    jitted: Any = jax.jit(step, donate_argnums=0, out_shardings=kept)
+    return with_rates(jitted, cfg, everywhere) if as_input else jitted
 
 
 def make_eval_step(
@@ -189,6 +193,7 @@ def train_step(
     max_segments: int | None,
     state: TrainState,
     batch: Batch,
+    rates: jax.Array | None = None,
     *,
     expert_rows: bool = False,
     record: bool = False,
@@ -204,7 +209,7 @@ def train_step(
         grads = clip(grads, metrics.grad_norm, cfg.optimizer.clip_norm)
         specs, layers = parameters.trainable_specs(cfg), layers_here(cfg)
         trainable, opt_state = moments.update(
-            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
+            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok, rates
         )
         if metrics.attention_logits is not None:
             trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)

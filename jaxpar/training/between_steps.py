@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
-from jaxpar.training.early_stop import Judge
+from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 
@@ -70,9 +70,9 @@ class BetweenSteps:
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
         self.batches = run.loader.prefetched(self.first)
-        event, programs = self.phases.spent.event, self.ready.train_step
+        programs = self.ready.train_step
         saver = checkpoint.Checkpointer(
-            cfg, log, run.loader.skipped, event, run.asked, self.ready.host
+            cfg, log, run.loader.skipped, self._event, run.asked, self.ready.host
         )
         profiler = RunProfiler(cfg, run.dir, programs, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
@@ -87,10 +87,16 @@ class BetweenSteps:
     def __exit__(self, *error: Any) -> bool | None:
         return self.open.__exit__(*error)
 
+    def _event(self, name: str, **more: Any) -> None:
+        """Record an event of a save, which a thread may report."""
+        self.phases.spent.event(name, **more)
+        self.run.calls.event(name, **more)
+
     def batch_for(self, step: int, state: TrainState) -> Batch:
         """Return the batch of step + 1. Profiles start and stop before it."""
         self.profiler.before(step + 1, state, self.metrics.pause, self.phases.enter)
         self.run.records.check_lock()
+        self.run.calls.deliver()
         self.phases.enter("data wait", step + 1)
         began = time.perf_counter()
         _, batch = next(self.batches)
@@ -136,6 +142,7 @@ class BetweenSteps:
                 self.last = done
                 if evaluation.at_end:
                     self.metrics.evaluation(done, evaluation(state, evaluation.at_end))
+            self.run.calls.evaluated(state)
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

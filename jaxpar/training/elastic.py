@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import Saved
-from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
 from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
@@ -124,19 +124,19 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     if cfg.train.micro_batch_size or cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
-    if batch % _product(now, ROWS):
-        rule = f"is that of {saved}, and {num_devices} devices cannot divide its rows "
-        rule += f"{_product(now, ROWS)} ways"
-        fix = f"use {flag('parallel.auto', 'all')}, or axes that divide them fewer ways: "
-        path = "train.global_batch_size"
-        raise ConfigError(path, batch, rule, fix + flag("parallel.tensor", 2))
+    shared = math.gcd(*(size for _, size in schedule_of(cfg, BATCHES)))
+    for path, divided in (("train.global_batch_size", batch), (BATCHES, shared)):
+        if divided % _product(now, ROWS):
+            rule = f"is that of {saved}, and {num_devices} devices cannot divide its rows "
+            rule += f"{_product(now, ROWS)} ways"
+            fix = f"use {flag('parallel.auto', 'all')}, or axes that divide them fewer ways: "
+            raise ConfigError(path, value_of(cfg, path), rule, fix + flag("parallel.tensor", 2))
     rows = batch // _product(now, ROWS)
     # A device's share of a microbatch, in tokens: before, and now with n microbatches.
     before = Fraction(batch, _product(then, (*ROWS, "num_microbatches", *CUTS)))
     part = lambda n: Fraction(rows, n * _product(now, CUTS))  # noqa: E731
     fits = [n for n in divisors(rows) if part(n) <= before and rows // n % now["row_groups"] == 0]
-    sizes = [size for _, size in schedule_of(cfg, BATCHES)]
-    fits = [n for n in fits if math.gcd(*sizes) % (batch // n) == 0]
+    fits = [n for n in fits if shared % (batch // n) == 0]
     if now["virtual_stages"] > 1:
         fits = [n for n in fits if n % now["pipeline"] == 0]
     if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):

@@ -29,6 +29,7 @@ TOKENS, EXPERTS = 512, 8
 BOUND = 2e-2
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
+WITHOUT_GATE = tuple(name for name in NAMES if name != "d_gate")
 OF_BIASES = ("d_gate_bias", "d_up_bias")
 type Arrays = dict[str, jax.Array]
 
@@ -83,7 +84,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
         how = experts.products_of(m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
-        names = NAMES + (OF_BIASES if m.expert_bias else ())
+        names = (NAMES if m.mlp_gate else WITHOUT_GATE) + (OF_BIASES if m.expert_bias else ())
         return dict(zip(names, _run(how, E, x_w_d, (weights, b), experts_of), strict=True))
 
     in_float32 = lambda a: a.astype(m.dtype).astype(jnp.float32)  # noqa: E731
@@ -108,7 +109,8 @@ def _inputs(cfg: Config, E: int, key: jax.Array):
     # columns far beyond.
     clamped = m.activation == "clamped_swiglu"
     wide = m.swiglu_limit / 8 if clamped else 1.0
-    matrices = [draw(E, D, F, size=wide * D**-0.5) for _ in "gu"] + [draw(E, F, D, size=F**-0.5)]
+    into = [draw(E, D, F, size=wide * D**-0.5) for _ in ("gu" if m.mlp_gate else "u")]
+    matrices = [*into, draw(E, F, D, size=F**-0.5)]
     biases = [draw(E, F, size=wide) for _ in OF_BIASES] if m.expert_bias else []
     if clamped:
         beyond = lambda bias: jnp.copysign(3 * m.swiglu_limit, bias[:, ::8])  # noqa: E731
@@ -133,8 +135,10 @@ def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
 
     def layer(x, weights, w, biases):
         if how.expert_dim == 1:
-            w = [jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True)]
-        of_experts = experts.ExpertWeights(*how.matrices(tuple(w)), *biases)
+            dims = (*(1,) * (len(w) - 1), 2)
+            w = [jnp.moveaxis(a, dim, 0) for a, dim in zip(w, dims, strict=True)]
+        gate = (None,) * (3 - len(w))
+        of_experts = experts.ExpertWeights(*gate, *how.matrices(tuple(w)), *biases)
         return experts.of_rows(how, x, weights, of_experts, plan)
 
     with jax.default_matmul_precision("highest"):  # float32, not TF32

@@ -13,6 +13,7 @@ from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
+from jaxpar.runtime.compilation import CacheReads
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
@@ -22,7 +23,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
-from jaxpar.training.early_stop import Judge
+from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
@@ -47,7 +48,10 @@ def train(run: Run, watch: Watchdog) -> int:
         state = run.start()
         ready = until_the_end.enter_context(prepared(run, state, compiled))
         watch.report = lambda: collective_order(ready.train_step.program.as_text())
+        spent.event("compiled", from_cache=run.startup.from_cache)
         spent.started(run.first_step or 0, run.startup.seconds)
+        run.calls.request_stop = stop.request
+        run.calls.started(run.first_step or 0)
         while True:
             try:
                 code = steps(run, state, ready, stop, phases)
@@ -61,6 +65,7 @@ def train(run: Run, watch: Watchdog) -> int:
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
     log(str(goodput(read_events(run.dir))))
+    run.calls.ended(code)
     return code
 
 
@@ -124,9 +129,12 @@ def compiled(
         peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
-        program = lowered.compile()
+        with CacheReads() as reads:
+            program = lowered.compile()
+    run.startup.from_cache = bool(reads.hits)
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
-    log(f"compiled{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    how = "read from the compilation cache" if reads.hits else "compiled"
+    log(f"{how}{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

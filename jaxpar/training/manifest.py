@@ -1,6 +1,7 @@
 """The record of a run's start: config.json, manifest.json, and the first lines of output."""
 
 import json
+from collections.abc import Callable
 
 import jax
 
@@ -14,16 +15,18 @@ from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
+from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
 from jaxpar.training.run import Run
 
 
-def write(run: Run, environment: list[str]) -> None:
+def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -> None:
     """Make the run folder, write config.json and manifest.json, and print a summary of the run.
 
     Only process 0 does this.
 
-    Args:     environment: flags and variables that were set, each as "name=value".
+    Args:     environment: flags and variables that were set, each as "name=value". show: prints
+              the summary.
     Raises:   OSError that names the file, for example when the disk is full.
     """
     if jax.process_index() != 0:
@@ -62,7 +65,7 @@ def write(run: Run, environment: list[str]) -> None:
         f"run        {run.dir}",
         *(f"set        {item}" for item in environment),
     ]
-    print("\n".join(lines), flush=True)
+    show("\n".join(lines))
 
 
 def _trained(run: Run) -> list[str]:

@@ -22,7 +22,7 @@ from jaxpar.step.state import (
     compile_snapshot,
     without_values,
 )
-from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.run import Run
 from jaxpar.training.step_programs import StepPrograms
 

@@ -22,6 +22,7 @@ from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
@@ -35,14 +36,16 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.training import elastic, initial_weights, reference_scores
+from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
+from jaxpar.training.callbacks import CallbackCalls, Callbacks
+from jaxpar.training.evaluating.held_out import open_held_out
 from jaxpar.training.experts_selftest import test_experts
-from jaxpar.training.held_out import open_held_out
+from jaxpar.training.frozen import reference_scores
+from jaxpar.training.frozen.teacher import Teacher
 from jaxpar.training.records import RunRecords
 from jaxpar.training.recurrent_selftest import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
-from jaxpar.training.teacher import Teacher
 
 
 class Run:
@@ -87,6 +90,7 @@ class Run:
         self._of_sizes = list(self._kernels_of_sizes())
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
+        self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 
     def config_of(self, rows: int, length: int) -> Config:
@@ -139,7 +143,7 @@ class Run:
     def attention(self) -> str:
         """A description of the attention kernels."""
         registered = f"{self.cfg.model.attention}, registered outside the package"
-        return "; ".join(map(str, self.kernels)) or registered
+        return "; ".join(dict.fromkeys(map(str, self.kernels))) or registered
 
     @property
     def content(self) -> str:
@@ -225,7 +229,7 @@ class Run:
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
         order = functools.partial(order_of, cfg)
-        return MetricsWriter(
+        writer = MetricsWriter(
             cfg,
             self.dir,
             first,
@@ -237,6 +241,9 @@ class Run:
             order,
             loader.sizes_of_steps,
         )
+        writer.on_record = self.calls.record
+        writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
+        return writer
 
     def prepare_metrics(self) -> None:
         """Import and compute what `metrics` needs. It takes a while, on the host only."""

@@ -16,6 +16,7 @@ from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.training import elastic, manifest
+from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.loop import train
 from jaxpar.training.run import Run
 
@@ -61,7 +62,11 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
     return peers.all_or_none("run folder", seconds, take)
 
 
-def run_to_end(cfg: Config, environment: list[str]) -> int:
+def run_to_end(
+    cfg: Config,
+    environment: list[str],
+    callbacks: Callbacks = Callbacks(),  # noqa: B008, a constant
+) -> int:
     """Check the run, open its folder and train, under the watchdog. Returns the exit code.
 
     Raises:   RunLocked, among others, after the watchdog has stopped: it would otherwise write into
@@ -71,6 +76,7 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
     with output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
+        run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)
         except (RunLocked, peers.PeerFailed) as error:

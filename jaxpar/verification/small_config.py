@@ -112,7 +112,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
-    values |= _dense(m, d_model, values["model.num_layers"], meshes) if m.dense_layers else {}
+    values |= _dense(m, d_model, values["model.num_layers"], meshes)
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
     values |= _lengths(m, shorter)
     if m.positions == "learned":
@@ -154,6 +154,8 @@ def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
     of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}
     there = (of for kind, of in of_kinds.items() if kind in m.layer_pattern)
     sizes = {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+    if m.linear_norm_eps is not None:
+        sizes["model.linear_norm_eps"] = max(m.linear_norm_eps, RECURRENT_EPS)
     return sizes | {"model.norm_eps": max(m.norm_eps, RECURRENT_EPS)}
 
 
@@ -208,11 +210,15 @@ def _dense(
     m: ModelConfig, d_model: int, layers: int, meshes: Sequence[ParallelConfig]
 ) -> dict[str, Any]:
     """Return the fields of dense layers: one, or those between experts, which no pipeline has."""
+    if m.dense_d_ff is None and not m.dense_layers:
+        return {}
     if m.moe_every > 1 and any(p.pipeline > 1 for p in meshes):
         return {"model.dense_layers": 0, "model.dense_d_ff": None, "model.moe_every": 1}
     tensor = math.lcm(*(p.tensor for p in meshes))
     wide = (m.dense_d_ff or m.d_ff) * d_model / m.d_model
     fields = {"model.dense_d_ff": -(-round(wide) // tensor) * tensor}
+    if not m.dense_layers:  # of a pattern of layers
+        return fields
     if m.moe_every > 1:
         return fields | {"model.dense_layers": layers - layers // m.moe_every}
     return fields | {"model.dense_layers": 1}

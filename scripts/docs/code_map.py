@@ -81,7 +81,9 @@ def page() -> str:
     rows = [(str(f.relative_to(ROOT / "scripts")), sentence(f)) for f in scripts]
     others = [("find_python.sh", "Finds the Python that make uses"),
               ("deploy/slurm.sh", "A run on a Slurm cluster"),
-              ("deploy/jobset.yaml", "A run on Kubernetes")]  # fmt: skip
+              ("deploy/jobset.yaml", "A run on Kubernetes"),
+              ("deploy/grafana_dashboard.json", "The dashboard, as Grafana imports it"),
+              ("deploy/prometheus_rules.yml", "Alerts for Prometheus")]  # fmt: skip
     return "".join(parts) + BESIDE + table("in `scripts/`", rows + others)
 
 

@@ -54,12 +54,29 @@ CASES = [
         ({path: value}, f"{path.split('.')[1]} = .*: does not support model.layer_pattern")
         for path, value in REFUSED.items()
     ],
+    ({"model.linear_norm_eps": 0.0}, "norm_eps = 0.0: must be above 0.*eps None"),
+    (PLAIN | DEFAULTS | {"model.recurrent_norms": "before"}, "norms = 'before': needs a layer of"),
+    (PLAIN | DEFAULTS | {"model.linear_allow_neg_eigval": True}, "eigval = True: needs a layer of"),
     ({"model.mamba_num_groups": 2}, "mamba_num_groups = 2: needs a layer of kind M.*groups 1"),
     (MAMBA | {"model.mamba_num_groups": 3}, "num_heads = 8: must be a multiple of .*= 3.*heads 9"),
     (MAMBA | {"model.mamba_min_step": -1.0}, "mamba_min_step = -1.0: must not be negative"),
     (
         {"model.layer_pattern": "G*-", "model.num_layers": 3, "model.num_experts": 4},
         "num_experts = 4: does not support model.layer_pattern.*dense",
+    ),
+    (
+        {"model.layer_pattern": "G*E", "model.num_layers": 3},
+        r"num_experts = 0: must be above 0: .* with experts \(E\).*experts 8.*G\*-",
+    ),
+    (
+        {"model.layer_pattern": "G*E", "model.num_experts": 4, "model.dense_d_ff": 8}
+        | {"model.num_layers": 3},
+        "dense_d_ff = 8: needs model.dense_layers, which is 0",
+    ),
+    (
+        {"model.layer_pattern": "G*E-", "model.num_experts": 4, "model.dense_d_ff": 9}
+        | {"model.num_layers": 4, "parallel.tensor": 2, "model.d_ff": 8},
+        "dense_d_ff = 9: must be divisible by parallel.tensor = 2.*dense-d-ff 10",
     ),
     ({"model.layer_pattern": "", "model.rope_fraction": 0.0} | DEFAULTS, "rope_fraction = 0.0"),
     (PLAIN | DEFAULTS | {"model.recurrent_backend": "triton"}, "needs a layer of kind G or M"),
@@ -77,6 +94,10 @@ CASES = [
     (
         {"lora.rank": 2, "lora.targets": "out_proj"},
         "targets = 'out_proj': must have a matrix of the layers with attention.*q_proj,out_proj",
+    ),
+    (
+        {"lora.rank": 5, "lora.targets": "q_proj,in_proj"},
+        "rank = 5: must be at most 4, the smaller dimension of in_proj",
     ),
     ({"model.shared_expert_gate": True}, "shared_expert_gate = True: needs experts"),
 ]

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config import config_json, family_of, model_of
-from jaxpar.convert.hf.families import GEMMA3, LLAMA, QWEN2, QWEN3_MOE
+from jaxpar.convert.hf.families import GEMMA3, LLAMA, OLMO_HYBRID, QWEN2, QWEN3_MOE
+from jaxpar.convert.hf.keys import layers
 from tests.convert import tiny
 
 SCALED = {
@@ -31,7 +31,7 @@ SCALING = RopeScaling(factor=32.0)
     ],
 )
 def test_rope_forms(values, wanted):
-    found = layer_keys.read(values, LLAMA, 2)
+    found = layers.read(values, LLAMA, 2)
     assert (found["rope_theta"], found["rope_scaling"]) == wanted
 
 
@@ -60,7 +60,7 @@ TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
     ],
 )
 def test_layers_of_two_kinds(values):
-    found = layer_keys.read(GEMMA3.defaults | values, GEMMA3, 8)
+    found = layers.read(GEMMA3.defaults | values, GEMMA3, 8)
     wanted = {"sliding_window": 8, "rope_theta": 1e6, "local_rope_theta": 1e4, "global_every": 6}
     assert found == wanted | {"rope_scaling": None, "local_rope_scaling": True}
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_read_back(name):
 )
 def test_gemmas_layers_are_read_back(fields):
     model = ModelConfig(num_layers=8, **fields)
-    found = layer_keys.read(layer_keys.write(model, GEMMA3), GEMMA3, 8)
+    found = layers.read(layers.write(model, GEMMA3), GEMMA3, 8)
     back = ModelConfig(num_layers=8, **found)
     theta = lambda m: m.rope_theta if m.local_rope_theta is None else m.local_rope_theta  # noqa: E731
     same = ("sliding_window", "global_every", "rope_theta")
@@ -129,7 +129,7 @@ def test_gemmas_layers_are_read_back(fields):
 )
 def test_what_ours_cannot_express(family, values, said):
     with pytest.raises(ConfigError, match=said):
-        layer_keys.read(family.defaults | values, family, 4)
+        layers.read(family.defaults | values, family, 4)
 
 
 def test_the_other_name_of_the_number_of_experts():
@@ -145,10 +145,45 @@ def test_the_other_name_of_the_number_of_experts():
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ("olmo_hybrid", {"rope_parameters": None}, "rope_parameters = None: does not say whether"),
+        ("olmo_hybrid", {"layer_types": ["full_attention"] * 3}, "must have layers with full_"),
+        (
+            "nemotron_3",
+            {"hybrid_override_pattern": "EE*E-"},
+            r"and of experts \(E\), and no other b",
+        ),
+        ("nemotron_3", {"hybrid_override_pattern": "ME*E"}, "for each of num_hidden_layers = 5"),
+        ("nemotron_3", {"moe_latent_size": 16}, "moe_latent_size = 16: is not supported"),
+        (
+            "nemotron_3",
+            {"moe_shared_expert_intermediate_size": 50},
+            "moe_shared_expert_intermediate_size = 50: must be a multiple of moe_intermediate_size",
+        ),
     ],
 )
 def test_keys_that_change_the_function(name, values, said):
-
     values = tiny.MODELS[name] | values
     with pytest.raises(ConfigError, match=said):
         model_of(values, family_of(values))
+
+
+def test_a_rotary_embedding_or_none():
+    values = tiny.MODELS["olmo_hybrid"]
+    given = (
+        ({"rope_theta": None}, 0.0),
+        ({"rope_type": None}, 0.0),
+        ({"rope_theta": 1e4, "rope_type": "default"}, 1.0),
+    )
+    for rope, fraction in given:
+        model = model_of(values | {"rope_parameters": rope}, OLMO_HYBRID)
+        assert model.rope_fraction == fraction
+        assert model_of(config_json(model, OLMO_HYBRID, {}, "float32"), OLMO_HYBRID) == model
+
+
+def test_layers_by_letters_or_by_names():
+    """As transformers 5 writes them, without their number."""
+    values = dict(tiny.MODELS["nemotron_3"])
+    wanted = model_of(values, family_of(values))
+    del values["hybrid_override_pattern"], values["num_hidden_layers"]
+    values["layers_block_type"] = ["linear_attention", "moe", "full_attention", "moe", "mlp"]
+    assert model_of(values, family_of(values)) == wanted

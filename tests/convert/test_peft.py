@@ -20,8 +20,10 @@ from jaxpar.config.validate import resolve
 from jaxpar.convert import __main__, selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf import folder as hf_folder
+from jaxpar.convert.hf.config import model_of
 from jaxpar.convert.hf.dense_families import PHI3
 from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.convert.hf.olmo_families import OLMO_HYBRID
 from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
@@ -151,9 +153,24 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
 def test_adapters_of_several_kinds_of_layers_go_both_ways(
     name, targets, modules, tmp_path, devices
 ):
-    base = tiny.write_folder(tmp_path / "model", tiny.MODELS[name])
+    base, params, export = adapted_run(name, targets, tmp_path, devices)
+    peft_folder.to_peft(export, tmp_path / "out", silent, str(base))
+    written = load_file(tmp_path / "out" / peft_folder.ADAPTER_FILE)
+    found = {key.partition("layers.")[2].rpartition(".lora_")[0] for key in written}
+    assert modules is None or sorted(found) == sorted(modules)
+    back = peft_import.from_peft(tmp_path / "out", tmp_path / "back", silent, str(base))
+    back = resolve(replace(back, **{"parallel.data": 1}), 1)
+    mesh = make_mesh(back.parallel, devices[:1])
+    again = flat(restore_params(back.run.dir, back, mesh))
+    for path, value in flat(params).items():
+        np.testing.assert_array_equal(again[path], value, err_msg=path)
+
+
+def adapted_run(name: str, targets: str, folder: Path, devices):
+    """A tiny model's published folder, its parameters with drawn adapters, and their run."""
+    base = tiny.write_folder(folder / "model", tiny.MODELS[name])
     source = importing.open_source(base)
-    places = {"run.dir": str(tmp_path / "run"), "data.path": write_dataset(tmp_path / "data")}
+    places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
     cfg = dataclasses.replace(source.config, lora=LoraConfig(rank=2, targets=targets))
     cfg = resolve(replace(cfg, **places, **{"parallel.data": 1}), 1)
     mesh, rng = make_mesh(cfg.parallel, devices[:1]), np.random.default_rng(0)
@@ -164,16 +181,33 @@ def test_adapters_of_several_kinds_of_layers_go_both_ways(
     )
     with Checkpointer(cfg) as saver:
         saver.save(state.state_of(params, cfg, mesh), 5, 0)
-    export = exporting.open_export(cfg.run.dir, dtype="float32")
-    peft_folder.to_peft(export, tmp_path / "out", silent, str(base))
-    written = load_file(tmp_path / "out" / peft_folder.ADAPTER_FILE)
-    found = {key.partition("layers.")[2].rpartition(".lora_")[0] for key in written}
-    assert modules is None or sorted(found) == sorted(modules)
-    back = peft_import.from_peft(tmp_path / "out", tmp_path / "back", silent, str(base))
-    back = resolve(replace(back, **{"parallel.data": 1}), 1)
-    again = flat(restore_params(back.run.dir, back, mesh))
-    for path, value in flat(params).items():
-        np.testing.assert_array_equal(again[path], value, err_msg=path)
+    return base, params, exporting.open_export(cfg.run.dir, dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("nemotron_h", ["in_proj"]), ("qwen3_next", ["in_proj_qkvz", "in_proj_ba"])],
+)
+def test_adapters_of_a_recurrence_are_merged_and_have_no_peft_form(name, parts, tmp_path, devices):
+    base, _, export = adapted_run(name, "k_proj,in_proj,out_proj", tmp_path, devices)
+    exporting.to_hf(export, tmp_path / "out", silent)  # compares with the adapters apart
+    before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "out"))
+    changed = {name.split(".")[-2] for name in before if (before[name] != after[name]).any()}
+    assert changed == {"k_proj", "out_proj", *parts}
+    with pytest.raises(ConfigError, match=r"targets = 'in_proj': is a part of in_proj"):
+        peft_folder.to_peft(export, tmp_path / "adapters", silent, str(base))
+
+
+def test_a_name_that_peft_has_for_two_matrices_is_refused():
+    model = model_of(tiny.MODELS["olmo_hybrid"], OLMO_HYBRID)
+    lora = LoraConfig(rank=2, targets="q_proj,o_proj")
+    cfg = dataclasses.replace(Config(), model=model, lora=lora)
+    said = r"targets = 'q_proj': is q_proj in olmo_hybrid, as is the matrix delta_layers/delta_q"
+    with pytest.raises(ConfigError, match=said):
+        peft_folder.adapter_entries(OLMO_HYBRID, cfg)
+    both = replace(cfg, **{"lora.targets": "q_proj,k_proj,v_proj,o_proj,in_proj,out_proj"})
+    assert len(peft_folder.adapter_entries(OLMO_HYBRID, both)) == 2 * (4 + 6 + 1)
 
 
 def test_half_precision_is_rounded_once(run, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.convert.hf.rope_keys import read_rope, write_rope
+from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
 from jaxpar.model import reference_rope, rope
 from tests.convert import tiny
 

@@ -43,6 +43,7 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
     for i in range(values["num_hidden_layers"]):
         layer = f"model.layers.{i}."
+        recurs = values.get("layer_types", [""] * (i + 1))[i] == "linear_attention"
         projections = {"q_proj": (H * K, D), "k_proj": (G * K, D), "v_proj": (G * K, D)}
         if kind == "phi3":
             projections = {"qkv_proj": ((H + 2 * G) * K, D)}
@@ -53,12 +54,12 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
         biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
         if values.get("attention_bias"):
             biased = tuple(n for n in projections if kind != "glm4_moe" or n != "o_proj")
-        if values.get("layer_types", [""] * (i + 1))[i] == "linear_attention":
+        if recurs:
             found |= _linear_attention(layer, values)
             projections = {}
         elif kind in ("qwen3_next", "qwen3_5_text"):
             projections["q_proj"] = (2 * H * K, D)
-        if not kind.startswith("olmo") or kind == "olmoe":
+        if not kind.startswith("olmo") or kind == "olmoe" or recurs:
             found[layer + "input_layernorm.weight"] = (D,)
         for name, shape in projections.items():
             found[f"{layer}self_attn.{name}.weight"] = shape
@@ -68,13 +69,13 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         if kind == "gpt_oss":
             found[layer + "self_attn.sinks"] = (H,)
-        if kind.startswith("olmo"):
+        if kind.startswith("olmo") and not recurs:
             wide = {"q": (H * K,), "k": (G * K,)}
             found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
         if kind == "gemma2":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
-        if kind in ("olmo2", "olmo3"):
+        if kind in ("olmo2", "olmo3", "olmo_hybrid") and not recurs:
             found[layer + "post_feedforward_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
@@ -108,6 +109,7 @@ def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
             "o_proj.weight": (D, H * K),
         },
         "-": {"up_proj.weight": (F, D), "down_proj.weight": (D, F)},
+        "E": _experts_without_gate(values, D),
     }
     found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (V, D)}
     for i, letter in enumerate(values["hybrid_override_pattern"]):
@@ -115,6 +117,18 @@ def _nemotron_h(values: dict) -> dict[str, tuple[int, ...]]:
         found[layer + "norm.weight"] = (D,)
         found |= {f"{layer}mixer.{name}": shape for name, shape in of_kind[letter].items()}
     return found | {"backbone.norm_f.weight": (D,), "lm_head.weight": (V, D)}
+
+
+def _experts_without_gate(values: dict, D: int) -> dict[str, tuple[int, ...]]:
+    """Nemotron 3's: two matrices each, and a shared one of its own width."""
+    if "n_routed_experts" not in values:
+        return {}
+    E, F = values["n_routed_experts"], values["moe_intermediate_size"]
+    S = values["moe_shared_expert_intermediate_size"]
+    found = _experts("", E, D, {"up_proj": (F, D), "down_proj": (D, F)})
+    shared = {"up_proj": (S, D), "down_proj": (D, S)}
+    found |= {f"shared_experts.{name}.weight": shape for name, shape in shared.items()}
+    return found | {"gate.e_score_correction_bias": (E,)}
 
 
 def _module(values: dict, layer: str, D: int) -> dict[str, tuple[int, ...]]:
@@ -131,6 +145,18 @@ def _linear_attention(layer: str, values: dict) -> dict[str, tuple[int, ...]]:
     g, h = values["linear_num_key_heads"], values["linear_num_value_heads"]
     k, v = values["linear_key_head_dim"], values["linear_value_head_dim"]
     mixed = 2 * g * k + h * v
+    if values["model_type"] == "olmo_hybrid":
+        width = {"q": g * k, "k": g * k, "v": h * v, "g": h * v, "a": h, "b": h}
+        convolved = (1, values["linear_conv_kernel_dim"])
+        found = {f"{n}_proj.weight": (size, D) for n, size in width.items()}
+        found |= {f"{n}_conv1d.weight": (width[n], *convolved) for n in "qkv"}
+        found |= {
+            "A_log": (h,),
+            "dt_bias": (h,),
+            "o_norm.weight": (v,),
+            "o_proj.weight": (D, h * v),
+        }
+        return {linear + name: shape for name, shape in found.items()}
     found = {
         "conv1d.weight": (mixed, 1, values["linear_conv_kernel_dim"]),
         "A_log": (h,),
@@ -227,6 +253,8 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     near_one = name.endswith(of_norms)
     # A recurrence's norm divides by the length of its output, which small values make 0.
     scale = 1.0 if name.endswith(("sinks", "conv1d.weight")) else 0.15
+    # OLMo Hybrid's has a small eps: with larger weights, transformers is off by 2e-5 from float64.
+    scale = 0.05 if name.endswith("linear_attn.o_proj.weight") else scale
     return (1 + 0.2 * values if near_one else scale * values).astype(np.float32)
 
 

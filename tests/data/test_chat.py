@@ -168,7 +168,7 @@ def test_chat_mixes_with_text(chat, dataset):
         window = int(loader._sequences[source](np.array([rank]))[0])
         there = alone[path]
         there._sequences = [lambda numbers: numbers]
-        want = there._packed_sequences(np.array([window]))
+        want = there._packed_sequences(np.array([window]), np.array([0]), 16)
         for name in ("tokens", "labels", "segment_ids", "positions"):
             np.testing.assert_array_equal(getattr(row, name), getattr(want, name))
 

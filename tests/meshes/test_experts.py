@@ -170,6 +170,23 @@ def test_gradients_with_biases_and_clamps(mesh, devices):
     assert not found.mismatches()
 
 
+#: Experts of two matrices, a shared one among them.
+WITHOUT_GATE = {"model.mlp_gate": False, "model.activation": "gelu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "expert=2,tensor=2,layer_loop=unroll",
+        "expert=2,tensor=2,expert_tensor=1",
+        "pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",
+    ],
+)
+def test_gradients_without_a_gate(mesh, devices):
+    assert not compare(mesh, replace(DEEPSEEK, **WITHOUT_GATE), devices).mismatches()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["expert=2,tensor=2,layer_loop=unroll", "data=2,layer_loop=unroll"]

@@ -34,8 +34,11 @@ EXPERTS = (
     "expert=2,sequence=2",
     "pipeline=2,num_microbatches=2,expert=2,zero=1",
 )
-#: One model of each family; the other models differ in what other tests compare.
-MODELS = {family_of(values).model_type: name for name, values in tiny.MODELS.items()}
+#: One model of each table; the other models differ in what other tests compare.
+MODELS = {
+    (family.model_type, "num_experts" in family.fields): name
+    for name, family in ((name, family_of(values)) for name, values in tiny.MODELS.items())
+}
 
 
 def config_of(name: str) -> Config:
@@ -50,6 +53,8 @@ def config_of(name: str) -> Config:
         fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
     if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
         fields["model.rope_scaling.original_max_position"] = 8
+    if m.linear_norm_eps is not None:  # as that of other hybrids: tests/convert/tiny_hybrids.py
+        fields |= {"model.linear_norm_eps": 0.1}
     if m.num_kv_heads == 1:  # meshes have two tensor ranks
         fields["model.num_kv_heads"] = 2
     if m.layer_pattern:  # of which each stage has one

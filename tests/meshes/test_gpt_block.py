@@ -84,7 +84,14 @@ def test_gradients(mesh, values, devices):
     [
         ({"model.activation": "gelu_exact"}, r"'gelu_exact': must be one of silu, gelu, clamped"),
         (RELU | {"model.activation": "clamped_swiglu"}, r"must be one of silu, gelu, gelu_exact"),
-        (RELU | {"model.num_experts": 4}, r"mlp_gate = False: needs a dense .*num_experts is 4"),
+        (
+            RELU | {"model.num_experts": 4, "model.expert_bias": True},
+            r"expert_bias = True: is not supported with model\.mlp_gate False .* no biases yet",
+        ),
+        (
+            RELU | {"model.num_experts": 4, "model.matmul_dtype": "float8"},
+            r"matmul_dtype = 'float8': is not supported with model\.mlp_gate False .*not rounded",
+        ),
         (RELU | {"lora.rank": 2}, r"lora\.targets = .*: must not have gate_proj"),
         ({"model.norm": "layer", "model.post_norms": True}, r"post_norms = True: needs .*norm rms"),
         ({"model.norm": "layer", "model.norm_offset": True}, r"norm_offset = True: needs .* rms"),

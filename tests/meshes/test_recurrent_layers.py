@@ -63,6 +63,42 @@ NEMOTRON_H = replace(
     },
 )
 
+#: Norms of inputs in recurrent layers, and of outputs in the others; rates of up to 2.
+OLMO_HYBRID = replace(
+    DELTA_NET,
+    **{
+        "model.layer_pattern": "GG*",
+        "model.num_layers": 3,
+        "model.num_kv_heads": 4,
+        "model.qk_norm": True,
+        "model.qk_norm_over": "all",
+        "model.pre_norms": False,
+        "model.post_norms": True,
+        "model.recurrent_norms": "before",
+        "model.linear_allow_neg_eigval": True,
+        "model.linear_norm_eps": 3e-2,
+        "model.rope_fraction": 0.0,
+    },
+)
+
+#: The same with experts of two matrices, and in one layer a dense feed-forward.
+NEMOTRON_3 = replace(
+    NEMOTRON_H,
+    **{
+        "model.layer_pattern": "ME*E-",
+        "model.num_layers": 5,
+        "model.num_experts": 4,
+        "model.num_shared_experts": 2,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_groups": 2,
+        "model.router_groups_per_token": 1,
+        "model.router_scale": 2.5,
+        "model.dense_d_ff": 24,
+        "train.balance_loss": 1e-2,
+    },
+)
+
 #: Four layers, for stages and for groups of layers.
 DEEPER = replace(DELTA_NET, **{"model.num_layers": 4})
 
@@ -143,6 +179,65 @@ data=2,layer_loop=scan
 @pytest.mark.parametrize("mesh", slow_but(NEMOTRON_H_MESHES[:1], NEMOTRON_H_MESHES))
 def test_nemotron_h(mesh, devices):
     assert not compare(mesh, NEMOTRON_H, devices).mismatches()
+
+
+NEMOTRON_3_MESHES = """
+expert=2,tensor=2
+data=2,tensor=2
+expert=2,sequence=2
+expert=2,tensor=2,expert_tensor=1
+sequence=2,tensor=2
+expert=4,expert_dispatch=rows
+data=2,zero=2,num_microbatches=2
+data=2,zero=1,num_microbatches=2
+expert=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+expert=2,data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(NEMOTRON_3_MESHES[:1], NEMOTRON_3_MESHES))
+def test_nemotron_3(mesh, devices):
+    assert not compare(mesh, NEMOTRON_3, devices).mismatches()
+
+
+@pytest.mark.slow
+def test_stages_with_experts(devices):
+    deeper = replace(NEMOTRON_3, **{"model.num_layers": 10})
+    mesh = "pipeline=2,num_microbatches=2,expert=2,zero=1"
+    assert not compare(mesh, deeper, devices).mismatches()
+
+
+OLMO_HYBRID_MESHES = """
+sequence=2,tensor=2
+data=2,tensor=2
+sequence=4
+data=2,zero=2,num_microbatches=2
+data=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OLMO_HYBRID_MESHES)
+def test_olmo_hybrid(mesh, devices):
+    assert not compare(mesh, OLMO_HYBRID, devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cfg", "mesh"),
+    [
+        (NEMOTRON_3, "expert=2,tensor=2"),
+        (replace(QWEN3_NEXT, **{"model.router_bias": True}), "data=2,layer_loop=scan"),
+    ],
+    ids=["nemotron_3", "two_stacks"],
+)
+def test_steps_that_balance_by_a_bias(cfg, mesh, devices):
+    """The load of each layer goes to the bias in its own stack."""
+    found = compare(mesh, replace(cfg, **{"train.router_bias_rate": 0.01}), devices, 5)
+    assert found.update is not None and not found.mismatches()
 
 
 @pytest.mark.slow

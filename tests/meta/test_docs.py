@@ -29,6 +29,7 @@ from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
+from jaxpar.sweeps.command import read_command as read_sweep_command
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
 from jaxpar.verification.replay import ReplayOptions
@@ -155,6 +156,8 @@ def check_command(words: list[str]) -> None:
             read_checkpoint_options(args)
         case "jaxpar.convert":
             read_options(args)
+        case "jaxpar.sweep":
+            read_sweep_command(args)
         case "jaxpar.launch":
             launcher.read_command(args)
         case "jaxpar.data":

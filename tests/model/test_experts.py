@@ -111,7 +111,7 @@ def test_written_out_backward_is_the_gradient(glu, biased):
         if expert_dim == 1:
             w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
         of_experts = experts.ExpertWeights(*w, *biases)
-        how = InComputeDtype(glu, expert_dim)
+        how = InComputeDtype(expert_dim, glu)
         return experts.of_rows(how, x, weights, of_experts, plan)
 
     def plain(x, weights, w, biases):

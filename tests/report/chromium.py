@@ -89,14 +89,25 @@ class Chromium:
         first, _, self._left = self._left.partition(b"\0")
         return json.loads(first)
 
-    def open(self, page: Path, width: int, height: int = 900, *, dark: bool = False) -> None:
-        """Show a file in a window of some size; a narrow one is a phone's."""
+    def open(
+        self,
+        page: Path,
+        width: int,
+        height: int = 900,
+        *,
+        dark: bool = False,
+        fragment: str = "",
+    ) -> None:
+        """Show a file in a window of some size; a narrow one is a phone's.
+
+        Args:     fragment: what follows the file in its address, from # on.
+        """
         size = {"width": width, "height": height, "mobile": width < 500}
         self.call("Emulation.setDeviceMetricsOverride", deviceScaleFactor=1, **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page.as_uri() + fragment)
         until = time.monotonic() + PATIENCE
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             self.events.append(self._next(until))

@@ -14,9 +14,10 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
+from jaxpar.report import __main__ as program
 from jaxpar.report.__main__ import ReportOptions, main, report
 from jaxpar.report.runs import MAX_SERIES, read_run
-from tests.report.folders import TOKENS, record, write_lines, write_run
+from tests.report.folders import record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
 
@@ -86,11 +87,9 @@ def test_the_second_half_has_an_axis_of_its_own(tmp_path):
     records = ([record(s, noise), *([held_out(s)] if s % 20 == 0 else [])] for s in range(1, 401))
     write_lines(folder / "metrics.jsonl", itertools.chain.from_iterable(records))
     figures = [a for tag, a in Tags(page_of(folder)).found if "data-metric" in a]
-    of = lambda view: [a for a in figures if a["data-view"] == view]  # noqa: E731
-    for view, factor in (("steps", 1), ("tokens", TOKENS)):
-        ends = {a["data-metric"]: (a["data-low"], a["data-high"]) for a in of(view)}
-        assert tuple(map(float, ends["last half"])) == (201 * factor, 400 * factor)
-        assert tuple(map(float, ends["loss"])) == (0, 400 * factor)
+    ends = {a["data-metric"]: (a["data-low"], a["data-high"]) for a in figures}
+    assert tuple(map(float, ends["last half"])) == (201, 400)
+    assert tuple(map(float, ends["loss"])) == (0, 400)
 
 
 def test_each_set_has_a_chart_and_the_test_split_a_figure(tmp_path):
@@ -208,6 +207,64 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypa
     with pytest.raises(ConfigError, match="does not exist"):
         page_of(folder, "nonesuch", output="x.html")
     assert not (tmp_path / "x.html").exists()
+
+
+def data_of(text: str) -> dict:
+    """What the script of a page reads."""
+    return json.loads(re.search(r'"application/json" id="data">(.*?)</script>', text)[1])
+
+
+def test_hours_of_steps_are_those_of_the_attempt_that_counts(tmp_path):
+    """The second attempt repeats the steps from 150 on, an hour after the first."""
+    (run,) = data_of(page_of(write_run(tmp_path / "run")))["runs"]
+    steps, hours = run["hours"]
+    assert steps == sorted(set(steps)) and hours == sorted(hours)
+    assert steps == [0, 150, 200]
+    assert hours[0] < 0.1 < 0.9 < hours[-1]
+    assert run["tokens_per_step"] == 8192 and run["bits"] == 0
+
+
+def test_bits_per_byte_are_drawn_and_convert_the_loss(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_lines(
+        folder / "metrics.jsonl", [{"step": 200, "held_out_loss": 2.0, "bits_per_byte": 0.8}]
+    )
+    text = page_of(folder)
+    (run,) = data_of(text)["runs"]
+    assert run["bits"] == 0.4 and run["metrics"]["bits_per_byte"] == {"x": [200], "y": [0.8]}
+    assert 'id="bits-per-byte"' in text and 'id="bits"' in text
+    other = write_run(tmp_path / "other")
+    assert 'id="bits"' not in page_of(folder, other, output=str(tmp_path / "both.html"))
+
+
+def test_it_is_written_again_while_a_run_goes(tmp_path, monkeypatch, capsys):
+    """Until the last step; the page then no longer reads its file again."""
+    folder = write_run(tmp_path / "run", **{"train.num_steps": 202})
+    seen = []
+
+    def another_step(seconds):
+        seen.append((seconds, (folder / "report.html").read_text("utf-8")))
+        write_lines(folder / "metrics.jsonl", [record(200 + len(seen), random.Random(0))])
+
+    monkeypatch.setattr(program, "pause", another_step)
+    main([str(folder), "--watch", "7"])
+    assert [seconds for seconds, _ in seen] == [7, 7]
+    assert all('<body data-live="7">' in text for _, text in seen)
+    assert "data-live" not in (folder / "report.html").read_text("utf-8").partition("<script")[0]
+    assert "watching   every 7 s" in capsys.readouterr().out
+    main([str(folder), "--watch", "7"])  # the run has ended
+    assert len(seen) == 2 and "watching" not in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_it_with_a_page_that_stays(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", **{"train.num_steps": 300})
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "pause", interrupted)
+    main([str(folder), "--watch", "7"])
+    assert '<body data-live="' not in (folder / "report.html").read_text("utf-8")
 
 
 def test_every_part_of_the_time_has_a_color():

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.report.charts import hover_data
+from jaxpar.report.charts import page_data
 from jaxpar.report.outline import outline
 from jaxpar.report.runs import read_run
 from jaxpar.report.series import RANGES, RATIO, Series, Sizes
@@ -225,6 +225,6 @@ def test_tokens_of_steps_of_several_sizes(tmp_path):
     for step in (0, 1, 20, 21, 40):
         assert run.tokens_at(step) == pytest.approx(seen[step])
         assert plain.tokens_at(step) == pytest.approx(step * TOKENS)
-    (drawn,) = hover_data([run])["runs"]
-    assert drawn["metrics"]["loss"]["tokens"][-1] == seen[40]
-    assert "tokens" not in hover_data([plain])["runs"][0]["metrics"]["loss"]
+    (drawn,) = page_data([run])["runs"]
+    assert drawn["tokens"][0][-1] == 40 and drawn["tokens"][1][-1] == seen[40]
+    assert "tokens" not in page_data([plain])["runs"][0]

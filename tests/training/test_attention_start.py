@@ -110,10 +110,16 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
     assert told == "forward cudnn, backward pallas_hopper (planted)"
 
 
-def test_on_a_cpu_there_is_nothing_to_test(config_file, only_devices, capsys):
+def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(config_file, only_devices, capsys):
+    """Also with layers of two kinds."""
+    args = [config_file, "--model.sliding-window=8", "--model.global-every=2"]
+    args.append("--parallel.layer-loop=unroll")
     with only_devices(1):
-        run.Run(read_config([config_file], "test", None)).test_attention()
-    assert capsys.readouterr().out.startswith("attention self-test: skipped, the kernels are the")
+        made = run.Run(read_config(args, "test", None))
+        made.test_attention()
+    assert capsys.readouterr().out == ""
+    assert len(made.kernels) == 2
+    assert made.attention == "reference (the others need an NVIDIA GPU, and the platform is cpu)"
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "pallas_hopper"])

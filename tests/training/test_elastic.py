@@ -137,6 +137,16 @@ def test_a_microbatch_is_as_large_as_before(before, devices, fields, microbatche
     assert elastic.same_rows(cfg, before, devices).parallel.num_microbatches == microbatches
 
 
+def test_every_batch_of_a_schedule_has_whole_microbatches():
+    asked = {"parallel.num_microbatches": 4, "train.global_batch_size": 64}
+    cfg = replace(Config(), **asked, **{"train.batch_schedule": "0:16;9:48;20:64"})
+    found = [elastic.same_rows(cfg, saved(8, 4), devices) for devices in (4, 8, 16)]
+    assert [one.parallel.num_microbatches for one in found] == [8, 4, 4]
+    resolve(found[0], 4)
+    with pytest.raises(ConfigError, match=r"batch_schedule = '0:16.* 32 devices cannot divide"):
+        elastic.same_rows(cfg, saved(8, 4), 32)
+
+
 def test_a_microbatch_of_a_given_size_keeps_it():
     asked = {"train.micro_batch_size": 2, "train.global_batch_size": 64}
     cfg = replace(Config(), **asked)

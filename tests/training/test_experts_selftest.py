@@ -57,6 +57,14 @@ def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     assert all(least <= error < 1e-2 for error in errors.values()), errors
 
 
+def test_kernels_without_a_gate_pass():
+    plain = {"model.mlp_gate": False, "model.activation": "relu_squared"}
+    for expert_dim in (0, 1):
+        errors = experts_selftest.errors_of(execution(**plain).cfg, expert_dim)
+        assert errors.keys() == set(experts_selftest.WITHOUT_GATE)
+        assert all(1e-4 < error < 1e-2 for error in errors.values()), errors
+
+
 def test_it_says_what_runs(run_as_if_on_hopper):
     said = []
     experts_selftest.test_experts(execution(), said.append)

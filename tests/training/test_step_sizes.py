@@ -1,6 +1,7 @@
-"""Runs whose batch and length change by step: the same losses after a restart, on other meshes."""
+"""Runs whose batch, length and mixture change by step: the same losses on other meshes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
+from jaxpar.training.step_guard import StepGuard
 from jaxpar.verification.replay import ReplayOptions, replay
+from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -26,17 +29,26 @@ def records(run: Path) -> dict[int, dict]:
     return {line["step"]: line for line in lines if "loss" in line}
 
 
-@pytest.fixture
-def whole(config_file, train_on, capfd):
-    """A run on one device, whose output is kept."""
-    assert train_on(1, config_file, *FIELDS, "--train.num-steps", "6") == exit_codes.EXIT_OK
-    return Path(config_file).parent / "run"
+@pytest.fixture(scope="module")
+def fields(dataset, tmp_path_factory) -> list[str]:
+    """Those of every run: FIELDS, and two sources."""
+    other = shutil.copytree(dataset, tmp_path_factory.mktemp("copy") / "other")
+    mixture = ["--data.mixture", f"{dataset}:1,{other}:3", "--data.mixture-schedule", "3:1,0"]
+    return [*FIELDS, *mixture]
 
 
-def test_the_same_losses_after_a_restart_on_another_mesh(whole, config_file, train_on, capfd):
-    said = capfd.readouterr().out
-    assert "after step 4: steps of 8 sequences of 32 tokens in 2 microbatches" in said
-    assert said.count("compiled for steps of ") == 3 and "batch 16 x 16" in said
+@pytest.fixture(scope="module")
+def whole(write_config, train_on, fields, tmp_path_factory) -> Path:
+    """A run on one device. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("sizes")
+    config = write_config(folder)
+    assert train_on(1, config, *fields, "--train.num-steps", "6") == exit_codes.EXIT_OK
+    return folder / "run"
+
+
+def test_the_same_losses_after_a_restart_on_another_mesh(
+    whole, fields, config_file, train_on, capfd
+):
     wanted = records(whole)
     sizes = [(wanted[n]["global_batch_size"], wanted[n]["seq_len"]) for n in range(1, STEPS + 1)]
     assert sizes == SIZES
@@ -44,30 +56,38 @@ def test_the_same_losses_after_a_restart_on_another_mesh(whole, config_file, tra
     assert [wanted[n]["tokens_seen"] for n in range(1, STEPS + 1)] == seen.tolist()
     assert read_saved(whole, 3).tokens_seen == seen[2]
 
-    moved = [*FIELDS, "--run.dir", str(whole.with_name("moved"))]
+    moved, run = [*fields, "--train.num-steps"], Path(config_file).parent / "run"
     mesh = ["--parallel.data", "2", "--parallel.sequence", "2"]
-    assert train_on(4, config_file, *moved, *mesh, "--train.num-steps", "3") == exit_codes.EXIT_OK
+    assert train_on(4, config_file, *moved, "3", *mesh) == exit_codes.EXIT_OK
     mesh = ["--parallel.pipeline", "2", "--parallel.zero", "1"]
-    assert train_on(2, config_file, *moved, *mesh, "--train.num-steps", "6") == exit_codes.EXIT_OK
-    found = records(whole.with_name("moved"))
+    assert train_on(2, config_file, *moved, "6", *mesh) == exit_codes.EXIT_OK
+    said = capfd.readouterr().out
+    assert "after step 4: steps of 8 sequences of 32 tokens in 2 microbatches" in said
+    assert said.count("compiled for steps of ") == 4 and "batch 16 x 16" in said
+    found = records(run)
     for name in ("loss", "grad_norm"):
         values = [[there[n][name] for n in range(1, STEPS + 1)] for there in (found, wanted)]
         np.testing.assert_allclose(*values, rtol=2e-5)
+    for name in ("epochs", "tokens_seen", "num_tokens"):
+        assert [found[n][name] for n in found] == [wanted[n][name] for n in wanted]
+    taken = [ranks.batches_of(run) for run in (whole, run)]
+    assert taken[0] == taken[1] and len(taken[0]) == STEPS
 
 
-def test_a_resumed_run_may_change_steps_to_come_only(whole, config_file, train_on):
-    for fields, said in (
+def test_a_resumed_run_may_change_steps_to_come_only(whole, fields, config_file, train_on):
+    run = shutil.copytree(whole, Path(config_file).parent / "run")
+    for change, said in (
         (["--train.batch-schedule", "0:8"], "changes the size of steps before step 6"),
         (["--data.length-schedule", "0:32"], "changes the size of steps before step 6"),
         (["--train.global-batch-size", "16", "--train.batch-schedule", "0:8;2:16"], "before step"),
         (["--data.seq-len", "64", "--data.length-schedule", "0:16;4:64"], "data.seq_len = 64"),
     ):
         with pytest.raises(ConfigError, match=said):
-            train_on(1, config_file, *FIELDS, "--train.num-steps", "7", *fields)
+            train_on(1, config_file, *fields, "--train.num-steps", "7", *change)
     more = ["--train.batch-schedule", "0:4;2:8;6:16", "--train.global-batch-size", "16"]
     more += ["--parallel.num-microbatches", "4", "--train.num-steps", "7"]
-    assert train_on(1, config_file, *FIELDS, *more) == exit_codes.EXIT_OK
-    assert records(whole)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32
+    assert train_on(1, config_file, *fields, *more) == exit_codes.EXIT_OK
+    assert records(run)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32
 
 
 def test_a_step_is_replayed_with_its_size(whole, only_devices):
@@ -75,3 +95,24 @@ def test_a_step_is_replayed_with_its_size(whole, only_devices):
     with only_devices(1):
         said = replay(ReplayOptions(run=str(whole), step=5, repeat=1))
     assert said.startswith("nothing wrong: the step repeats bit for bit")
+
+
+def test_batches_keep_their_sizes_after_a_rewind(config_file, fields, train_on, monkeypatch):
+    """Batch 3, of the fourth step, is skipped: that step uses batch 4, of another size."""
+    look, raised = StepGuard.look, []
+
+    def spike_once(self, step, values):
+        if step == 3 and not raised:
+            raised.append(step)
+            raise exit_codes.Spike(step, "a spike of this test")
+        look(self, step, values)
+
+    monkeypatch.setattr(StepGuard, "look", spike_once)
+    more = ["--train.num-steps", "6", "--guard.spike", "rewind", "--guard.spike-skip", "1"]
+    assert train_on(1, config_file, *fields, *more) == exit_codes.EXIT_OK
+    found = records(Path(config_file).parent / "run")
+    sizes = [*SIZES[:3], *SIZES[4:], SIZES[-1]]
+    assert [(found[n]["global_batch_size"], found[n]["seq_len"]) for n in found] == sizes
+    seen = np.cumsum([rows * length for rows, length in sizes])
+    assert [found[n]["tokens_seen"] for n in found] == seen.tolist()
+    assert read_saved(Path(config_file).parent / "run").tokens_seen == seen[-1]

@@ -14,6 +14,7 @@ from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.kernels.attention import api
 from jaxpar.kernels.attention.dispatch import capability
 from jaxpar.kernels.platform import Platform
+from jaxpar.runtime.stages import stage
 
 BACKENDS = tuple(capability.CAPABILITIES)
 #: The backend with which the others are compared.
@@ -137,11 +138,13 @@ def measure(
     yard = [draw(one, dtype, seed) for seed, one in enumerate(alone, start=1)]
     jax.block_until_ready((asked, yard))
     log(f"{shape}: float32 reference")
-    wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
+    with stage(f"{shape}: float32 reference"):
+        wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
     contenders = []
     for backend in backends:
         log(f"{shape}: compiling {backend}")
-        contenders.append(prepare(backend, asked, yard, wanted))
+        with stage(f"{shape}: compiling {backend}"):
+            contenders.append(prepare(backend, asked, yard, wanted))
     rows = []
     for direction in DIRECTIONS:
         able = [c for c in contenders if c.takes_part(direction)]
@@ -152,7 +155,8 @@ def measure(
             programs[c.backend, False] = c.kernel.program(direction, [asked], c.saved)
             if yard and not c.yard_failed:
                 programs[c.backend, True] = c.kernel.program(direction, yard, c.saved_yard)
-        times = time_interleaved(programs, repeats)
+        with stage(f"{shape}: timing {direction}"):
+            times = time_interleaved(programs, repeats)
         flops = shape.useful_flops(direction), sum(s.useful_flops(direction) for s in alone)
         start = conditions_of(shape, dtype) | {"direction": direction}
         rows += [start | row_of(c, direction, times, flops, what) for c in contenders]

@@ -33,6 +33,7 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.stages import stage
 
 #: Shorter matmuls (us) are left to XLA: they take little time in total, and their times are noisy.
 MIN_US = 100.0
@@ -182,7 +183,8 @@ def _run(command: Sequence[str], flags: str, log: Path) -> None:
     """
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     started = children.start([sys.executable, "-m", *command], env, log)
-    ended = children.Children([started], grace=5.0).wait()
+    with stage(f"running {command[0]}, whose output is in {log}"):
+        ended = children.Children([started], grace=5.0).wait()
     if ended.get(0) != 0:
         raise exit_codes.RunError(f"python -m {' '.join(command)} failed:\n{children.tail(log)}")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpar.bench.recurrence.shapes import RecurrenceProblem
 from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.kernels import recurrence
+from jaxpar.runtime.stages import stage
 from jaxpar.training.recurrent_selftest import RecurrenceInputs, draw, relative
 
 #: The backend with which the others are compared.
@@ -84,13 +85,15 @@ def measure(
             continue
         log(f"{p}: {backend}")
         try:
-            errors[backend] = errors_of(p, backend)
-            launches = RecurrencePrograms(p, backend).programs(x)
+            with stage(f"{p}: compiling {backend}"):
+                errors[backend] = errors_of(p, backend)
+                launches = RecurrencePrograms(p, backend).programs(x)
         except Exception as error:  # whatever a kernel or its compiler raises
             rows += [_row(p, d, backend) | {"failed": message(error)} for d in DIRECTIONS]
             continue
         timed |= {(direction, backend): launch for direction, launch in launches.items()}
-    times = time_interleaved(timed, repeats)
+    with stage(f"{p}: timing"):
+        times = time_interleaved(timed, repeats)
     for (direction, backend), found in times.items():
         row = _row(p, direction, backend) | {"error": errors[backend]}
         if isinstance(found, Timing):

@@ -7,7 +7,7 @@ from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.schema import Config
 
 #: The letters, after Nemotron-H's.
-ATTENTION, DELTA_NET, MAMBA, FEED_FORWARD = "*", "G", "M", "-"
+ATTENTION, DELTA_NET, MAMBA, FEED_FORWARD, EXPERTS = "*", "G", "M", "-", "E"
 
 #: The name of each kind's stack of parameters.
 STACKS = {
@@ -15,7 +15,11 @@ STACKS = {
     DELTA_NET: "delta_layers",
     MAMBA: "mamba_layers",
     FEED_FORWARD: "mlp_layers",
+    EXPERTS: "moe_layers",
 }
+
+#: Kinds whose layers are a feed-forward branch alone.
+FEED_FORWARDS = (FEED_FORWARD, EXPERTS)
 
 #: Kinds whose layers carry a state from token to token.
 RECURRENT = (DELTA_NET, MAMBA)
@@ -44,7 +48,25 @@ def has_feed_forward(m: ModelConfig, kind: str) -> bool:
 
     In models with feed-forward layers, other layers have none.
     """
-    return kind == FEED_FORWARD or FEED_FORWARD not in m.layer_pattern
+    return kind in FEED_FORWARDS or set(FEED_FORWARDS).isdisjoint(m.layer_pattern)
+
+
+def has_experts(m: ModelConfig, kind: str) -> bool:
+    """Return whether the feed-forward of a kind's layers has experts, if not of dense_layers."""
+    return m.num_experts > 0 and has_feed_forward(m, kind) and kind != FEED_FORWARD
+
+
+def kinds_with_experts(m: ModelConfig) -> str:
+    """Return the letter of each layer with experts, in the model's order."""
+    letters = "".join(kind for kind in kinds(m) if has_experts(m, kind))
+    return letters[m.dense_layers :]
+
+
+def norms_of(m: ModelConfig, kind: str) -> tuple[bool, bool]:
+    """Return whether layers of a kind have norms of their branches' inputs, and of outputs."""
+    if kind in RECURRENT and m.recurrent_norms == "before":
+        return True, False
+    return m.pre_norms, m.post_norms
 
 
 def is_recurrent(m: ModelConfig) -> bool:

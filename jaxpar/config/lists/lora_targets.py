@@ -5,8 +5,9 @@ import math
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
 
-#: Names in `lora.targets` (those of published models), and jaxpar's parameters: one of each layer
-#: that has such a matrix.
+#: Names in `lora.targets` (those of published models), and jaxpar's parameters. in_proj is all
+#: projections of a recurrent layer's input, each with an adapter of its own; the others are one of
+#: each layer that has such a matrix.
 TARGETS = {
     "q_proj": ("wq",),
     "k_proj": ("wk",),
@@ -16,6 +17,10 @@ TARGETS = {
     "q_b_proj": ("wq_b",),
     "kv_a_proj_with_mqa": ("wkv_a",),
     "kv_b_proj": ("wkv_b",),
+    "in_proj": (
+        *("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
+        *("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt"),
+    ),
     "out_proj": ("delta_out", "mamba_out"),
     "gate_proj": ("w_gate",),
     "up_proj": ("w_up",),
@@ -42,7 +47,7 @@ def of_attention(m: ModelConfig) -> tuple[str, ...]:
 
 def of_recurrence(m: ModelConfig) -> tuple[str, ...]:
     """Return the targets in a model's recurrent layers."""
-    return ("out_proj",) if set(_OF_RECURRENCE) & set(m.layer_pattern) else ()
+    return ("in_proj", "out_proj") if set(_OF_RECURRENCE) & set(m.layer_pattern) else ()
 
 
 def sides(m: ModelConfig, target: str) -> tuple[int, int]:
@@ -64,11 +69,18 @@ def sides(m: ModelConfig, target: str) -> tuple[int, int]:
         "q_b_proj": (query, heads),
         "kv_a_proj_with_mqa": (D, latent + m.qk_rope_head_dim),
         "kv_b_proj": (latent, of_latent),
+        "in_proj": (D, min(_numbers_per_token(m), default=D)),
         "out_proj": (min(of_kinds, default=D), D),
         "gate_proj": (D, m.d_ff),
         "up_proj": (D, m.d_ff),
         "down_proj": (m.d_ff, D),
     }[target]
+
+
+def _numbers_per_token(m: ModelConfig) -> list[int]:
+    """Return the smallest output dimension of a recurrent layer's projections, of each kind."""
+    heads = {DELTA_NET: m.linear_num_value_heads, MAMBA: m.mamba_num_heads}
+    return [n for kind, n in heads.items() if kind in m.layer_pattern]
 
 
 def factor(cfg: Config) -> float:

@@ -1,5 +1,6 @@
 """The steps whose routing a run records, `run.record_routing`."""
 
+from jaxpar.config.layout.layer_kinds import kinds_with_experts
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config
 
@@ -29,5 +30,5 @@ def id_bits(num_experts: int) -> int:
 def bytes_of_a_step(cfg: Config) -> int:
     """Return the bytes of the routing of one step, before compression."""
     m, tokens = cfg.model, cfg.train.global_batch_size * cfg.data.seq_len
-    layers = m.num_layers - m.dense_layers
+    layers = len(kinds_with_experts(m))
     return tokens * layers * m.experts_per_token * id_bits(m.num_experts) // 8

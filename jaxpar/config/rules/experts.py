@@ -2,6 +2,7 @@
 
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
 from jaxpar.config.layout.expert_placement import expert_ways
+from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
 #: Fields that only a model with experts reads.
@@ -46,8 +47,24 @@ def experts(cfg: Config) -> None:
     path, needed = "model.shared_expert_gate", "model.num_shared_experts"
     ok = m.num_shared_experts > 0 or not m.shared_expert_gate
     require(ok, cfg, path, f"needs {needed}, which is 0", flag(path, False), flag(needed, 1))
+    if not m.mlp_gate:
+        _without_gate(cfg)
     path, none = "model.mlp_bias", flag(COUNT, 0)
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
+
+
+def _without_gate(cfg: Config) -> None:
+    """Check what experts of two matrices are combined with."""
+    gate = "model.mlp_gate"
+    reasons = (
+        ("model.expert_bias", "experts without a gate have no biases yet"),
+        ("model.matmul_dtype", "products of experts without a gate are not rounded yet"),
+    )
+    for path, why in reasons:
+        default = default_of(path)
+        rule = f"is not supported with {gate} False and {COUNT} {cfg.model.num_experts}: {why}"
+        ok = value_of(cfg, path) == default
+        require(ok, cfg, path, rule, flag(path, default), flag(gate, True))
 
 
 def _placement(cfg: Config) -> None:
@@ -63,20 +80,29 @@ def _dense_layers(cfg: Config) -> None:
     m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
     _between(cfg)
     if m.dense_layers == 0:
-        _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
+        if not {FEED_FORWARD, EXPERTS} <= set(m.layer_pattern):
+            _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
+        else:
+            _dense_width(cfg)
         return
     none, said = flag(path, 0), f"does not support {path}, which is {m.dense_layers}"
     rule = f"must be below model.num_layers = {m.num_layers}, so that some layers have experts"
     ok = m.dense_layers < m.num_layers
     require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
-    ok = m.dense_d_ff is None or m.dense_d_ff >= 1
-    require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
     if p.pipeline == 1:
         loop, rule = "parallel.layer_loop", f"{said}: a scan executes layers of one kind"
         require(p.layer_loop == "unroll", cfg, loop, rule, flag(loop, "unroll"), none)
     else:
         _before_stages(cfg, said)
-    wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
+    _dense_width(cfg)
+
+
+def _dense_width(cfg: Config) -> None:
+    """Check the width of dense layers beside layers with experts."""
+    m, width = cfg.model, "model.dense_d_ff"
+    ok = m.dense_d_ff is None or m.dense_d_ff >= 1
+    require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
+    wide, tensor = m.dense_d_ff or m.d_ff, cfg.parallel.tensor
     rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
     require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))
 

@@ -4,6 +4,7 @@ from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
+    EXPERTS,
     FEED_FORWARD,
     MAMBA,
     STACKS,
@@ -15,11 +16,11 @@ PATH = "model.layer_pattern"
 #: Fields that only layers of a kind read.
 _OF_KIND = {
     DELTA_NET: """model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
-    model.linear_value_head_dim""".split(),
+    model.linear_value_head_dim model.linear_allow_neg_eigval model.linear_norm_eps""".split(),
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
     DELTA_NET + MAMBA: """model.conv_kernel_size model.recurrent_chunk
-    model.recurrent_backend""".split(),
+    model.recurrent_backend model.recurrent_norms""".split(),
 }
 
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
@@ -63,6 +64,8 @@ def _sizes(cfg: Config) -> None:
     path, heads, groups = "model.mamba_num_heads", m.mamba_num_heads, m.mamba_num_groups
     rule = f"must be a multiple of model.mamba_num_groups = {groups}"
     require(heads % groups == 0, cfg, path, rule, flag(path, -(-heads // groups) * groups))
+    path, eps = "model.linear_norm_eps", m.linear_norm_eps
+    require(eps is None or eps > 0, cfg, path, "must be above 0", flag(path, None))
     path, rule = "model.mamba_min_step", "must not be negative"
     require(m.mamba_min_step >= 0, cfg, path, rule, flag(path, 0.0))
     path, shard = "model.conv_kernel_size", cfg.data.seq_len // cfg.parallel.sequence
@@ -103,7 +106,6 @@ def _combinations(cfg: Config) -> None:
     said = f"does not support {PATH}, which is {cfg.model.layer_pattern}"
     reasons = (
         ("model.dense_layers", "both split the layers into stacks"),
-        ("model.router_bias", "its update knows a single stack of layers"),
         ("model.matmul_dtype", "projections of recurrent layers are not rounded"),
         ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
         ("parallel.layers_per_stage", "stages have whole periods"),
@@ -113,9 +115,7 @@ def _combinations(cfg: Config) -> None:
     for path, why in reasons:
         rule, default = f"{said}: {why}", default_of(path)
         require(value_of(cfg, path) == default, cfg, path, rule, flag(path, default), none)
-    path, ok = "model.num_experts", FEED_FORWARD not in cfg.model.layer_pattern
-    rule = f"{said}: feed-forward layers ({FEED_FORWARD}) are dense"
-    require(ok or cfg.model.num_experts == 0, cfg, path, rule, flag(path, 0), none)
+    _experts(cfg, said)
     periods, path = cfg.model.num_layers // len(cfg.model.layer_pattern), "parallel.pipeline"
     rule = f"must divide the {periods} repetitions of {PATH}, so that stages have the same layers"
     fits = max(n for n in range(1, p.pipeline + 1) if periods % n == 0)
@@ -123,3 +123,16 @@ def _combinations(cfg: Config) -> None:
     path, rule = "parallel.schedule", f"{said}: it splits the backward of attention layers only"
     ok = p.schedule != "zero_bubble" or p.pipeline == 1
     require(ok, cfg, path, rule, flag(path, "1f1b"), none)
+
+
+def _experts(cfg: Config, said: str) -> None:
+    """Check that layers of kind E have experts, and those of kind - none."""
+    m, path = cfg.model, "model.num_experts"
+    if EXPERTS in m.layer_pattern:
+        rule = f"must be above 0: {PATH} has layers with experts ({EXPERTS})"
+        dense = flag(PATH, m.layer_pattern.replace(EXPERTS, FEED_FORWARD))
+        require(m.num_experts > 0, cfg, path, rule, flag(path, 8), dense)
+    elif FEED_FORWARD in m.layer_pattern:
+        rule = f"{said}: feed-forward layers ({FEED_FORWARD}) are dense"
+        some = flag(PATH, m.layer_pattern.replace(FEED_FORWARD, EXPERTS))
+        require(m.num_experts == 0, cfg, path, rule, flag(path, 0), some)

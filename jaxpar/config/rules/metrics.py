@@ -12,6 +12,8 @@ def sinks(cfg: Config) -> None:
     ok = m.wandb == "" or re.fullmatch(r"([\w.-]+/)?[\w.-]+", m.wandb) is not None
     rule = "must be PROJECT or ENTITY/PROJECT, with letters, digits, '.', '_' and '-', or empty"
     require(ok, cfg, path, rule, flag(path, "jaxpar"))
+    path, ok = "metrics.mlflow", len(m.mlflow) <= 500 and m.mlflow.isprintable()
+    require(ok, cfg, path, "must be the name of an experiment", flag(path, "jaxpar"))
     path, rule = "metrics.prometheus_port", "must be a port from 1 to 65535, or 0 for none"
     ok = 0 <= m.prometheus_port <= 65535
     require(ok, cfg, path, rule, flag(path, 9400), flag(path, 0))

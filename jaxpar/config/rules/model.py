@@ -176,9 +176,6 @@ def _feed_forward(cfg: Config) -> None:
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
-    ok = m.mlp_gate or m.num_experts == 0
-    rule = f"needs a dense feed-forward, but model.num_experts is {m.num_experts}"
-    require(ok, cfg, gate, rule, flag(gate, True), flag("model.num_experts", 0))
     targets = cfg.lora.targets.split(",")
     rest = ",".join(name for name in targets if name != "gate_proj") or "q_proj,v_proj"
     ok = m.mlp_gate or not cfg.lora.rank or "gate_proj" not in targets

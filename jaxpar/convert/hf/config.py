@@ -8,13 +8,13 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout.layer_kinds import STACKS, dense_places, kinds
+from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, STACKS, dense_places, kinds
 from jaxpar.config.rules.experts import router_has_no_gradient
-from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
+from jaxpar.convert.hf.keys import experts, layers, patterns
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -67,7 +67,7 @@ def family_of(values: Values) -> Family:
     if not names:
         names = [f.architecture for f in FAMILIES if f.model_type == values.get("model_type")]
     if len(names) == 1 and names[0] in known:
-        return known[names[0]]
+        return _with_letters(values, known[names[0]])
     shown = names or values.get("model_type")
     raise refuse(
         "architectures",
@@ -77,17 +77,30 @@ def family_of(values: Values) -> Family:
     )
 
 
-def named_family(model_type: str, option: str = "--family") -> Family:
-    """Return the family with a `model_type`.
+def _with_letters(values: Values, family: Family) -> Family:
+    """Return the table of a family's models with experts, or of those without, by their layers."""
+    if not family.letters:
+        return family
+    has_experts = EXPERTS in (patterns.letters_in(values) or "")
+    same = (f for f in FAMILIES if f.model_type == family.model_type)
+    return next(f for f in same if (EXPERTS in f.letters) == has_experts)
+
+
+def named_family(model_type: str, m: ModelConfig, option: str = "--family") -> Family:
+    """Return the family with a `model_type`, for a model.
 
     Args:     option: for errors.
     Raises:   ConfigError for an unknown one.
     """
-    known = {family.model_type: family for family in FAMILIES}
-    if model_type not in known:
-        fix = f"use one of {', '.join(known)}"
+    found = [family for family in FAMILIES if family.model_type == model_type]
+    if not found:
+        fix = f"use one of {', '.join(dict.fromkeys(f.model_type for f in FAMILIES))}"
         raise ConfigError(option, model_type, "is not a family that jaxpar supports", fix)
-    return known[model_type]
+    return next((f for f in found if _may_have_experts(f) == (m.num_experts > 0)), found[0])
+
+
+def _may_have_experts(family: Family) -> bool:
+    return "num_experts" in family.fields
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -116,12 +129,13 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         heads = fields["num_heads"]
         alike = {"num_kv_heads": heads, "head_dim": fields["d_model"] // max(heads, 1)}
         fields |= alike
-    fields |= layer_keys.read(values, family, fields["num_layers"])
+    fields |= layers.read(values, family, fields["num_layers"])
+    fields |= experts.read(values, family, fields["d_ff"])
     for key, other in family.equal_keys.items():
         if values.get(key) != values.get(other):
             rule = f"must be {other} = {values.get(other)}, which jaxpar has one field for"
             raise refuse(key, values.get(key), rule, "use a model in which they are equal")
-    if not fields.get("dense_layers"):
+    if not fields.get("dense_layers") and FEED_FORWARD not in fields.get("layer_pattern", ""):
         fields.pop("dense_d_ff", None)
     dtype = dtype_of(values)
     model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
@@ -139,6 +153,8 @@ def _is_mxfp4(quantization: Any) -> bool:
 def _with_defaults(values: Values, family: Family) -> Values:
     """Add the family's defaults for missing keys, and resolve aliases."""
     renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
+    if family.letters and isinstance(values.get(patterns.NAMES), list):
+        renamed["num_hidden_layers"] = len(values[patterns.NAMES])
     return family.defaults | renamed | values
 
 
@@ -155,7 +171,9 @@ def check_count(values: Values, family: Family, num_tensors: int) -> None:
         count = values.get(key)
         if ours == "num_experts" and not any("{E}" in entry.name for entry in family.entries):
             break  # a tensor has all experts
-        if ours == "num_layers" and isinstance(count, int):
+        if ours == "num_layers" and EXPERTS in family.letters:
+            count = (patterns.letters_in(values) or "").count(EXPERTS)
+        elif ours == "num_layers" and isinstance(count, int):
             dense = values.get(family.fields.get("dense_layers", ""), 0)
             count -= dense if isinstance(dense, int) else 0
         wanted *= max(count, 1) if isinstance(count, int) else 1
@@ -209,7 +227,8 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         name, value = by_key.setdefault(key, (ours, getattr(m, ours)))
         if getattr(m, ours) != value:
             return f"model.{ours} = {getattr(m, ours)}, model.{name} = {value}: they share a key"
-    others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layer_keys.fields(family)}
+    others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layers.fields(family)}
+    others |= {"num_shared_experts"} if family.shared_width else set()
     if family.heads_alike:
         others |= {"num_kv_heads", "head_dim"}
         if m.num_kv_heads != m.num_heads:
@@ -224,7 +243,7 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     for name in family.given:
         if getattr(m, name) is None:
             return f"model.{name} = None, but its models have a number"
-    if reason := layer_keys.why_not_rope(family, m.rope_scaling):
+    if reason := layers.why_not_rope(family, m.rope_scaling):
         return reason
     wide = m.num_heads * m.head_dim
     if family.heads_fill_model and wide != m.d_model:
@@ -241,7 +260,7 @@ def choose_family(m: ModelConfig) -> Family:
 
     Raises:   ConfigError with a reason for each of these families, if none can.
     """
-    alike = [f for f in FAMILIES if ("num_experts" in f.fields) == (m.num_experts > 0)]
+    alike = [f for f in FAMILIES if _may_have_experts(f) == (m.num_experts > 0)]
     reasons = {family.model_type: why_not(family, m) for family in alike}
     for family in alike:
         if reasons[family.model_type] is None:
@@ -265,7 +284,8 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     for ours, other in family.same_as.items():
         if getattr(m, ours) is None:
             own[family.fields[ours]] = getattr(m, other)
-    own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
+    own |= {"dtype": dtype, "torch_dtype": dtype} | layers.write(m, family) | family.required
+    own |= experts.write(m, family)
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
     dropped = {QUANTIZATION}
@@ -292,8 +312,8 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
         return [dataclasses.replace(entry, first=first(entry.path)) for entry in held]
     stacks = {stack: kind for kind, stack in STACKS.items()}
 
-    def layers(path: str) -> tuple[int, ...]:
+    def places(path: str) -> tuple[int, ...]:
         kind = stacks.get(path.partition("/")[0])
         return tuple(i for i, letter in enumerate(kinds(m)) if letter == kind)
 
-    return [dataclasses.replace(entry, layers=layers(entry.path)) for entry in held]
+    return [dataclasses.replace(entry, layers=places(entry.path)) for entry in held]

@@ -1,6 +1,6 @@
 """Tables of DeepSeek's families, with multi-head latent attention, and of Kimi K2.
 
-`families.py` has the others, and explains a table. `latent_keys.py` has the keys of attention.
+`families.py` has the others, and explains a table. `keys/latents.py` has the keys of attention.
 """
 
 import dataclasses

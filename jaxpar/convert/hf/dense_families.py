@@ -25,7 +25,7 @@ from jaxpar.convert.hf.entries import (
     of_dense_layers,
 )
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.rope_keys import ORIGINAL
+from jaxpar.convert.hf.keys.ropes import ORIGINAL
 
 _SILU = {"hidden_act": "silu"}
 

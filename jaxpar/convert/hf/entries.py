@@ -271,6 +271,24 @@ QWEN3_5_DELTA_NET = (
 )
 
 
+#: OLMo Hybrid: a tensor for each.
+OLMO_HYBRID_DELTA_NET = (
+    *(
+        Entry(f"layers/delta_{n}", f"{_IN_LINEAR}{n}_proj.weight", f"LDg{d}", f"g{d} D")
+        for n, d in zip("qkvba", "kkmrr", strict=True)
+    ),
+    Entry("layers/delta_z", _IN_LINEAR + "g_proj.weight", "LDgm", "gm D"),
+    *(
+        Entry(f"layers/delta_conv_{n}", f"{_IN_LINEAR}{n}_conv1d.weight", f"Lg{d}w", f"g{d} 1 w")
+        for n, d in zip("qkv", "kkm", strict=True)
+    ),
+    Entry("layers/delta_a_log", _IN_LINEAR + "A_log", "Lh", "h"),
+    Entry("layers/delta_dt_bias", _IN_LINEAR + "dt_bias", "Lh", "h"),
+    Entry("layers/delta_norm", _IN_LINEAR + "o_norm.weight", "Lv", "v"),
+    Entry("layers/delta_out", _IN_LINEAR + "o_proj.weight", "LhvD", "D hv"),
+)
+
+
 def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of layers of Gated DeltaNet, from those of layers with its parameters."""
     return tuple(

@@ -121,7 +121,7 @@ def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Fami
     if family is None:
         family = family_of(carried) if carried else choose_family(m)
     elif isinstance(family, str):
-        family = named_family(family)
+        family = named_family(family, m)
     reason = why_not(family, m)
     if reason is not None and family not in FAMILIES:
         rule = f"cannot be exported by to-torch ({reason})"

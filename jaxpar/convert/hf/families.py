@@ -5,8 +5,6 @@ tensors (`tensor_layout.py` explains an Entry). To add a family, add a table, he
 `dense_families.py`. To support a new feature, first add its field and its parameter to the model.
 """
 
-import dataclasses
-
 from jaxpar.convert.hf.deepseek_families import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -32,7 +30,6 @@ from jaxpar.convert.hf.entries import (
     MLP,
     MLP_BIAS,
     MLP_NORM,
-    OLMO2_NORMS,
     OUT_BIAS,
     QK_NORM,
     QK_NORM_OVER_ALL,
@@ -44,7 +41,13 @@ from jaxpar.convert.hf.entries import (
     of_modules,
 )
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.hybrid_families import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from jaxpar.convert.hf.hybrid_families import (
+    NEMOTRON_H,
+    NEMOTRON_H_EXPERTS,
+    QWEN3_5,
+    QWEN3_NEXT,
+)
+from jaxpar.convert.hf.olmo_families import OLMO2, OLMO3, OLMO_HYBRID
 
 _SILU = {"hidden_act": "silu"}
 
@@ -274,32 +277,6 @@ GEMMA3 = Family(
     two_kinds=True,
     two_ropes="rope_local_base_freq",
 )
-_OF_OLMO2 = (*TOP, *ATTENTION[1:], *QKV_BIAS, *OUT_BIAS, *QK_NORM_OVER_ALL, *OLMO2_NORMS, *MLP[1:])
-OLMO2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    entries=_OF_OLMO2,
-    fields=COMMON | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
-    fixed={"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True},
-    defaults={"rms_norm_eps": 1e-5, "attention_bias": False},
-    required=_SILU,
-    heads_fill_model=True,
-)
-OLMO3 = dataclasses.replace(
-    OLMO2,
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "rope_theta": 500_000.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    },
-    sliding=True,
-    two_kinds=True,
-    two_ropes="rope_theta",
-)
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
@@ -386,7 +363,7 @@ GPT_OSS = Family(
 #: The first family in this order that can express a model is its default.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
-    *(OLMO2, OLMO3, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2, MINISTRAL3, LLAMA4),
-    *(GPT2, GPT_NEOX, STARCODER2),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, NEMOTRON_H_EXPERTS),
+    *(OLMO2, OLMO3, OLMO_HYBRID, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2),
+    *(MINISTRAL3, LLAMA4, GPT2, GPT_NEOX, STARCODER2),
 )

@@ -45,8 +45,10 @@ class Family:
     """Alternative names of keys in some versions of `transformers`: {other: key}."""
     equal_keys: dict[str, str] = field(default_factory=dict)
     """Keys whose value must be that of another key: {key: other}."""
-    letters: bool = False
-    """Whether hybrid_override_pattern has a letter for each layer."""
+    letters: str = ""
+    """The letters of layers that hybrid_override_pattern may have, if it has one for each."""
+    shared_width: str = ""
+    """Key of the width of shared experts together, in place of a key of their number."""
     hybrid: bool = False
     """Whether layers may have linear attention: Gated DeltaNet."""
     mtp_prefix: str | None = None
@@ -68,6 +70,8 @@ class Family:
     """Whether models have rotary embeddings."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
+    null_rope: bool = False
+    """Whether models may have no rotary embedding, which a rope_theta of null says."""
     nope: bool = False
     """Whether every Nth layer may have no RoPE."""
     chunked: bool = False
@@ -77,7 +81,7 @@ class Family:
     float8_blocks: bool = False
     """Whether weights may be in float8 with a scale for each block, which are dequantized."""
     latent: bool = False
-    """Whether attention is multi-head latent attention, with the keys of `latent_keys.py`."""
+    """Whether attention is multi-head latent attention, with the keys of `keys/latents.py`."""
     copies: dict[str, str] = field(default_factory=dict)
     """Tensors of modules for multi-token prediction that are copies: {name with {P}: of which}."""
     heads_alike: bool = False

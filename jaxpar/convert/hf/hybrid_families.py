@@ -20,7 +20,7 @@ from jaxpar.convert.hf.tensor_layout import Entry
 
 SILU = {"hidden_act": "silu"}
 
-_OF_DELTA_NET = {
+OF_DELTA_NET = {
     "linear_num_key_heads": "linear_num_key_heads",
     "linear_num_value_heads": "linear_num_value_heads",
     "linear_key_head_dim": "linear_key_head_dim",
@@ -46,7 +46,7 @@ QWEN3_NEXT = Family(
         *of_delta_layers((ATTENTION[0], *QWEN3_NEXT_DELTA_NET, *MLP_NORM, *QWEN3_NEXT_EXPERTS)),
     ),
     fields=COMMON
-    | _OF_DELTA_NET
+    | OF_DELTA_NET
     | {
         "d_ff": "moe_intermediate_size",
         "num_experts": "num_experts",
@@ -81,7 +81,7 @@ QWEN3_5 = Family(
         *(*TOP, *GATED_ATTENTION, *QK_NORM, *MLP),
         *of_delta_layers((ATTENTION[0], *QWEN3_5_DELTA_NET, *MLP)),
     ),
-    fields=COMMON | _OF_DELTA_NET,
+    fields=COMMON | OF_DELTA_NET,
     fixed={"qk_norm": True, "norm_offset": True, "attention_gate": True},
     defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
     required=SILU | {"attention_bias": False},
@@ -172,6 +172,55 @@ NEMOTRON_H = Family(
     },
     aliases={"attention_head_dim": "head_dim"},
     rope=False,
-    letters=True,
+    letters="M*-",
     mtp_prefix="mtp.",
+)
+_EXPERTS_BLOCK = _BLOCK.replace("{L}", "{O}")
+_EXPERTS = _EXPERTS_BLOCK + "mixer."
+#: Nemotron 3: layers with experts. Dense layers beside them have their own width.
+NEMOTRON_H_EXPERTS = dataclasses.replace(
+    NEMOTRON_H,
+    entries=(
+        *(a for a in NEMOTRON_H.entries if not a.path.startswith("mlp_layers/w")),
+        Entry("mlp_layers/w_up", _MLP + "up_proj.weight", "UDW", "W D"),
+        Entry("mlp_layers/w_down", _MLP + "down_proj.weight", "UWD", "D W"),
+        Entry("moe_layers/mlp_norm", _EXPERTS_BLOCK + "norm.weight", "OD", "D"),
+        Entry("moe_layers/router", _EXPERTS + "gate.weight", "ODE", "E D"),
+        Entry("moe_layers/router_bias", _EXPERTS + "gate.e_score_correction_bias", "OE", "E"),
+        Entry("moe_layers/w_up", _EXPERTS + "experts.{E}.up_proj.weight", "OEDF", "F D"),
+        Entry("moe_layers/w_down", _EXPERTS + "experts.{E}.down_proj.weight", "OEFD", "D F"),
+        Entry("moe_layers/w_shared_up", _EXPERTS + "shared_experts.up_proj.weight", "ODS", "S D"),
+        Entry(
+            "moe_layers/w_shared_down", _EXPERTS + "shared_experts.down_proj.weight", "OSD", "D S"
+        ),
+    ),
+    fields=NEMOTRON_H.fields
+    | {
+        "d_ff": "moe_intermediate_size",
+        "dense_d_ff": "intermediate_size",
+        "num_experts": "n_routed_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "normalize_experts": "norm_topk_prob",
+        "router_groups": "n_group",
+        "router_groups_per_token": "topk_group",
+        "router_scale": "routed_scaling_factor",
+    },
+    same_as={"dense_d_ff": "d_ff"},
+    fixed=NEMOTRON_H.fixed | {"router_score": "sigmoid", "router_bias": True},
+    at_least={"num_shared_experts": 1},
+    defaults=NEMOTRON_H.defaults
+    | {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "intermediate_size": 21504,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    required=NEMOTRON_H.required | {"moe_latent_size": None, "n_shared_experts": 1},
+    letters="M*E-",
+    shared_width="moe_shared_expert_intermediate_size",
 )

@@ -23,7 +23,7 @@ another.
 Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
-of width n. U is the layer with a feed-forward branch alone.
+of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone.
 """
 
 import math
@@ -36,6 +36,7 @@ import numpy as np
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
+    EXPERTS,
     FEED_FORWARD,
     MAMBA,
     kinds,
@@ -95,6 +96,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "J": kinds(m).count(DELTA_NET),
         "M": kinds(m).count(MAMBA),
         "U": kinds(m).count(FEED_FORWARD),
+        "O": kinds(m).count(EXPERTS),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
@@ -173,7 +175,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPU"):
+    for letter in set(index) & set("LJMPUO"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

@@ -51,6 +51,7 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
     Raises:   ConfigError for a matrix that is a part of a published tensor.
     """
     found = []
+    _check_names(family, cfg)
     for target, entry in _targeted(family, cfg):
         path, layer = entry.path, entry.ours[0]
         if not entry.theirs.replace(" ", "").isalpha():
@@ -67,6 +68,24 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
             of(path + B, f"{module}lora_B.weight", f"{layer}R{outputs}", f"{outputs} R"),
         ]
     return found
+
+
+def _check_names(family: Family, cfg: Config) -> None:
+    """Raises:   ConfigError when PEFT would take the name of a targeted matrix for another, too."""
+    named = {_module(entry): target for target, entry in _targeted(family, cfg)}
+    paths = {entry.path for _, entry in _targeted(family, cfg)}
+    matrices = {name for names in TARGETS.values() for name in names}
+    for entry in entry_table(family, cfg.model):
+        is_matrix = entry.path.partition("/")[2] in matrices and entry.path not in paths
+        if is_matrix and _module(entry) in named:
+            target = named[_module(entry)]
+            rule = f"is {_module(entry)} in {family.model_type}, as is the matrix {entry.path}"
+            fix = "target both, or export the merged model with `to-hf`"
+            raise ConfigError("lora.targets", target, rule, fix)
+
+
+def _module(entry: Entry) -> str:
+    return entry.name.split(".")[-2]
 
 
 def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:

@@ -24,7 +24,8 @@ class AttentionLayer(Layer):
         super().__init__(m, feeds_forward)
         D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
         wide = (heads, kv) if m.qk_norm_over == "all" else (m.head_dim, m.head_dim)
-        norms = (Norm(width, m) if m.qk_norm else nn.Identity() for width in wide)
+        gains = m.qk_norm and m.qk_norm_gain
+        norms = (Norm(width, m) if gains else nn.Identity() for width in wide)
         self.q_norm, self.k_norm = norms
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
@@ -43,7 +44,9 @@ class AttentionLayer(Layer):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (rotate(a, *rope, self.m.rope_layout) for a in (q, k))
-        q = q * query_scale(self.m, q.shape[1]).to(q)[:, None, None]
+            if self.m.qk_norm and not self.m.qk_norm_gain:
+                q, k = (F.rms_norm(a, a.shape[-1:], eps=self.m.norm_eps) for a in (q, k))
+        q = q * query_scale(self.m, q.shape[1], rope is not None).to(q)[:, None, None]
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         scale = self.m.attention_multiplier
         scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5 if scale is None else scale

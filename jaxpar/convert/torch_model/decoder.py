@@ -29,15 +29,24 @@ def load(file: str | Path) -> "Decoder":
 
 
 def layer(m: SimpleNamespace, i: int) -> Layer:
-    """Layer i of the model. The first ones may be dense, in a model with experts."""
-    if i < m.dense_layers:
-        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
-        m = SimpleNamespace(**vars(m) | dense)
+    """Layer i of the model. In a model with experts, the first or some between may be dense."""
     pattern = m.layer_pattern or "*"
     letter = pattern[i % len(pattern)]
-    attention = LatentAttentionLayer if m.kv_lora_rank else AttentionLayer
-    kinds = {"*": attention, "G": DeltaNetLayer, "M": MambaLayer, "-": FeedForwardLayer}
-    return kinds[letter](m, feeds_forward=letter == "-" or "-" not in pattern)
+    is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
+    if is_dense or letter == "-":
+        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
+        m = SimpleNamespace(**vars(m) | dense)
+    if letter in "GM" and m.recurrent_norms == "before":
+        m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
+    kinds = {
+        "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
+        "G": DeltaNetLayer,
+        "M": MambaLayer,
+        "-": FeedForwardLayer,
+        "E": FeedForwardLayer,
+    }
+    feeds_forward = letter in "-E" or set("-E").isdisjoint(pattern)
+    return kinds[letter](m, feeds_forward=feeds_forward)
 
 
 class Decoder(nn.Module):
@@ -54,7 +63,6 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
-        back = place[:, None] - place
         x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
         x = x * m.embedding_multiplier
         if self.positions is not None:
@@ -64,9 +72,15 @@ class Decoder(nn.Module):
             window = None if is_global else m.sliding_window
             without = m.positions == "learned" or (m.nope_every and i % m.nope_every == 0)
             rope = None if without or not m.rope_fraction else self.rope(place, is_global)
-            x = layer(x, rope, (back >= 0) & (back < (window or len(place))))
+            x = layer(x, rope, self.seen(place, window, None if is_global else m.attention_chunk))
         logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
         return capped(logits, m.logits_softcap)
+
+    def seen(self, place: Tensor, window: int | None, chunk: int | None) -> Tensor:
+        """Which keys a query sees, [T, T]: of a window, of its chunk, or all that are not later."""
+        back = place[:, None] - place
+        seen = (back >= 0) & (back < (window or len(place)))
+        return seen & (place[:, None] // chunk == place // chunk) if chunk else seen
 
     def rope(self, place: Tensor, is_global: bool) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""

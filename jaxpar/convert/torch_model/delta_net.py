@@ -40,8 +40,9 @@ class DeltaNetLayer(Layer):
         q, k = (unit(a).repeat_interleave(per_key_head, 2) for a in (q, k))
         step = F.softplus(self.a(h).float() + self.dt_bias.float())
         decay = (-self.a_log.float().exp() * step).exp()
-        out = delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, self.b(h).float().sigmoid())
-        out = F.rms_norm(out, self.norm.shape, self.norm.float(), m.norm_eps)
+        rate = (2 if m.linear_allow_neg_eigval else 1) * self.b(h).float().sigmoid()
+        out = delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate)
+        out = F.rms_norm(out, self.norm.shape, self.norm.float(), m.linear_norm_eps or m.norm_eps)
         out = out * F.silu(self.z(h).float().unflatten(-1, out.shape[-2:]))
         return self.o(out.flatten(2).to(h.dtype))
 

@@ -66,7 +66,11 @@ class Experts(nn.Module):
         given = scores.gather(-1, which)
         given = F.normalize(given, p=1, dim=-1) if m.normalize_experts else given
         weights = torch.zeros_like(scores).scatter(-1, which, given * m.router_scale).to(h.dtype)
-        out = sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
+        by_expert = zip(weights.unsqueeze(-2).unbind(-1), self.experts, strict=True)
+        if m.router_scales_input:
+            out = sum((w != 0) * f(w * h) for w, f in by_expert)
+        else:
+            out = sum(w * f(h) for w, f in by_expert)
         if not m.num_shared_experts:
             return out
         shared = self.shared(h)

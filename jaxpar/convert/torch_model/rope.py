@@ -51,8 +51,11 @@ def rotary_factor(m: SimpleNamespace) -> float:
     return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
 
 
-def query_scale(m: SimpleNamespace, length: int) -> Tensor:
-    """Factor of the queries of every place, [T]."""
+def query_scale(m: SimpleNamespace, length: int, rotated: bool) -> Tensor:
+    """Factor of the queries of every place, [T], in a layer with RoPE or without."""
+    if m.nope_query_beta and not rotated:
+        turns = (torch.arange(length) + 1).div(m.nope_query_span, rounding_mode="floor")
+        return 1 + m.nope_query_beta * torch.log1p(turns.float())
     s = SimpleNamespace(**(m.rope_scaling or {"query_beta": 0.0, "original_max_position": 1}))
     turns = torch.arange(length).div(s.original_max_position, rounding_mode="floor")
     return 1 + s.query_beta * torch.log1p(turns.float())

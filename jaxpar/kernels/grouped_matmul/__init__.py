@@ -19,6 +19,7 @@ from jaxpar.kernels.grouped_matmul.float8 import (
     swiglu_backward_in_float8,
     swiglu_in_float8,
 )
+from jaxpar.kernels.grouped_matmul.plain import plain_backward, plain_hidden
 from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "grouped_matmul",
     "grouped_outer",
     "max_rows",
+    "plain_backward",
+    "plain_hidden",
     "refusal",
     "rounded",
     "rows_added",

@@ -6,7 +6,6 @@ Source:   Vaswani et al. 2017 (1706.03762), section 3.3; Brown et al. 2020 (2005
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
@@ -14,6 +13,7 @@ from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.feed_forward import hidden_of
 from jaxpar.model.linear import add_bias, products, row_parallel
 from jaxpar.parallel.tensor.shards import Shards
 
@@ -41,14 +41,5 @@ def _of_shard(h: NormOutput, w: Weights, m: ModelConfig) -> jax.Array:
 
 @jax.named_scope("activation")
 def activation(x: jax.Array, m: ModelConfig) -> jax.Array:
-    """Apply `model.activation`.
-
-    Source:   So et al. 2021 (2109.08668), section 4: the squared ReLU.
-    """
-    match m.activation:
-        case "silu":
-            return jax.nn.silu(x)
-        case "relu_squared":
-            return jnp.square(jax.nn.relu(x))
-        case kind:
-            return jax.nn.gelu(x, approximate=kind == "gelu")
+    """Apply `model.activation`."""
+    return hidden_of(m, x)

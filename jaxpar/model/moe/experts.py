@@ -34,7 +34,7 @@ from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.feed_forward import glu_of
+from jaxpar.model.feed_forward import hidden_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
@@ -59,7 +59,7 @@ class ExpertWeights(NamedTuple):
     gate: Any
     up: Any
     down: Any
-    """Arrays in the compute dtype or `Float8Weight`s, `Products.expert_dim`."""
+    """Arrays in the compute dtype or `Float8Weight`s, `Products.expert_dim`. gate: None without."""
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     """float32 [E, F]."""
@@ -68,6 +68,11 @@ class ExpertWeights(NamedTuple):
     def biases(self) -> tuple[jax.Array | None, jax.Array | None]:
         """Those of gate and up."""
         return self.gate_bias, self.up_bias
+
+    @property
+    def into(self) -> tuple[Any, ...]:
+        """The matrices that multiply tokens: gate and up, or up alone."""
+        return tuple(a for a in (self.gate, self.up) if a is not None)
 
 
 @flax.struct.dataclass
@@ -134,8 +139,8 @@ def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
     if not spreads_experts(ex.cfg.parallel):
         (whole,) = Shards.gather(own, in_shards=False).parts
         whole = named(whole, name)
-        return Received(whole, whole if SHARED[0] in w else None)
-    if SHARED[0] not in w:
+        return Received(whole, whole if SHARED[2] in w else None)
+    if SHARED[2] not in w:
         return Received(named(own, name), None)
     (whole,) = Shards.gather(own, in_shards=False).parts
     return Received(own, named(whole, name))
@@ -144,7 +149,7 @@ def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
 def whole(h: NormOutput, w: Weights) -> Received:
     """Return what `received` does, of a norm that each rank of TENSOR has complete."""
     tokens = h.array()
-    return Received(tokens, tokens if SHARED[0] in w else None)
+    return Received(tokens, tokens if SHARED[2] in w else None)
 
 
 @jax.named_scope("experts")
@@ -156,7 +161,7 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     """
     m, p, x = ex.cfg.model, ex.cfg.parallel, h.tokens
     routing = router.route(x, w, m, context.rows)
-    _, D, F = w["w_gate"].shape
+    _, D, F = w["w_up"].shape
     ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
     how = p.expert_slack, ex.expert_dispatch, group_axes(p)
     plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
@@ -185,10 +190,11 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
     """
     w = buffers_of_use(w, 0)
     m, how = ex.cfg.model, products_of(ex.cfg.model, 1 if ex.gathers_experts else 0)
-    matrices = tuple(_named_matrix(w[name]) for name in ("w_gate", "w_up", "w_down"))
+    there = [name for name in ("w_gate", "w_up", "w_down") if name in w]
+    matrices = {name: _named_matrix(w[name]) for name in there}
     if how.expert_dim == 1:  # undo what the gather did last
-        matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
-    gate, up, down = matrices
+        matrices = {n: _led_by(a, -1 if n == "w_down" else -2) for n, a in matrices.items()}
+    gate, up, down = (matrices.get(name) for name in ("w_gate", "w_up", "w_down"))
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
     partial, here = of_sent(how, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
@@ -254,8 +260,8 @@ def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array, once: 
 @jax.named_scope("shared_experts")
 def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
-    gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
-    out = row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
+    into = products(x, [w[name] for name in SHARED[:2] if name in w], "mlp_norm")
+    out = row_parallel(hidden_of(m, *into), w, SHARED[2], "mlp_hidden")
     return out * _gate_of_shared(x, w[SHARED[3]]) if SHARED[3] in w else out
 
 
@@ -287,29 +293,28 @@ def of_sent(how: Products, x: Any, weights: Any, w: ExpertWeights, plan: Dispatc
 
 
 def _forward(how, x, weights, w, plan):
-    g, u = _gate_and_up(how, x, w, plan)
+    gu = _gate_and_up(how, x, w, plan)
 
     def of_round(plan: Dispatch) -> jax.Array:
-        g, u = _gate_and_up(how, x, w, plan)
-        return _output(how, g, u, weights, w, plan)
+        return _output(how, _gate_and_up(how, x, w, plan), weights, w, plan)
 
-    out = plan.in_rounds(of_round, _output(how, g, u, weights, w, plan))
-    return out, (x, weights, g, u, w, plan)
+    out = plan.in_rounds(of_round, _output(how, gu, weights, w, plan))
+    return out, (x, weights, gu, w, plan)
 
 
-def _gate_and_up(how: Products, x, w, plan: Dispatch):
-    """Compute gate and up of each row, without biases: whoever reads them adds these."""
+def _gate_and_up(how: Products, x, w, plan: Dispatch) -> tuple[jax.Array, ...]:
+    """Compute gate and up of each row, or up alone, without biases: whoever reads them adds
+    these."""
     xs = how.rows(plan, x)
     with jax.named_scope("gate_up"):
-        g, u = (named(how.times(xs, (a,), plan.tiles), "gate_up") for a in (w.gate, w.up))
-    return g, u
+        return tuple(named(how.times(xs, (a,), plan.tiles), "gate_up") for a in w.into)
 
 
-def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
+def _output(how: Products, gu, weights, w, plan: Dispatch) -> jax.Array:
     """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
     scale, tiles = plan.by_row(weights), plan.tiles
     with jax.named_scope("activation"):
-        hidden = how.hidden(g, u, scale, tiles, w.biases)
+        hidden = how.hidden(gu, scale, tiles, w.biases)
     with jax.named_scope("down"):
         y = how.times(hidden, (w.down,), tiles, transpose=how.expert_dim == 1)
     with jax.named_scope("combine"):
@@ -317,44 +322,44 @@ def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
 
 
 def _backward(how, saved, d_out):
-    x, weights, g, u, w, plan = saved
+    x, weights, gu, w, plan = saved
     d_out = plan.gradient_out(d_out)
 
     def of_round(plan: Dispatch):
-        g, u = _gate_and_up(how, x, w, plan)
-        return _gradients(how, x, weights, g, u, w, plan, d_out)
+        return _gradients(how, x, weights, _gate_and_up(how, x, w, plan), w, plan, d_out)
 
-    first = _gradients(how, x, weights, g, u, w, plan, d_out)
+    first = _gradients(how, x, weights, gu, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
     d_w = ExpertWeights(*how.gradients(w[:3], d_w[:3]), *d_w.biases)
     to_senders = map(plan.gradient_of_sent, (d_x, d_weights), (x, weights))
     return *to_senders, d_w, None
 
 
-def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
+def _gradients(how: Products, x, weights, gu, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
-    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w[:3]
+    tiles, ed, down = plan.tiles, how.expert_dim, w.down
     (to_multiply, d_y), scale = how.gradient_rows(plan, d_out), plan.by_row(weights)
     with jax.named_scope("down"):
         d_hidden = how.times(to_multiply, (down,), tiles, transpose=ed == 0)
     with jax.named_scope("activation"):
-        to_multiply, made = how.hidden_backward(g, u, d_hidden, scale, tiles, w.biases)
-        hidden, d_gate, d_up, d_scale = made
+        to_multiply, made = how.hidden_backward(gu, d_hidden, scale, tiles, w.biases)
+        hidden, *d_gu, d_scale = made
     with jax.named_scope("gate_up"):
-        d_xs = how.times(to_multiply, (gate, up), tiles, transpose=True)
+        d_xs = how.times(to_multiply, w.into, tiles, transpose=True)
     with jax.named_scope("combine"):
         d_x = plan.added(d_xs)
         d_weights = plan.by_pair(d_scale)
     with jax.named_scope("weight_gradients"):
         xs = plan.permuted(x)
-        d_w = how.outer(xs, d_gate, gate, tiles), how.outer(xs, d_up, up, tiles)
+        d_into = [how.outer(xs, d, a, tiles) for d, a in zip(d_gu, w.into, strict=True)]
         rows, columns = (hidden, d_y) if ed == 0 else (d_y, hidden)
         d_down = how.outer(rows, columns, down, tiles)
         d_biases = (
             None if bias is None else kernels.bias_gradient(d, tiles)
-            for bias, d in zip(w.biases, (d_gate, d_up), strict=True)
+            for bias, d in zip(w.biases, (d_gu[0], d_gu[-1]), strict=True)
         )
-    return d_x, d_weights, ExpertWeights(*d_w, d_down, *d_biases)
+    d_gate = None if w.gate is None else d_into[0]
+    return d_x, d_weights, ExpertWeights(d_gate, d_into[-1], d_down, *d_biases)
 
 
 of_sent.defvjp(_forward, _backward)

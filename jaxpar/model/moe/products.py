@@ -20,11 +20,15 @@ import jax.numpy as jnp
 from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.kernels.activation import Activation
 from jaxpar.kernels.glu import Glu, SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.api import Biases
-from jaxpar.model.feed_forward import glu_of
+from jaxpar.model.feed_forward import glu_of, plain_activation
 from jaxpar.parallel.expert.dispatch import Dispatch
+
+#: gate and up of each row [R, F], or up alone.
+type Inner = tuple[jax.Array, ...]
 
 
 class Products(Protocol):
@@ -44,8 +48,8 @@ class Products(Protocol):
         Args:     x: of `rows`, `hidden`, or a gradient. w: a matrix for each array of rows in x.
         """
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> Any:
-        """Return the GLU's hidden values times scale.
+    def hidden(self, gu: Inner, scale, tiles: kernels.Tiles, biases: Biases) -> Any:
+        """Return the hidden values times scale.
 
         Args:     biases: of gate and up, which do not include them.
         """
@@ -54,7 +58,7 @@ class Products(Protocol):
         """Return the gradient of each row, to multiply, and in the compute dtype."""
 
     def hidden_backward(
-        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+        self, gu: Inner, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
     ) -> tuple:
         """Return the gradients of gate and up to multiply, and in the compute dtype the hidden
         values again and the gradients of gate, up and scale."""
@@ -73,14 +77,15 @@ def products_of(model: ModelConfig, expert_dim: int) -> Products:
     """Return the products by `model.matmul_dtype`."""
     if model.matmul_dtype == "float8":
         return InFloat8(glu_of(model), expert_dim, model.float8_scaling)
-    return InComputeDtype(glu_of(model), expert_dim)
+    if not model.mlp_gate:
+        return WithoutGate(expert_dim, plain_activation(model))
+    return InComputeDtype(expert_dim, glu_of(model))
 
 
 @dataclass(frozen=True)
-class InComputeDtype:
+class _OfArrays:
     """Products of arrays: values to multiply are arrays in the compute dtype."""
 
-    glu: Glu
     expert_dim: int
 
     def rows(self, plan: Dispatch, sent: Any) -> jax.Array:
@@ -90,18 +95,9 @@ class InComputeDtype:
         x, w = (x, w) if isinstance(x, tuple) else (x, w[0])
         return kernels.grouped_matmul(x, w, tiles, transpose=transpose, expert_dim=self.expert_dim)
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
-        return kernels.glu_hidden(self.glu, gate, up, scale, tiles, biases)
-
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[jax.Array, jax.Array]:
         rows = plan.permuted(sent)
         return rows, rows
-
-    def hidden_backward(
-        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
-    ) -> tuple:
-        made = kernels.glu_backward(self.glu, gate, up, d_hidden, scale, tiles, biases)
-        return made[1:3], made
 
     def outer(self, x: jax.Array, y: jax.Array, w: jax.Array, tiles: kernels.Tiles) -> jax.Array:
         return kernels.grouped_outer(x, y, tiles, expert_dim=self.expert_dim, dtype=w.dtype)
@@ -111,6 +107,42 @@ class InComputeDtype:
 
     def matrices(self, w: tuple) -> tuple:
         return w
+
+
+@dataclass(frozen=True)
+class InComputeDtype(_OfArrays):
+    """Products of GLUs in the compute dtype."""
+
+    glu: Glu
+
+    def hidden(self, gu: Inner, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
+        gate, up = gu
+        return kernels.glu_hidden(self.glu, gate, up, scale, tiles, biases)
+
+    def hidden_backward(
+        self, gu: Inner, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+    ) -> tuple:
+        gate, up = gu
+        made = kernels.glu_backward(self.glu, gate, up, d_hidden, scale, tiles, biases)
+        return made[1:3], made
+
+
+@dataclass(frozen=True)
+class WithoutGate(_OfArrays):
+    """Products of experts of two matrices, act(x W_up) W_down, without biases."""
+
+    activation: Activation
+
+    def hidden(self, gu: Inner, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
+        (up,) = gu
+        return kernels.plain_hidden(self.activation, up, scale)
+
+    def hidden_backward(
+        self, gu: Inner, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+    ) -> tuple:
+        (up,) = gu
+        made = kernels.plain_backward(self.activation, up, d_hidden, scale)
+        return made[1:2], made
 
 
 @dataclass(frozen=True)
@@ -144,7 +176,8 @@ class InFloat8:
         operands only with the contracted dimension contiguous in memory."""
         return jnp.swapaxes(jnp.moveaxis(w, self.expert_dim, 0), 1, 2)
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> kernels.Float8Rows:
+    def hidden(self, gu: Inner, scale, tiles: kernels.Tiles, biases: Biases) -> kernels.Float8Rows:
+        gate, up = gu
         if self._in_one_pass(biases):
             return kernels.swiglu_in_float8(gate, up, scale, tiles)
         wide = reference.glu_hidden(self.glu, gate, up, scale, tiles, biases)  # in float32
@@ -159,8 +192,9 @@ class InFloat8:
         return plan.permuted(sent, kernels.gradients_taken_in_float8)
 
     def hidden_backward(
-        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+        self, gu: Inner, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
     ) -> tuple:
+        gate, up = gu
         if self._in_one_pass(biases):
             made, rows = kernels.swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles)
             return rows, made

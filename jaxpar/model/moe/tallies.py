@@ -45,7 +45,7 @@ def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
     drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
     one = lambda tree: isinstance(tree, dict) or _is_period(tree)  # noqa: E731
     layers = jax.tree.leaves(grads["layers"], is_leaf=one)
-    tallies = [_tally(w) for w in layers if TALLY in (w[0] if _is_period(w) else w)]
+    tallies = [_tally(w) for w in layers if any(TALLY in one for one in _places(w))]
     if not tallies:
         return grads, None
     of_modules = {n: g for n, g in grads["top"].items() if n.endswith("." + TALLY)}
@@ -58,9 +58,14 @@ def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
 def _tally(w: Tree | list[Tree]) -> jax.Array:
     """Return the tallies of a layer, of stacked layers, or of stacked periods, in model order."""
     if isinstance(w, list):
-        stacked = jnp.stack([of_place[TALLY] for of_place in w], axis=1)
+        stacked = jnp.stack([of_place[TALLY] for of_place in w if TALLY in of_place], axis=1)
         return stacked.reshape(-1, stacked.shape[-1])
     return jnp.atleast_2d(w[TALLY])
+
+
+def _places(w: Tree | list[Tree]) -> list[Tree]:
+    """Return the layers of a period, or the one tree of a layer or of stacked layers."""
+    return w if isinstance(w, list) else [w]
 
 
 def _is_period(tree: Any) -> bool:

@@ -103,7 +103,7 @@ def _delta_net_prompt(
     projected = delta_net.split(delta_net.project(h, w), m)
     mixed = causal_convolution(projected.mixed, w["delta_conv"], positions)
     q, k, v = delta_net.heads(mixed, m)
-    log_decay, rate = (_within(positions, lengths, a) for a in delta_net.gates(projected, w))
+    log_decay, rate = (_within(positions, lengths, a) for a in delta_net.gates(projected, w, m))
     how = positions == 0, m.recurrent_chunk, m.recurrent_backend
     out, matrix = delta_rule(q, k, v, log_decay, rate, *how)
     tail = _latest(projected.mixed, lengths, m)
@@ -115,7 +115,7 @@ def _delta_net_token(
 ) -> tuple[jax.Array, State]:
     projected = delta_net.split(delta_net.project(h, w), m)
     mixed = causal_convolution(projected.mixed, w["delta_conv"], positions, held.tail)
-    arrays = (*delta_net.heads(mixed, m), *delta_net.gates(projected, w))
+    arrays = (*delta_net.heads(mixed, m), *delta_net.gates(projected, w, m))
     q, k, v, log_decay, rate = (a[:, 0] for a in arrays)
     out, matrix = delta_step(q, k, v, log_decay, rate, held.matrix)
     state = State(matrix, _later(held, projected.mixed))

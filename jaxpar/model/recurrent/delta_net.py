@@ -22,17 +22,22 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput, rms_norm
+from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule
+from jaxpar.model.recurrent.parameters import DELTA_PROJECTIONS
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
-WEIGHTS = ("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out")
+WEIGHTS = (
+    *("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out"),
+    *DELTA_PROJECTIONS,  # only adapters of these
+)
 
 #: Added to the squared length of queries and keys.
 _EPS = 1e-6
@@ -59,7 +64,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     assert positions is not None, "made with the context of a model that has such layers"
     projected = split(named(h.map(project, w).in_order(), "qkv"), m)
     q, k, v = heads(causal_convolution(projected.mixed, w["delta_conv"], positions), m)
-    rates = gates(projected, w)
+    rates = gates(projected, w, m)
     out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk, m.recurrent_backend)
     out = named(gated(out, projected.gate, w, m), "attn_out")
     return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
@@ -69,7 +74,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 def project(h: NormOutput, w: Weights) -> jax.Array:
     """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
     (y,) = products(h.operand, [w["delta_in"]], "attn_norm")
-    return h.scaled(y)
+    return lora.add_side_by_side(h.scaled(y), h.operand, w, DELTA_PROJECTIONS)
 
 
 def split(y: jax.Array, m: ModelConfig) -> DeltaNetProjections:
@@ -109,14 +114,18 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + _EPS)
 
 
-def gates(projected: DeltaNetProjections, w: Weights) -> tuple[jax.Array, jax.Array]:
+def gates(
+    projected: DeltaNetProjections, w: Weights, m: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the decay, and the rate, of each token and head: float32 [B, T, H].
 
-    Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay.
+    Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay; Grazzi et al. 2024
+              (2411.12537), for rates of up to 2.
     """
     rate, step = (a.astype(jnp.float32) for a in (projected.rate, projected.step))
     log_decay = -jnp.exp(w["delta_a_log"]) * jax.nn.softplus(step + w["delta_dt_bias"])
-    return log_decay, jax.nn.sigmoid(rate)
+    rate = jax.nn.sigmoid(rate)
+    return log_decay, 2 * rate if m.linear_allow_neg_eigval else rate
 
 
 @jax.named_scope("gated_norm")
@@ -126,6 +135,6 @@ def gated(out: jax.Array, gate: jax.Array, w: Weights, m: ModelConfig) -> jax.Ar
     Args:     out: float32 [B, T, H, V]. gate: [B, T, H, V].
     Returns:  [B, T, H V].
     """
-    normalized = rms_norm(out, w["delta_norm"], m.norm_eps)
+    normalized = rms_norm(out, w["delta_norm"], m.delta_norm_eps)
     gated = normalized * jax.nn.silu(gate.astype(jnp.float32))
     return gated.astype(gate.dtype).reshape(*gate.shape[:2], -1)

@@ -21,9 +21,11 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
+from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
+from jaxpar.model.recurrent.parameters import MAMBA_PROJECTIONS
 from jaxpar.model.recurrent.state_space import state_space
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -34,6 +36,7 @@ type Weights = dict[str, Any]
 WEIGHTS = (
     *("mamba_in", "mamba_conv", "mamba_conv_bias", "mamba_a_log", "mamba_dt_bias"),
     *("mamba_d", "mamba_norm", "mamba_out"),
+    *MAMBA_PROJECTIONS,  # only adapters of these
 )
 
 
@@ -85,7 +88,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 def project(h: NormOutput, w: Weights) -> jax.Array:
     """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
     (y,) = products(h.operand, [w["mamba_in"]], "attn_norm")
-    return h.scaled(y)
+    return lora.add_side_by_side(h.scaled(y), h.operand, w, MAMBA_PROJECTIONS)
 
 
 def split(y: jax.Array, m: ModelConfig) -> MambaProjections:

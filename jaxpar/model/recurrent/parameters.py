@@ -35,8 +35,9 @@ FUSED_DIMS: dict[str, int | None] = {
 #: Arrays that only recurrent layers have, and the fused ones made of others.
 OUTPUTS = ("delta_out", "mamba_out")
 
-#: The projections of the input, in the order of the fused matrix.
-_PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
+#: The projections of the input, in the order of the fused matrices.
+DELTA_PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
+MAMBA_PROJECTIONS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")
 
 
 def delta_net_specs(
@@ -112,7 +113,7 @@ def fuse(w: Tree, lead: tuple[int, ...]) -> Tree:
 def _fuse_mamba(w: Tree, lead: tuple[int, ...]) -> Tree:
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D, width = w["mamba_dt"].shape[-2], w["mamba_conv_x"].shape[-1]
-    columns = [flat(f"mamba_{n}", D, -1) for n in ("z", "x", "b", "c", "dt")]
+    columns = [flat(n, D, -1) for n in MAMBA_PROJECTIONS]
     return {
         "mamba_in": jnp.concatenate(columns, axis=-1),
         "mamba_conv": jnp.concatenate([flat(f"mamba_conv_{n}", -1, width) for n in "xbc"], -2),
@@ -127,7 +128,7 @@ def _fuse_delta_net(w: Tree, lead: tuple[int, ...]) -> Tree:
     D = w["delta_a"].shape[-3]
     kernels = [w[f"delta_conv_{n}"] for n in "qkv"]
     return {
-        "delta_in": jnp.concatenate([flat(n, D, -1) for n in _PROJECTIONS], axis=-1),
+        "delta_in": jnp.concatenate([flat(n, D, -1) for n in DELTA_PROJECTIONS], axis=-1),
         "delta_conv": jnp.concatenate(
             [a.reshape(*lead, -1, a.shape[-1]) for a in kernels], axis=-2
         ),

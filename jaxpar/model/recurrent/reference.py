@@ -12,13 +12,21 @@ from jaxpar.config import ModelConfig
 
 type Tree = dict[str, Any]
 
+#: The stack of each kind of layer.
+STACKS = {
+    "*": "layers",
+    "G": "delta_layers",
+    "M": "mamba_layers",
+    "-": "mlp_layers",
+    "E": "moe_layers",
+}
+
 
 def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
     """Return the parameters of layer i, from the stack of its kind."""
     if m.layer_pattern:
         letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
-        names = {"*": "layers", "G": "delta_layers", "M": "mamba_layers", "-": "mlp_layers"}
-        stack = names[letters[i]]
+        stack = STACKS[letters[i]]
         return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
     if m.moe_every > 1:
         before, is_moe = (i + 1) // m.moe_every, (i + 1) % m.moe_every == 0
@@ -27,6 +35,24 @@ def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
     dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
     kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
     return jax.tree.map(lambda a: a[i], params[kind])
+
+
+def stacks_of_biases(params: Tree, m: ModelConfig) -> list[str]:
+    """Return the stack of each layer with a router's bias, in order; modules come last."""
+    has_bias = {stack for stack in params if "router_bias" in params[stack]}
+    if not m.layer_pattern:
+        stacks = (stack for stack in ("layers", "mtp") if stack in has_bias)
+        return [stack for stack in stacks for _ in params[stack]["router_bias"]]
+    letters = m.layer_pattern * (m.num_layers // len(m.layer_pattern))
+    return [STACKS[kind] for kind in letters if STACKS[kind] in has_bias]
+
+
+def times(h: jax.Array, w: Tree, name: str) -> jax.Array:
+    """Compute h times a matrix, plus h times its adapter's two if it has one."""
+    y = jnp.tensordot(h, w[name], 1)
+    if name + "_lora_a" not in w:
+        return y
+    return y + jnp.tensordot(h @ w[name + "_lora_a"], w[name + "_lora_b"], 1)
 
 
 def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
@@ -38,19 +64,20 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
     """
     begins = begins_of(segments)
     q, k, v = (
-        jax.nn.silu(convolve(jnp.tensordot(h, w[f"delta_{n}"], 1), w[f"delta_conv_{n}"], begins))
+        jax.nn.silu(convolve(times(h, w, f"delta_{n}"), w[f"delta_conv_{n}"], begins))
         for n in "qkv"
     )
     v = v.reshape(*v.shape[:2], m.linear_num_value_heads, -1)
     unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
     repeat = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(unit(a), repeat, axis=2) for a in (q, k))
-    by_head = lambda n: jnp.tensordot(h, w[f"delta_{n}"], 1).reshape(*v.shape[:3], -1)  # noqa: E731
-    rate = jax.nn.sigmoid(by_head("b")[..., 0])
+    by_head = lambda n: times(h, w, f"delta_{n}").reshape(*v.shape[:3], -1)  # noqa: E731
+    rate = (1 + m.linear_allow_neg_eigval) * jax.nn.sigmoid(by_head("b")[..., 0])
     step = jax.nn.softplus(by_head("a")[..., 0] + w["delta_dt_bias"])
     decay = jnp.exp(-jnp.exp(w["delta_a_log"]) * step)
     out = delta_rule(q / q.shape[-1] ** 0.5, k, v, decay, rate, begins)
-    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + m.norm_eps)
+    eps = m.norm_eps if m.linear_norm_eps is None else m.linear_norm_eps
+    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + eps)
     return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
 
 
@@ -63,19 +90,18 @@ def mamba(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Arr
     begins = begins_of(segments)
     x, key, query = (
         jax.nn.silu(
-            convolve(jnp.tensordot(h, w[f"mamba_{n}"], 1), w[f"mamba_conv_{n}"], begins)
-            + w[f"mamba_bias_{n}"]
+            convolve(times(h, w, f"mamba_{n}"), w[f"mamba_conv_{n}"], begins) + w[f"mamba_bias_{n}"]
         )
         for n in "xbc"
     )
-    step = jax.nn.softplus(h @ w["mamba_dt"] + w["mamba_dt_bias"])
+    step = jax.nn.softplus(times(h, w, "mamba_dt") + w["mamba_dt_bias"])
     step = jnp.maximum(step, m.mamba_min_step)
     repeat = x.shape[2] // key.shape[2]
     key, query = (jnp.repeat(a, repeat, axis=2) for a in (key, query))
     decay = jnp.exp(-jnp.exp(w["mamba_a_log"]) * step)
     out = state_space(query, key, step[..., None] * x, decay, begins)
     out = out + w["mamba_d"][:, None] * x
-    out = out * jax.nn.silu(jnp.tensordot(h, w["mamba_z"], 1))
+    out = out * jax.nn.silu(times(h, w, "mamba_z"))
     groups = out.reshape(*out.shape[:2], m.mamba_num_groups, -1)
     unit_rms = groups / jnp.sqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + m.norm_eps)
     return unit_rms.reshape(out.shape) * w["mamba_norm"]

@@ -1,4 +1,4 @@
-"""Sinks of metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases, Prometheus.
+"""Sinks of metrics in addition to metrics.jsonl: TensorBoard, W&B, MLflow, Prometheus.
 
 metrics.jsonl is the primary record. A sink that fails is named in one warning and not used again;
 training continues.
@@ -17,6 +17,7 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.config.packages import require_package
+from jaxpar.monitoring.sinks.mlflow import MLflow, require_server
 from jaxpar.monitoring.sinks.prometheus import Prometheus
 from jaxpar.monitoring.sinks.tensorboard import TensorBoard
 from jaxpar.monitoring.sinks.wandb import WeightsAndBiases
@@ -105,10 +106,13 @@ def _as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None]) -> Sinks:
+def open_sinks(
+    cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None], name: str = ""
+) -> Sinks:
     """Open the sinks that the config enables, in process 0; none in the others.
 
     Args:     first_step: steps done so far; metrics of an earlier attempt beyond it are replaced.
+              name: of the run in W&B. Empty: that of its folder.
     """
     m, ways = cfg.metrics, dict[str, Callable[[], Sink]]()
     if jax.process_index() != 0:
@@ -118,7 +122,10 @@ def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str],
         ways["TensorBoard"] = functools.partial(TensorBoard, folder, first_step)
     if m.wandb:
         about = dataclasses.asdict(cfg)
-        ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about)
+        ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about, name)
+    if m.mlflow:
+        about = dataclasses.asdict(cfg)
+        ways["MLflow"] = functools.partial(MLflow, m.mlflow, run_dir, about, name)
     if m.prometheus_port:
         address, port = m.prometheus_address, m.prometheus_port
         ways["Prometheus"] = functools.partial(Prometheus, address, port, run_dir)
@@ -126,14 +133,18 @@ def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str],
 
 
 def require_packages(cfg: Config) -> None:
-    """Raises:   ConfigError when a sink needs a package that is not installed."""
+    """Raises:   ConfigError when a sink needs a package, or a server, that is not there."""
+    m = cfg.metrics
     needs = (
-        ("metrics.wandb", cfg.metrics.wandb, "wandb"),
-        ("metrics.prometheus_port", cfg.metrics.prometheus_port, "prometheus-client"),
+        ("metrics.wandb", m.wandb, "wandb", "wandb"),
+        ("metrics.mlflow", m.mlflow, "mlflow-skinny", "mlflow"),
+        ("metrics.prometheus_port", m.prometheus_port, "prometheus-client", "prometheus_client"),
     )
-    for path, value, package in needs:
+    for path, value, package, module in needs:
         if value:
-            require_package(package, path, value, "leave it out")
+            require_package(package, path, value, "leave it out", module)
+    if m.mlflow:
+        require_server(m.mlflow)
 
 
 def import_packages(cfg: Config) -> None:
@@ -145,6 +156,7 @@ def import_packages(cfg: Config) -> None:
     packages = {
         "tensorboardX.event_file_writer": m.tensorboard,
         "wandb": bool(m.wandb),
+        "mlflow.tracking": bool(m.mlflow),
         "prometheus_client": bool(m.prometheus_port),
     }
     for name, wanted in packages.items():

@@ -21,23 +21,24 @@ class WeightsAndBiases:
     first values.
     """
 
-    def __init__(self, project: str, run_dir: Path, about: Mapping[str, Any]):
+    def __init__(self, project: str, run_dir: Path, about: Mapping[str, Any], name: str = ""):
         """Start or resume the W&B run whose id is in RUN/wandb/id.
 
-        Args:     project: PROJECT or ENTITY/PROJECT. about: the config.
+        Args:     project: PROJECT or ENTITY/PROJECT. about: the config. name: of the run. Empty:
+                  that of its folder.
         """
         import wandb
 
         self._wandb = wandb
-        entity, _, name = project.rpartition("/")
+        entity, _, place = project.rpartition("/")
         _wait_for_a_new_second(run_dir / "wandb")
         file = run_dir / "wandb" / "id"
         self._known = _last_step(run_dir) if file.is_file() else 0  # a new run has no steps
         self._run = wandb.init(
             entity=entity or None,
-            project=name,
+            project=place,
             id=_id(file),
-            name=run_dir.name,
+            name=name or run_dir.name,
             dir=str(run_dir),
             config=dict(about),
             resume="allow",

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, FEED_FORWARD, is_recurrent
+from jaxpar.config.layout.layer_kinds import DELTA_NET, FEED_FORWARDS, is_recurrent
 from jaxpar.model.recurrent import delta_net, mamba
 
 
@@ -26,7 +26,7 @@ class Widths(NamedTuple):
 def widths(m: ModelConfig, tensor: int) -> Widths:
     """Return the widths of a model's attention, or of the recurrence in its place: there, `value`
     and `kept` are all projections of the input."""
-    if m.layer_pattern == FEED_FORWARD:
+    if m.layer_pattern in FEED_FORWARDS:
         return Widths(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if is_recurrent(m):
         of_kind = delta_net if m.layer_pattern == DELTA_NET else mamba

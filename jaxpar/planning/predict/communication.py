@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import num_attention_layers
+from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths
@@ -165,7 +165,7 @@ def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     layer = sent / direct_bandwidth(ranks, here, cluster)
     if shard.execution.expert_dispatch == "rows" and here == ranks:
         layer *= rates.COPIES / rates.ROWS
-    dense = cfg.model.dense_layers / cfg.model.num_layers
+    dense = 1 - len(kinds_with_experts(cfg.model)) / cfg.model.num_layers
     if cfg.parallel.pipeline > 1:
         dense = shard.dense_in_turn / shard.layers_in_turn
     units = _layer_units(cfg, shard) * (1 - dense)

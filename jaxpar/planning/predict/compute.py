@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import FEED_FORWARD, is_recurrent
+from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
@@ -158,7 +158,7 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     m, p = cfg.model, cfg.parallel
-    if m.layer_pattern == FEED_FORWARD:
+    if m.layer_pattern in FEED_FORWARDS:
         return 0.0
     if is_recurrent(m):
         return _recurrence(cfg, shard, gpu, repeated)

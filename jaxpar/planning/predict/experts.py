@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import expert_parts, expert_ways, token_ways
+from jaxpar.config.layout.layer_kinds import kinds_with_experts
 from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.kernels.grouped_matmul import max_rows
@@ -91,6 +92,11 @@ def _width(cfg: Config) -> float:
     return cfg.model.d_ff / expert_parts(cfg.parallel)
 
 
+def _matrices(cfg: Config) -> int:
+    """Return the matrices of an expert."""
+    return 3 if cfg.model.mlp_gate else 2
+
+
 def buffer_rows(cfg: Config) -> int:
     """Return R, the rows for which a layer has memory; 0 without experts."""
     return dispatched(cfg).buffer if cfg.model.num_experts else 0
@@ -137,22 +143,23 @@ def saved_bytes(cfg: Config, remat: str) -> float:
         total += received * (width * m.d_model + 4 * m.experts_per_token)
     if "moe_weights" in names:
         byte = 1 if m.matmul_dtype == "float8" else width
-        total += 3 * byte * m.d_model * _width(cfg) * m.num_experts / expert_ways(p)
+        total += _matrices(cfg) * byte * m.d_model * _width(cfg) * m.num_experts / expert_ways(p)
     return total / _attended(cfg)
 
 
 def backward_bytes(cfg: Config, width: int) -> float:
     """Return the bytes per token of what the backward of a layer's experts computes at once.
 
-    Permuted gradients of the output, hidden values, and three gradients like them; or, once one of
-    these is not needed, also the rows and their gradients. With an expert axis, the tokens and the
-    gradients of all, the sums for all, and two of these in pieces.
+    Permuted gradients of the output, hidden values, and three gradients like them (without a gate,
+    two); or, once one of these is not needed, also the rows and their gradients. With an expert
+    axis, the tokens and the gradients of all, the sums for all, and two of these in pieces.
     """
     m = cfg.model
     if not m.num_experts:
         return 0.0
     sizes, wide = dispatched(cfg), _width(cfg)
-    values = max(m.d_model + 4 * wide, 3 * m.d_model + 3 * wide)
+    n = _matrices(cfg)
+    values = max(m.d_model + (n + 1) * wide, 3 * m.d_model + n * wide)
     elements = sizes.buffer * values + 5 * sizes.received * m.d_model
     in_8_bits = sizes.buffer * 2 * wide if m.matmul_dtype == "float8" else 0
     return (width * elements + in_8_bits) / _attended(cfg)
@@ -166,12 +173,13 @@ def product_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> 
     m, wide = cfg.model, _width(cfg)
     if not m.num_experts:
         return {}
+    n = _matrices(cfg)
     times = {
-        "gate_up": 2 * (1 + ("gate_up" in repeated)),
+        "gate_up": (n - 1) * (1 + ("gate_up" in repeated)),
         "down": 1,
         "to_hidden": 1,
-        "to_input": 2,
-        "weights": 3 * shard.trainable,
+        "to_input": n - 1,
+        "weights": n * shard.trainable,
     }
     narrower = rates.matmul_share(m.d_model, wide) / rates.matmul_share(*rates.GROUPED_AT)
     speed = gpu.matmul.value / H200.matmul.value * min(narrower, 1.0)
@@ -205,8 +213,9 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
         return 0.0
     sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
     permuted = (3 + ("gate_up" in repeated)) * 2 * used
-    by_kernel = m.activation != "gelu" and wide % HOPPER_WARPGROUP == 0
-    activation = 3 * (used if by_kernel else sizes.buffer) + 6 * used
+    by_kernel = m.mlp_gate and m.activation != "gelu" and wide % HOPPER_WARPGROUP == 0
+    n = _matrices(cfg)
+    activation = n * (used if by_kernel else sizes.buffer) + 2 * n * used
     turned = 0.0
     if m.matmul_dtype == "float8":
         byte = 1 / shard.width
@@ -259,6 +268,8 @@ def round_seconds(cfg: Config, shard: Shard) -> float:
     beyond = (shard.imbalance - cfg.parallel.expert_slack) / rates.SPREAD_OF_LOADS
     share = min(max(0.5 + beyond, 0.0), 1.0)
     before = shard.dense_in_turn if cfg.parallel.pipeline > 1 else cfg.model.dense_layers
-    layers = shard.layers_in_turn - before
+    layers = float(shard.layers_in_turn - before)
+    if cfg.model.layer_pattern:
+        layers *= len(kinds_with_experts(cfg.model)) / cfg.model.num_layers
     each = rates.ROUND_DECISION + share * rates.FURTHER_ROUND
     return 2 * each * layers * cfg.parallel.num_microbatches

@@ -35,7 +35,7 @@ def recur_token_by_token() -> None:
 
     Its chunks subtract sums of logarithms: in these models, they are off by 2e-5 from float64.
     """
-    for name in ("qwen3_next", "qwen3_5"):
+    for name in ("qwen3_next", "qwen3_5", "olmo_hybrid"):
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
 

@@ -18,7 +18,7 @@ from jaxpar.step import compiled
 from jaxpar.step.evaluating import means
 from jaxpar.step.state import TrainState, averaged
 from jaxpar.step.train_step import make_eval_step
-from jaxpar.training.held_out import HeldOut
+from jaxpar.training.evaluating.held_out import HeldOut
 
 
 class Evaluation:

@@ -8,10 +8,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.config import RopeScaling
+from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
-from jaxpar.convert.hf.latent_keys import score_keys
+from jaxpar.convert.hf.keys.latents import score_keys
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
@@ -172,6 +172,30 @@ def _factor(given: Any) -> float:
         rule = "must be a number above 0"
         raise refuse("attention_factor", given, rule, "download the file again")
     return float(given)
+
+
+def read_null(values: Values) -> Rope | None:
+    """Return the rotary embedding of a model that has none, or None if it has one.
+
+    A base of null says that there is none, and so does a `rope_type` of null.
+
+    Raises:   ConfigError when no key says whether there is one: transformers reads such a file as a
+              base of 10000, where the model had none.
+    """
+    key, rope = "rope_parameters", values.get("rope_parameters")
+    theta = rope.get(THETA, values.get(THETA)) if isinstance(rope, dict) else values.get(THETA)
+    if theta is not None:
+        return None
+    none = isinstance(rope, dict) and (THETA in rope or rope.get("rope_type", "") is None)
+    if not none and THETA not in values:
+        fix = f'write {{"{THETA}": null}} for none, or its base'
+        raise refuse(key, rope, "does not say whether there are rotary embeddings", fix)
+    return Rope(ModelConfig().rope_theta, None, 0.0)
+
+
+def write_null() -> Values:
+    """Return the keys of a model without a rotary embedding, as `read_null` reads them."""
+    return {"rope_parameters": {THETA: None, "rope_type": "default"}, THETA: None}
 
 
 def write_scaling(s: RopeScaling | None) -> Values:

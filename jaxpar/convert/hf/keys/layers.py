@@ -3,22 +3,16 @@
 RoPE has two forms. In the current form, `rope_parameters` holds all values, by kind of layer if
 there are two kinds. In the older form, there are `rope_theta` and `rope_scaling`, and
 `rope_local_base_freq` for layers with a window. Import reads either form. Export writes both, and
-readers ignore the form they do not know. `rope_keys.py` has the keys of one RoPE.
+readers ignore the form they do not know. `ropes.py` has the keys of one RoPE.
 """
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.config.layout.layer_kinds import (
-    ATTENTION,
-    DELTA_NET,
-    FEED_FORWARD,
-    MAMBA,
-    dense_places,
-)
-from jaxpar.config.layout.layer_kinds import kinds as kinds_of
-from jaxpar.convert.hf import latent_keys
+from jaxpar.config.layout.layer_kinds import dense_places
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.rope_keys import (
+from jaxpar.convert.hf.keys import latents, patterns, ropes
+from jaxpar.convert.hf.keys.patterns import FULL
+from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
     PARTIAL,
     Rope,
@@ -27,16 +21,15 @@ from jaxpar.convert.hf.rope_keys import (
     write_scaling,
 )
 
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-CHUNKED = "chunked_attention"
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
     if not family.rope:
         return {"layer_pattern"} if family.letters else set()
-    found = {"rope_theta", "rope_scaling"} | ({*latent_keys.FIELDS} if family.latent else set())
-    if family.rope_fraction is not None:
+    found = {"rope_theta", "rope_scaling"} | ({*latents.FIELDS} if family.latent else set())
+    if family.rope_fraction is not None or family.null_rope:
         found |= {"rope_fraction"}
     if family.nope:
         found |= {"nope_every"}
@@ -58,7 +51,7 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     Raises:   ConfigError that names the key that is not supported.
     """
     if family.letters:
-        return {"layer_pattern": _read_letters(values, num_layers)}
+        return {"layer_pattern": patterns.read_letters(values, family.letters, num_layers)}
     if not family.rope:
         return {}
     kinds = values.get("layer_types")
@@ -74,14 +67,15 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         return _read_two_ropes(values, rope, family.two_ropes, num_layers)
     if family.rope_fraction is not None:
         values = {PARTIAL: family.rope_fraction} | values
-    one = read_rope(rope, values)
+    one = ropes.read_null(values) if family.null_rope else None
+    one = one or read_rope(rope, values)
     if reason := why_not_rope(family, one.scaling):
         raise refuse("rope_parameters", rope, f"has {reason}", "use a model of another family")
     found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
     if family.latent:
-        found |= latent_keys.read(values)
-        found["rope_scaling"] = latent_keys.with_score_factor(one.scaling, rope)
-    if family.rope_fraction is not None:
+        found |= latents.read(values)
+        found["rope_scaling"] = latents.with_score_factor(one.scaling, rope)
+    if family.rope_fraction is not None or family.null_rope:
         found["rope_fraction"] = one.fraction
     elif one.fraction != 1:
         raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
@@ -90,65 +84,10 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     if family.chunked:
         found |= _read_chunks(values, num_layers, found["nope_every"])
     if family.hybrid:
-        found["layer_pattern"] = _read_pattern(values, num_layers)
+        found["layer_pattern"] = patterns.read(values, num_layers)
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
     return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
-
-
-def _read_letters(values: Values, num_layers: int) -> str:
-    """Return the shortest pattern of the letters of layers, or of their names."""
-    key, by_name = "hybrid_override_pattern", "layers_block_type"
-    names = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, FULL: ATTENTION}
-    names |= {"mlp": FEED_FORWARD}
-    given, named = values.get(key), values.get(by_name)
-    if given is None and isinstance(named, list):
-        key, given = by_name, "".join(names.get(str(name), "?") for name in named)
-    letters = {MAMBA, ATTENTION, FEED_FORWARD}
-    if not isinstance(given, str) or len(given) != num_layers:
-        rule = f"must have a letter for each of num_hidden_layers = {num_layers} layers"
-        raise refuse(key, given, rule, "download the file again")
-    if set(given) != letters:
-        rule = "must have layers of Mamba-2 (M), of attention (*) and of an MLP (-), and no other"
-        raise refuse(key, given, rule, "use a model with these kinds of layers")
-    return _period(given)
-
-
-def _period(letters: str) -> str:
-    """Return the shortest pattern that is repeated."""
-    count = len(letters)
-    lengths = (n for n in range(1, count + 1) if count % n == 0)
-    return letters[: next(n for n in lengths if letters == letters[:n] * (count // n))]
-
-
-def _read_pattern(values: Values, num_layers: int) -> str:
-    """Return the shortest pattern of layers with full and linear attention."""
-    key, every = "full_attention_interval", values.get("full_attention_interval")
-    check_kind(key, every, int)
-    given = values.get("layer_types")
-    if given is None:
-        if every is None or every < 1:
-            raise refuse(key, every, "must be 1 or more", "download the file again")
-        given = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-    letters = {FULL: ATTENTION, LINEAR: DELTA_NET}
-    if not set(given) <= set(letters):
-        fix = f"use a model with {FULL} and {LINEAR} only"
-        raise refuse("layer_types", given, "has a kind of layer that jaxpar does not support", fix)
-    whole = "".join(letters[kind] for kind in given)
-    if DELTA_NET not in whole or ATTENTION not in whole:
-        rule = f"must have layers with {FULL} and with {LINEAR}"
-        raise refuse("layer_types", given, rule, "use a model with both")
-    return _period(whole)
-
-
-def _write_pattern(m: ModelConfig) -> Values:
-    """Return the keys that `_read_pattern` reads."""
-    names = {ATTENTION: FULL, DELTA_NET: LINEAR}
-    period = m.layer_pattern.index(ATTENTION) + 1 if m.layer_pattern else 1
-    return {
-        "full_attention_interval": period,
-        "layer_types": [names[kind] for kind in kinds_of(m)],
-    }
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
@@ -299,13 +238,13 @@ def _read_alike(values: Values, num_layers: int) -> int | None:
 def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
     if family.letters:
-        return {"hybrid_override_pattern": kinds_of(m)}
+        return patterns.write_letters(m)
     if not family.rope:
         return {}
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
         return windows | _write_two_ropes(m, family.two_ropes)
-    found = windows | _write_one_rope(m) | (latent_keys.write(m) if family.latent else {})
+    found = windows | _write_one_rope(m) | (latents.write(m) if family.latent else {})
     if family.rope_fraction is not None:
         found[PARTIAL] = m.rope_fraction
     if family.nope:
@@ -313,7 +252,7 @@ def write(m: ModelConfig, family: Family) -> Values:
     if family.chunked:
         found |= _write_chunks(m)
     if family.hybrid:
-        found |= _write_pattern(m)
+        found |= patterns.write(m)
     return found | _write_alike(m, family) if family.sliding and not family.two_kinds else found
 
 
@@ -353,6 +292,8 @@ def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
 
 def _write_one_rope(m: ModelConfig) -> Values:
     """Return the RoPE keys for a model in which all layers have the same."""
+    if m.rope_fraction == 0:
+        return ropes.write_null()
     s = m.rope_scaling
     beside = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
     return beside | {

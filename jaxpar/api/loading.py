@@ -1,0 +1,71 @@
+"""Loads configs, models and metrics, and generates text, in Python."""
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config import Config, ConfigError, config_file
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.validate import check
+from jaxpar.convert.shape import model_from
+from jaxpar.inference.generation import Sampling
+from jaxpar.inference.load import LoadedModel, load
+from jaxpar.inference.texts import continuations
+from jaxpar.report.outline import outline
+
+
+def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Load and check a config, as `python -m jaxpar.train NAME --section.field value ...` does.
+
+    Args:     name: of a config that comes with jaxpar, of a .py file, or of a run folder.
+              overrides: values by field: {"train.num_steps": 100, "parallel.data": 2}.
+    Raises:   ConfigError that names the field, its value, the rule and a fix.
+    """
+    args = [f"--{path}={value}" for path, value in (overrides or {}).items()]
+    cfg = parse_overrides(config_file.load_config(name), args, "", model_from=model_from)
+    check(cfg)
+    return cfg
+
+
+def load_model(folder: str | Path, step: int | None = None, *, tensor: int = 1) -> LoadedModel:
+    """Load the model of a run or of a published folder, for `generate`. Starts JAX.
+
+    Args:     step: of the run's checkpoint; None: the latest intact one. tensor: tensor-parallel
+              devices.
+    Raises:   ConfigError if the folder contains no model; Damaged if the checkpoint is.
+    """
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    return load(str(folder), step, tensor, say)
+
+
+def generate(
+    model: LoadedModel,
+    prompt: str | Sequence[str],
+    max_tokens: int = 100,
+    sampling: Sampling = Sampling(),  # noqa: B008, a constant
+    stop: Sequence[str] = (),
+) -> Any:
+    """Generate the continuation of a prompt, or of a batch of prompts.
+
+    Args:     model: from `load_model`. stop: tokens that end a text, in addition to the end of
+              text.
+    Returns:  the new text; a list of texts for several prompts.
+    Raises:   ConfigError for a value that cannot work.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    texts = continuations(model, prompts, sampling, max_tokens, stop)
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the records of RUN/metrics.jsonl that belong to a step, without those that a later
+    attempt repeated.
+
+    Raises:   ConfigError if there is no such file.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError("run_dir", str(run_dir), "has no metrics.jsonl", "use a run's folder")
+    return [record for record in outline(path).records() if "step" in record]

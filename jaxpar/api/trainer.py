@@ -1,0 +1,224 @@
+"""Trains a config from Python: step by step, or by the training loop with callbacks."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.lists.held_out_sets import HELD_OUT
+from jaxpar.config.validate import check, resolve
+from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
+from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
+from jaxpar.inference.load import LoadedModel
+from jaxpar.inference.texts import continuations
+from jaxpar.monitoring import startup
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files.run_lock import RunLock
+from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import adapters
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.state import TrainState, state_shardings, to_logical
+from jaxpar.step.train_step import StepMetrics
+from jaxpar.training import elastic, manifest
+from jaxpar.training.callbacks import Callbacks
+from jaxpar.training.evaluating.evaluation import Evaluation
+from jaxpar.training.first_run import prepare_quickstart
+from jaxpar.training.loop import compiled
+from jaxpar.training.run import Run
+from jaxpar.training.start import run_to_end
+
+
+class Trainer:
+    """A config, ready to train: `init` or `load` a state, then `step` it over `batches`.
+
+    States are values: no method changes the trainer's. `step` reuses the memory of the state that
+    it is given, so keep only the state that it returns.
+    """
+
+    def __init__(self, cfg: Config):
+        """Check everything that can be checked, and start JAX. Writes nothing, except the text of
+        the config `quickstart`.
+
+        Raises:   ConfigError as `python -m jaxpar.train`.
+        """
+        startup.begin_now()
+        check(cfg)
+        self._environment: list[str] = []
+        if peers.world_size() == 1:  # otherwise an earlier trainer has joined the others
+            cfg, self._environment = rendezvous.join(cfg)
+        prepare_quickstart(cfg)
+        self._asked = cfg
+        self._use(Run(elastic.choose_layout(cfg, self._seconds), in_folder=False))
+        self._own_steps: set[int] = set()
+
+    def _use(self, run: Run) -> None:
+        self._run = run
+        self._train_steps: dict[tuple[int, ...], FirstRunAlone] = {}
+        self._evaluation: Evaluation | None = None
+
+    @property
+    def _seconds(self) -> float:
+        return self._asked.cluster.slow_seconds or 1e6
+
+    @property
+    def cfg(self) -> Config:
+        """The config, with all that follows from the devices."""
+        return self._run.cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the devices."""
+        return self._run.mesh
+
+    def init(self) -> TrainState:
+        """Return the state before the first step. Tests the attention kernels first."""
+        if self._run.first_step is not None:  # of `load`
+            self._use(Run(elastic.choose_layout(self._asked, self._seconds), in_folder=False))
+        return self._run.start()
+
+    def load(self) -> TrainState:
+        """Return the state of the latest intact checkpoint in `run.dir`, on this mesh.
+
+        Raises:   ConfigError if there is none, or the config may not resume it.
+        """
+        cfg = replace(self._asked, **{"checkpoint.resume": "auto"})
+        if checkpoint.starting_step(cfg) is None:
+            fix = "init() a state, or use the run.dir of a run"
+            raise ConfigError("run.dir", cfg.run.dir, "contains no finished checkpoint", fix)
+        self._use(Run(elastic.choose_layout(cfg, self._seconds)))
+        state = self._run.start()
+        self._own_steps |= set(checkpoint.saved_steps(self.cfg.run.dir))
+        return state
+
+    def batches(self, state: TrainState, num_steps: int | None = None) -> Iterator[Batch]:
+        """Yield the batches of the steps that follow a state.
+
+        Args:     num_steps: how many; None: up to `train.num_steps`.
+        Returns:  an iterator over Batches of int32 [B, T], sharded over the mesh.
+        """
+        first = int(state.step)
+        last = self.cfg.train.num_steps if num_steps is None else first + num_steps
+        with contextlib.closing(self._run.loader.prefetched(first)) as batches:
+            for _ in range(first, last):
+                yield next(batches)[1]
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """Take one optimizer step. The first call for a size of batches compiles it.
+
+        Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
+                  may still be computed when this returns; `float` waits for them.
+        """
+        size = batch.tokens.shape
+        if size not in self._train_steps:
+            self._train_steps[size] = compiled(self._run, state, batch)
+        return self._train_steps[size](state, batch)
+
+    def evaluate(self, state: TrainState) -> float:
+        """Return the loss on held-out text, in nats per token.
+
+        Raises:   ConfigError if the config evaluates nothing (`evaluation.every` 0).
+        """
+        if HELD_OUT not in self._run.held_out.loaders:
+            rule, fix = "opens no held-out data", "use evaluation.every 100"
+            raise ConfigError("evaluation.every", 0, rule, fix)
+        if self._evaluation is None:
+            run = self._run
+            self._evaluation = Evaluation(run.cfg, run.mesh, run.held_out, run.max_segments)
+        with stage("evaluating"):
+            return self._evaluation(state, [HELD_OUT])[HELD_OUT].loss
+
+    def save(self, state: TrainState) -> Path:
+        """Save a checkpoint in `run.dir`, and wait until it is complete.
+
+        Returns:  its folder. `python -m jaxpar.train` continues from it, and `load_model` reads it.
+        Raises:   ConfigError if `run.dir` has checkpoints that this trainer neither saved nor
+                  loaded; SaveFailed.
+        """
+        run, step = self._run, int(state.step)
+        others = set(checkpoint.saved_steps(run.dir)) - self._own_steps
+        if others:
+            rule = f"has the checkpoint of step {max(others)} of another run"
+            raise ConfigError("run.dir", str(run.dir), rule, "load() it, or use another run.dir")
+        with (
+            self._folder(),
+            checkpoint.Checkpointer(
+                run.cfg, peers.log, run.loader.skipped, asked=run.asked
+            ) as saver,
+        ):
+            saver.save(state, step, run.loader.sizes_of_steps.tokens_before(step))
+        self._own_steps.add(step)
+        return checkpoint.folder(run.dir) / str(step)
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[None]:
+        """Lock the run's folder for a block, with its config.json and manifest.json."""
+
+        def take() -> RunLock | None:
+            return RunLock(self._run.dir) if peers.rank() == 0 else None
+
+        with peers.all_or_none("run folder", self._seconds, take) or contextlib.nullcontext():
+            manifest.write(self._run, self._environment, show=lambda text: None)
+            yield
+
+    def generate(
+        self,
+        state: TrainState,
+        prompt: str | Sequence[str],
+        max_tokens: int = 100,
+        sampling: Sampling = Sampling(),  # noqa: B008, a constant
+        stop: Sequence[str] = (),
+    ) -> Any:
+        """Generate text with the weights of a state, as `jaxpar.generate` does. One process only.
+
+        Raises:   ConfigError in a run of several processes, among others.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        texts = continuations(self._model(state), prompts, sampling, max_tokens, stop)
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def _model(self, state: TrainState) -> LoadedModel:
+        """Return the model of a state, on the first device. Its weights are copied."""
+        if peers.world_size() > 1:
+            rule = "needs the weights on one device of one process"
+            fix = "save(), and use python -m jaxpar.sample"
+            raise ConfigError("processes", peers.world_size(), rule, fix)
+        cfg, params = self.cfg, state.params
+        if cfg.lora.rank:  # merging donates its arguments
+            params = adapters.merge(jax.tree.map(jnp.copy, params), cfg, self.mesh)
+        whole = adapters.base_config(cfg)
+        params = to_logical(TrainState((), params, ()), whole).params
+        small = resolve(config_for_sampling(whole), 1)
+        mesh = make_mesh(small.parallel, jax.devices()[:1])
+        params = jax.device_put(params, state_shardings(small, mesh).params)
+        folder = self._run.dir
+        tokenizer = tokenizer_of_run(folder, cfg)
+        begin = begin_of_prompts(folder, cfg, tokenizer)
+        weights = weights_for_sampling(params, small, mesh)
+        return LoadedModel(small, mesh, weights, tokenizer, begin, int(state.step))
+
+    def train(self, **callbacks: Callable[..., Any]) -> bool:
+        """Train to the last step by the training loop, as `python -m jaxpar.train` does.
+
+        The run is saved in `run.dir`, and resumes from there. Ctrl-C saves and stops it.
+
+        Args:     callbacks: functions by their names in `Callbacks`: on_step, on_evaluation,
+                  on_save, on_start, on_end.
+        Returns:  whether the run has reached its last step; `load` returns its state.
+        Raises:   ConfigError, SaveFailed, and whatever a callback raises.
+        """
+        known = [field.name for field in dataclasses.fields(Callbacks)]
+        for name in callbacks.keys() - set(known):
+            raise ConfigError("callbacks", name, "is not one", f"use one of {', '.join(known)}")
+        startup.begin_now()
+        code = run_to_end(self._asked, self._environment, Callbacks(**callbacks))
+        return code == exit_codes.EXIT_OK

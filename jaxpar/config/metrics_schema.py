@@ -1,0 +1,22 @@
+"""The section `metrics` of a config: sinks, and what is recorded."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
+
+    tensorboard: bool = True
+    """Write event files for TensorBoard to RUN/tensorboard."""
+    wandb: str = ""
+    """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
+    mlflow: str = ""
+    """Log to this MLflow experiment; MLFLOW_TRACKING_URI names the server. Empty: off."""
+    prometheus_port: int = 0
+    """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
+    prometheus_address: str = "127.0.0.1"
+    """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
+    gpus: bool = True
+    """Record power, clocks, energy per token, memory and errors of GPUs, if nvidia-ml-py is
+    installed."""

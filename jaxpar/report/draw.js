@@ -1,0 +1,208 @@
+"use strict";
+// Draws the charts again when a control of the page changes. Without the script, charts are as they
+// came: over steps, with axes, titles and tables. Sizes and shapes are those of chart.py.
+const data = JSON.parse(document.getElementById("data").textContent);
+const LEFT = 58, RIGHT = 548, TOP = 16, BOTTOM = 228, WIDTH = 560, COLOURS = 7, SVG = "http://www.w3.org/2000/svg";
+const state = { x: "steps", smooth: 2, logy: false, logx: false, bits: false, off: new Set(), zoom: null };
+
+function element(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const name in attributes) made.setAttribute(name, attributes[name]);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// ------------------------------------------------------------------------------------- numbers
+
+function short(value) {
+  if (value === 0) return "0";
+  for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]])
+    if (Math.abs(value) >= size) return String(Number((value / (letter === "k" ? 1e3 : size)).toPrecision(4))) + letter;
+  return String(Number(value.toPrecision(4)));
+}
+
+function interpolate(xs, ys, x) {
+  const at = nearest(xs, x), low = xs[at] <= x || at === 0 ? at : at - 1, high = Math.min(low + 1, xs.length - 1);
+  if (xs[high] === xs[low]) return ys[low];
+  return ys[low] + (ys[high] - ys[low]) * Math.min(Math.max((x - xs[low]) / (xs[high] - xs[low]), 0), 1);
+}
+
+function nearest(xs, x) {
+  let low = 0, high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle; else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+// Where a step of a run is on the horizontal axis.
+function across(run, step) {
+  if (state.x === "tokens") return run.tokens ? interpolate(run.tokens[0], run.tokens[1], step) : step * run.tokens_per_step;
+  return state.x === "hours" ? interpolate(run.hours[0], run.hours[1], step) : step;
+}
+
+// The moving average of series.py, over the ranges of steps that it kept.
+function smoothed(values, share) {
+  const span = Math.max((share / 100) * values.length, 1);
+  let mean = 0;
+  return values.map((value, i) => (mean += (value - mean) / Math.min(1 + 0.1 * i, span)));
+}
+
+// ------------------------------------------------------------------------------------ the lines
+
+function inBits(metric, run) {
+  return state.bits && run.bits && ["loss", "last half", "held_out_loss"].includes(metric) ? run.bits : 1;
+}
+
+function linesOf(metric) {
+  const found = [];
+  data.runs.forEach((run, index) => {
+    if (state.off.has(index)) return;
+    for (const name of [metric, data.beside[metric]]) {
+      const there = run.metrics[name];
+      if (!there) continue;
+      const beside = name !== metric, by = inBits(name, run);
+      const of = (values) => values.map((value) => value * by);
+      const line = { run, index, beside, steps: there.x, x: there.x.map((step) => across(run, step)) };
+      line.means = of(there.m || there.y);
+      line.y = there.m && state.smooth !== 2 ? smoothed(line.means, state.smooth) : of(there.y);
+      line.raw = Boolean(there.m) && !there.lo;
+      if (there.lo) { line.lo = of(there.lo); line.hi = of(there.hi); }
+      found.push(line);
+    }
+  });
+  return found;
+}
+
+// The part of a line within the axis, with its ends where the line leaves it.
+function cut(line, low, high) {
+  const kept = [];
+  line.x.forEach((x, i) => { if (x >= low && x <= high && (!state.logx || x > 0)) kept.push(i); });
+  return kept;
+}
+
+// ------------------------------------------------------------------------------------- the axes
+
+function roundStep(least) {
+  const size = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((f) => f * size).find((step) => step >= least * (1 - 1e-9));
+}
+
+function scale(low, high, log) {
+  const at = log ? (v) => Math.log(v / low) / Math.log(high / low) : (v) => (v - low) / (high - low);
+  const value = log ? (p) => low * (high / low) ** p : (p) => low + p * (high - low);
+  let ticks = [];
+  if (log) {
+    for (const factors of [[1, 2, 5], [1, 3], [1]]) {
+      ticks = [];
+      for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++)
+        for (const f of factors) if (f * 10 ** p >= low && f * 10 ** p <= high) ticks.push(f * 10 ** p);
+      if (ticks.length <= 6) break;
+    }
+    while (ticks.length > 6) ticks = ticks.filter((_, i) => i % 2 === 0);
+  }
+  if (!log || ticks.length < 2) {
+    ticks = [];
+    const step = roundStep((high - low) / 6);
+    for (let i = Math.ceil(low / step - 1e-9); i <= Math.floor(high / step + 1e-9); i++) ticks.push(i * step);
+  }
+  return { low, high, at, value, ticks };
+}
+
+function verticalScale(values, least, log) {
+  let low = Math.min(...values), high = Math.max(...values);
+  if (log && low > 0) {
+    const margin = Math.max((high / low) ** 0.04, 1.001);
+    return scale(low / margin, high * margin, true);
+  }
+  const spare = Math.max(least * Math.abs(high) - (high - low), 0);
+  low = low >= 0 ? Math.max(low - spare, 0) : low - spare;
+  const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
+  return scale(low >= 0 ? Math.max(low - margin, 0) : low - margin, high + margin, false);
+}
+
+// Of all charts: that of the zoom, or of a chart's own points.
+function horizontalScale(svg, lines) {
+  const xs = lines.flatMap((line) => line.x);
+  let low = svg.dataset.metric === "last half" ? Math.min(...lines.flatMap((l) => (l.beside ? [] : l.x))) : 0;
+  let high = Math.max(...xs);
+  if (state.zoom) [low, high] = state.zoom;
+  if (state.logx) {
+    const least = Math.min(...xs.filter((x) => x > 0));
+    if (low <= 0) low = least;
+  }
+  if (!(high > low)) high = low + 1;
+  return scale(low, high, state.logx && low > 0);
+}
+
+// ------------------------------------------------------------------------------------- drawing
+
+function colour(index) {
+  const dashes = Math.min(Math.floor(index / COLOURS), 2);
+  return `r${index % COLOURS}` + (dashes ? ` dash${dashes}` : "");
+}
+
+function draw(svg) {
+  const lines = linesOf(svg.dataset.metric), { least, log } = svg.dataset;
+  svg.replaceChildren(...[...svg.children].filter((c) => c.matches("title, desc, .mark, .cross, .zoom")));
+  const marks = svg.querySelector(".mark, .cross");
+  const put = (made) => svg.insertBefore(made, marks);
+  svg.scales = null;
+  if (!lines.some((line) => line.x.length)) {
+    put(element("text", { class: "xlabel", x: (LEFT + RIGHT) / 2, y: (TOP + BOTTOM) / 2 }, "no run is selected"));
+    return placeMarks(svg, null);
+  }
+  const x = horizontalScale(svg, lines), kept = lines.map((line) => cut(line, x.low, x.high));
+  const heights = lines.flatMap((line, n) => kept[n].flatMap((i) => [line.y[i], ...(line.lo ? [line.lo[i], line.hi[i]] : line.raw ? [line.means[i]] : [])]));
+  const positive = heights.every((value) => value > 0), wide = Math.max(...heights) / Math.min(...heights) > 50;
+  const logarithmic = positive && (state.logy || (log === "True" && wide));
+  const y = verticalScale(heights.length ? heights : [0, 1], Number(least), logarithmic);
+  svg.scales = { x, y };
+  const px = (value) => (LEFT + x.at(value) * (RIGHT - LEFT)).toFixed(1);
+  const py = (value) => (BOTTOM - y.at(value) * (BOTTOM - TOP)).toFixed(1);
+  for (const tick of y.ticks) {
+    put(element("path", { class: "grid", d: `M${LEFT} ${py(tick)}H${RIGHT}` }));
+    put(element("text", { class: "ylabel", x: LEFT - 7, y: py(tick), dy: "0.35em" }, short(tick)));
+  }
+  put(element("path", { class: "axis", d: `M${LEFT} ${BOTTOM}H${RIGHT}` }));
+  for (const tick of x.ticks) {
+    put(element("path", { class: "axis", d: `M${px(tick)} ${BOTTOM}v5` }));
+    put(element("text", { class: "xlabel", x: px(tick), y: BOTTOM + 20 }, short(tick)));
+  }
+  put(element("text", { class: "xname", x: RIGHT, y: 266 }, state.x));
+  lines.forEach((line, n) => drawLine(put, line, kept[n], px, py));
+  placeMarks(svg, x);
+}
+
+function drawLine(put, line, kept, px, py) {
+  const path = (values) => "M" + kept.map((i) => `${px(line.x[i])} ${py(values[i])}`).join("L");
+  const name = colour(line.index);
+  if (!kept.length) return;
+  if (line.lo) {
+    const under = [...kept].reverse().map((i) => `${px(line.x[i])} ${py(line.lo[i])}`).join("L");
+    put(element("path", { class: `band ${name}`, d: `${path(line.hi)}L${under}Z` }));
+  }
+  if (kept.length > 1) {
+    if (line.raw) put(element("path", { class: `raw ${name}`, d: path(line.means) }));
+    put(element("path", { class: `line ${line.beside ? "thin " : ""}${name}`, d: path(line.y) }));
+  }
+  if (!line.beside && kept.length > 1) return;
+  const dots = element("g", { class: `dots ${name}` }), every = Math.ceil(kept.length / 20);
+  kept.forEach((i, n) => {
+    if ((kept.length - 1 - n) % every) return;
+    const dot = element("circle", { r: 3, cx: px(line.x[i]), cy: py(line.y[i]) });
+    dot.append(element("title", {}, `${short(line.y[i])} at ${short(line.x[i])}`));
+    dots.append(dot);
+  });
+  put(dots);
+}
+
+function placeMarks(svg, x) {
+  for (const mark of svg.querySelectorAll("g.mark")) {
+    const run = Number(mark.dataset.run), at = x && x.at(across(data.runs[run], Number(mark.dataset.at)));
+    const shown = x && at >= 0 && at <= 1 && !state.off.has(run);
+    mark.style.display = shown ? "" : "none";
+    if (shown) mark.setAttribute("transform", `translate(${(LEFT + at * (RIGHT - LEFT)).toFixed(1)} ${BOTTOM})`);
+  }
+}

@@ -1,0 +1,158 @@
+"""The command line of `python -m jaxpar.sweep`, and what it prints."""
+
+import dataclasses
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.command_line import as_called, parse_overrides
+from jaxpar.config.config_file import load_config
+from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.model_source import ModelReader
+from jaxpar.config.validate import check
+from jaxpar.report import listing
+from jaxpar.report.__main__ import MAX_RUNS as MAX_RUNS_OF_REPORT
+from jaxpar.report.page import page
+from jaxpar.report.runs import read_run
+from jaxpar.report.table_of_runs import lines
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.options import Parser
+from jaxpar.sweeps.folder import SweepFolder
+from jaxpar.sweeps.grid import SweepPoint, points_of, shares_program
+from jaxpar.sweeps.running import Runner
+from jaxpar.sweeps.slurm import job_array
+
+PROGRAM = "python -m jaxpar.sweep"
+
+SHARED = "optimizer.schedule_as_input"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, read and checked."""
+
+    name: str
+    """The config's name, as given."""
+    base: Config
+    points: list[SweepPoint]
+    folder: SweepFolder
+    common: list[str]
+    """The flags of all runs."""
+    slurm: bool
+
+    @property
+    def axes(self) -> list[str]:
+        """The fields of the grid."""
+        return list(self.points[0].values)
+
+
+def read_command(
+    argv: Sequence[str], doc: str | None = None, model_from: ModelReader | None = None
+) -> Sweep:
+    """Read a command line. `--help` prints the help and exits.
+
+    Raises:   ConfigError for an option, a config or a grid that cannot work.
+    """
+    parser = Parser(
+        PROGRAM,
+        doc,
+        usage=f"{as_called(PROGRAM)} CONFIG --grid FIELD=VALUE,VALUE ... [--section.field V ...]",
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", help="name of a config, or a .py file")
+    told = "values of a field; every combination of several fields is a run"
+    add("--grid", action="extend", nargs="+", metavar="FIELD=V,V", help=told)
+    add("--folder", metavar="FOLDER", help="folder of the sweep (runs/sweep-CONFIG)")
+    add("--slurm", action="store_true", help="print a Slurm job array, and run nothing")
+    if asks_help(argv):
+        topic = topic_of(argv)
+        if not topic:
+            print(parser.format_help())
+        first = argv[0] if not argv[0].startswith("-") else "quickstart"
+        print_help(load_config(first), "", "", topic)
+        sys.exit(0)
+    options, overrides = parser.parse_known_args(argv)
+    if options.config is None or not options.grid:
+        what = "--grid" if options.config else "CONFIG"
+        example = f"{as_called(PROGRAM)} quickstart --grid optimizer.learning_rate=1e-3,3e-3"
+        raise ConfigError(what, "", "is missing", f"use {example}")
+    base = parse_overrides(load_config(options.config), overrides, PROGRAM, model_from=model_from)
+    check(base)
+    points = points_of(base, options.grid)
+    for path in points[0].values:
+        if _given(path, overrides):
+            rule = "is in the grid, and given for all runs as well"
+            raise ConfigError(path, "", rule, "use one of both")
+    if options.slurm:
+        _require_no_spaces(points)
+    folder = options.folder or f"runs/sweep-{Path(options.config).stem}"
+    common = [*overrides]
+    if shares_program(list(points[0].values)) and not _given(SHARED, overrides):
+        common.append(f"--{SHARED}=True")
+        share = lambda p: dataclasses.replace(p, cfg=replace(p.cfg, **{SHARED: True}))  # noqa: E731
+        points = list(map(share, points))
+    return Sweep(options.config, base, points, SweepFolder(Path(folder)), common, options.slurm)
+
+
+def _given(path: str, overrides: Sequence[str]) -> bool:
+    """Whether a command line sets a field."""
+    names = {text.removeprefix("--").partition("=")[0].replace("-", "_") for text in overrides}
+    return path in names
+
+
+def _require_no_spaces(points: Sequence[SweepPoint]) -> None:
+    """Raises:   ConfigError for a value that the lines of a job array cannot have."""
+    for flag in itertools.chain(*(point.flags for point in points)):
+        if len(flag.split()) > 1:
+            raise ConfigError("--grid", flag, "has a space", "leave --slurm out, or rename it")
+
+
+def sweep(told: Sweep, log: Callable[[str], None] = print) -> int:
+    """Run a sweep, or print its job array. Returns the exit code."""
+    if told.slurm:
+        runs = [[*p.flags, f"--run.dir={told.folder.run_dir(p)}"] for p in told.points]
+        told.folder.open(told.base, told.axes)
+        common = [told.name, *told.common]
+        print(job_array(sys.executable, common, runs, str(told.folder.path)), end="")
+        return exit_codes.EXIT_OK
+    told.folder.open(told.base, told.axes)
+    log(f"sweep      {len(told.points)} runs over {', '.join(told.axes)}, in {told.folder.path}")
+    command = [sys.executable, "-m", "jaxpar.train", told.name, *told.common]
+    runner = Runner(told.folder, command)
+    runner.run(told.points)
+    _results(told, log)
+    if runner.stopped_by:
+        log(f"{runner.stopped_by}: stopped; the same command continues")
+        return exit_codes.EXIT_PREEMPTED
+    if runner.failed:
+        log(f"failed: {', '.join(runner.failed)}; the same command tries again")
+        return exit_codes.EXIT_ERROR
+    return exit_codes.EXIT_OK
+
+
+def _results(told: Sweep, log: Callable[[str], None]) -> None:
+    """Log how often the step was compiled, and the ranked runs; write the report."""
+    folders = [told.folder.run_dir(point) for point in told.points]
+    runs = [read_run(str(f)) for f in folders if (f / "metrics.jsonl").is_file()]
+    if not runs:
+        return
+    counts = [told.folder.compiled(point) for point in told.points]
+    compiled, read = (sum(n) for n in zip(*counts, strict=True))
+    times = lambda n: "once" if n == 1 else f"{n} times"  # noqa: E731
+    log(f"compiled   the train step {times(compiled)}, and read from the cache {times(read)}")
+    ranked = listing.summaries(runs)
+    log("\n".join(["", *lines(ranked)]))
+    best = {summary.name: rank for rank, summary in enumerate(ranked)}
+    shown = sorted(runs, key=lambda run: best[run.name])[:MAX_RUNS_OF_REPORT]
+    path = told.folder.path / "report.html"
+    atomic.write(path, page(shown, datetime.now().astimezone()))
+    log(f"\nreport     {path}")
+    first = told.points[[str(f) for f in folders].index(shown[0].name)]
+    log(f"best       {shlex.join(first.flags)}")

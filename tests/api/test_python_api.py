@@ -1,0 +1,173 @@
+"""`import jaxpar`: what it costs, what it has, and the page about it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.api.trainer import Trainer
+from jaxpar.training.callbacks import Callbacks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "python_api.md"
+
+#: Programs compiled as users do: the steps of the page take longer than their compilation.
+AS_USERS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def run(code: str, folder: Path, **env: str) -> str:
+    """Run a program in a process of its own; what it prints."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_is_cheap_and_starts_no_device(tmp_path):
+    said = run(
+        "import sys, jaxpar\n"
+        "loaded = [m for m in sys.modules if m.startswith('jaxpar') or m in ('jax', 'numpy')]\n"
+        "assert loaded == ['jaxpar'], loaded\n"
+        "assert set(jaxpar.__all__) <= set(dir(jaxpar))\n"
+        "for name in jaxpar.__all__: getattr(jaxpar, name)\n"
+        "cfg = jaxpar.load_config('llama3_8b', {'train.num_steps': 7, 'run.cpu_devices': 8})\n"
+        "from jax._src import xla_bridge\n"
+        "print(cfg.train.num_steps, xla_bridge.backends_are_initialized())",
+        tmp_path,
+    )
+    assert said.split() == ["7", "False"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="no attribute 'Traner'"):
+        jaxpar.Traner  # noqa: B018
+
+
+def test_configs_are_checked():
+    for wrong in ({"optimizer.learning_rat": 1.0}, {"train.num_steps": -1}, {"train.seed": "x"}):
+        with pytest.raises(jaxpar.ConfigError, match=next(iter(wrong))):
+            jaxpar.load_config("quickstart", wrong)
+    cfg = jaxpar.load_config("quickstart", {"run.init_from": "", "checkpoint.keep_every": 0})
+    assert cfg.optimizer.learning_rate == 3e-3
+
+
+@pytest.mark.parametrize("smaller", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_page_runs_as_written(smaller, write_config, dataset, tmp_path):
+    """With a smaller text in place of the config's, which takes a while to prepare; and a smaller
+    model, of which 40 steps are quick."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "stdlib-bytes").symlink_to(dataset)
+    code, env = "\n".join(BLOCK.findall(PAGE.read_text("utf-8"))), AS_USERS
+    if smaller:
+        Path(write_config(tmp_path)).rename(tmp_path / "quickstart.py")
+        there = "config_file.CONFIGS = config_file.Path()"
+        code, env = f"from jaxpar.config import config_file\n{there}\n{code}", {}
+    lines = run(code, tmp_path, JAX_NUM_CPU_DEVICES="1", **env).splitlines()
+    assert any(re.match(r"loss \d\.\d+, held-out \d\.\d+", line) for line in lines)
+    assert [line.split()[:2] for line in lines if line.startswith("saved 40")] == [["saved", "40"]]
+    (last,) = (line for line in lines if line.startswith("True {"))
+    assert re.search(r"\{(2[1-9]|30): \d\.\d+, .*40: \d\.\d+\}", last)
+    assert re.search(r"\(40, \d\.\d+\)\]$", lines[-1])
+
+
+def test_the_first_code_has_ten_lines():
+    first, *more = BLOCK.findall(PAGE.read_text("utf-8"))
+    assert len(first.splitlines()) == 10 and len(more) == 2
+
+
+def test_the_page_names_all_that_there_is():
+    page = PAGE.read_text("utf-8")
+    public = [name for name in vars(Trainer) if not name.startswith("_")]
+    assert [name for name in public if f"`trainer.{name}" not in page] == []
+    assert [name for name in jaxpar.__all__ if name not in page] == []
+    assert [name for name in Callbacks.__dataclass_fields__ if f"| `{name}(" not in page] == []
+
+
+@pytest.fixture
+def trainer_of(config_file, only_devices):
+    """(overrides) -> a trainer of the tests' tiny config on two devices."""
+    with only_devices(2):
+        yield lambda **fields: Trainer(jaxpar.load_config(config_file, fields))
+
+
+def test_steps_by_hand_are_those_of_the_loop(trainer_of):
+    """The same losses; a state that is saved is loaded bit by bit, and goes on in the loop."""
+    fields = {"train.num_steps": 6, "evaluation.every": 3, "checkpoint.every": 2}
+    by_loop = trainer_of(**fields)
+    calls = []
+    add = lambda name: lambda *args: calls.append((name, *args[:2]))  # noqa: E731
+    names = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
+    assert by_loop.train(**{name: add(name) for name in names})
+    steps = [step for name, step, *_ in calls if name == "on_step"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [call[1] for call in calls if call[0] == "on_evaluation"] == [3, 6]
+    saved = {call[1]: call[2] for call in calls if call[0] == "on_save"}
+    assert sorted(saved) == [2, 4, 6] and all(f.name == str(s) for s, f in saved.items())
+    assert calls[0] == ("on_start", 0) and calls[-1] == ("on_end", 0)
+
+    by_hand = trainer_of(**fields, **{"run.dir": str(by_loop.cfg.run.dir) + "-by-hand"})
+    state, losses = by_hand.init(), []
+    for batch in by_hand.batches(state, 4):
+        state, metrics = by_hand.step(state, batch)
+        losses.append(float(metrics.loss))
+    recorded = [r for r in jaxpar.read_metrics(by_loop.cfg.run.dir) if "loss" in r]
+    assert losses == [r["loss"] for r in recorded][:4]
+    kept = jax.tree.map(np.asarray, state)
+    assert by_hand.save(state).name == "4"
+    loaded = trainer_of(**fields, **{"run.dir": by_hand.cfg.run.dir}).load()
+    jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, loaded))
+    assert by_hand.train()
+    end = jax.tree.map(np.asarray, by_hand.load().params)
+    whole = jax.tree.map(np.asarray, by_loop.load().params)
+    jax.tree.map(np.testing.assert_array_equal, end, whole)
+    assert by_hand.generate(by_hand.load(), "a", 3) == jaxpar.generate(
+        jaxpar.load_model(by_hand.cfg.run.dir), "a", 3
+    )
+
+
+def test_a_callback_stops_the_run_and_it_resumes(trainer_of, capsys):
+    trainer = trainer_of(**{"train.num_steps": 6, "evaluation.every": 0, "checkpoint.every": 0})
+    seen = []
+
+    def on_step(step, metrics):
+        seen.append(step)
+        if step == 2:
+            raise jaxpar.StopTraining("low enough")
+
+    assert not trainer.train(on_step=on_step)
+    assert seen[:2] == [1, 2] and len(seen) <= 4
+    assert "low enough: saved step" in capsys.readouterr().out
+    assert trainer.train(on_step=on_step)
+    assert seen[-1] == 6
+
+
+def test_what_is_refused(trainer_of):
+    trainer = trainer_of(**{"train.num_steps": 4, "evaluation.every": 0})
+    with pytest.raises(jaxpar.ConfigError, match="no finished checkpoint"):
+        trainer.load()
+    with pytest.raises(jaxpar.ConfigError, match=r"on_steps.*use one of on_start, on_step"):
+        trainer.train(on_steps=print)
+    with pytest.raises(jaxpar.ConfigError, match="on_step = 3: is not a function"):
+        trainer.train(on_step=3)
+    state = trainer.init()
+    with pytest.raises(jaxpar.ConfigError, match=r"evaluation\.every"):
+        trainer.evaluate(state)
+    with pytest.raises(jaxpar.ConfigError, match="prompts"):
+        trainer.generate(state, "")
+    trainer.save(state)
+    again = trainer_of(**{"train.num_steps": 4, "evaluation.every": 0})
+    with pytest.raises(jaxpar.ConfigError, match="checkpoint of step 0 of another run"):
+        again.save(again.init())
+    with pytest.raises(ZeroDivisionError):
+        again.train(on_step=lambda step, metrics: 1 / 0)

@@ -1,0 +1,216 @@
+"""A sweep runs every point of a grid once, and continues; with a stand-in for jaxpar.train."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.config.config_file import load_config
+from jaxpar.runtime import exit_codes
+from jaxpar.sweeps import running
+from jaxpar.sweeps.command import read_command, sweep
+from jaxpar.sweeps.grid import MAX_RUNS, points_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LR = "optimizer.learning_rate"
+
+#: Writes what a run writes: its files, and a loss that is lower for a higher learning rate.
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from jaxpar.config.command_line import read_config
+from jaxpar.config.serialize import to_json
+cfg = read_config(sys.argv[1:], "jaxpar.train", None)
+rate, folder, last = cfg.optimizer.learning_rate, Path(cfg.run.dir), cfg.train.num_steps
+code = int(os.environ.get(f"CODE_OF_{rate}", "0"))
+last = 1 if code else last
+(folder / "checkpoints" / str(last)).mkdir(parents=True, exist_ok=True)
+(folder / "config.json").write_text(to_json(cfg))
+with open(folder / "metrics.jsonl", "a") as file:
+    for step in range(1, last + 1):
+        file.write(json.dumps({"step": step, "loss": 5 - 100 * rate}) + "\\n")
+with open(folder / "events.jsonl", "a") as file:
+    there = Path(os.environ["JAX_COMPILATION_CACHE_DIR"], str(cfg.optimizer.schedule_as_input))
+    event = {"event": "compiled", "attempt": 1, "age": 1.0, "time": 1.0}
+    file.write(json.dumps(event | {"from_cache": there.exists()}) + "\\n")
+there.mkdir(parents=True, exist_ok=True)
+print("the last line", flush=True)
+if code == 75:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    time.sleep(60)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch, capfd):
+    """(options) -> exit code and output of a sweep in tmp_path, by the stand-in."""
+    program = tmp_path / "stand_in.py"
+    program.write_text(STAND_IN)
+    start = running.children.start
+
+    def instead(command, env, log):
+        assert list(command[:3]) == [sys.executable, "-m", "jaxpar.train"]
+        return start([sys.executable, str(program), *command[3:]], env, log)
+
+    monkeypatch.setattr(running.children, "start", instead)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+
+    def run(*options: str) -> tuple[int, str]:
+        args = ["quickstart", "--folder", str(tmp_path / "sweep"), "--train.num-steps=3", *options]
+        code = sweep(read_command(args))
+        return code, capfd.readouterr().out
+
+    return run
+
+
+def test_runs_are_ranked_and_the_same_command_has_nothing_to_do(swept, tmp_path):
+    code, said = swept("--grid", f"{LR}=1e-3,3e-3,1e-2")
+    assert code == exit_codes.EXIT_OK
+    assert "compiled   the train step once, and read from the cache 2 times" in said
+    names = re.findall(r"sweep/learning_rate=(\S+)  ", said)
+    assert names == ["0.01", "0.003", "0.001"]
+    assert f"best       --{LR}=1e-2" in said
+    assert (tmp_path / "sweep" / "report.html").read_bytes().startswith(b"<!doctype html>")
+    assert "the last line" in (tmp_path / "sweep" / "learning_rate=0.001.log").read_text()
+    code, said = swept("--grid", f"{LR}=1e-3,3e-3,1e-2,2e-2")
+    assert code == exit_codes.EXIT_OK and said.count("finished before, skipped") == 3
+    assert "run 4/4  learning_rate=0.02: finished after" in said
+
+
+def test_other_fields_are_not_shared(swept, tmp_path):
+    code, said = swept("--grid", "optimizer.weight_decay=0,0.1", f"{LR}=1e-3")
+    assert code == exit_codes.EXIT_OK and "weight_decay=0.1,learning_rate=0.001: finished" in said
+    config = tmp_path / "sweep" / "weight_decay=0.1,learning_rate=0.001" / "config.json"
+    assert '"schedule_as_input": false' in config.read_text()
+
+
+def test_a_run_that_diverges_or_fails_does_not_end_the_sweep(swept, monkeypatch):
+    monkeypatch.setenv("CODE_OF_0.002", "17")
+    monkeypatch.setenv("CODE_OF_0.001", "1")
+    grid = "--grid", f"{LR}=1e-3,2e-3,3e-3"
+    code, said = swept(*grid)
+    assert code == exit_codes.EXIT_ERROR
+    assert "learning_rate=0.001: failed with code 1" in said and "0.002: diverged" in said
+    assert "learning_rate=0.003: finished" in said
+    assert "failed: learning_rate=0.001; the same command tries again" in said
+    monkeypatch.delenv("CODE_OF_0.001")
+    code, said = swept(*grid)
+    assert code == exit_codes.EXIT_OK
+    assert "0.001: finished after" in said and "0.002: diverged before, skipped" in said
+
+
+def test_a_signal_ends_the_run_and_the_sweep(swept, monkeypatch):
+    monkeypatch.setenv("CODE_OF_0.001", "75")
+    threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    began, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    code, said = swept("--grid", f"{LR}=1e-3,2e-3")
+    assert code == exit_codes.EXIT_PREEMPTED and time.monotonic() - began < 40
+    assert re.search(r"0\.001: (stopped|failed with code 143) after", said) and "0.002" not in said
+    assert "SIGTERM: stopped; the same command continues" in said
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_folder_of_another_sweep_is_refused(swept):
+    swept("--grid", f"{LR}=1e-3")
+    with pytest.raises(ConfigError, match=r"another config, with train\.seed 0"):
+        swept("--grid", f"{LR}=1e-3", "--train.seed=1")
+    with pytest.raises(ConfigError, match=rf"has a sweep of {LR}"):
+        swept("--grid", f"{LR}=1e-3", "train.seed=1")
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        (
+            [f"{LR}=1e-3,x,-1", "train.sed=1", f"{LR}=1", "run.dir=a,b", "train.seed=", "foo"],
+            [
+                r"optimizer\.learning_rate = 'x' must be",
+                r"learning_rate = -1\.0 must be above 0",
+                r"train\.sed is not a field",
+                f"{LR} comes twice",
+                r"run\.dir cannot be swept",
+                r"train\.seed has an empty value",
+                r"'foo' is not section\.field=value,value",
+            ],
+        ),
+        ([f"{LR}=1e-3,0.001"], [r"two runs with the folder learning_rate=0\.001"]),
+        ([f"train.seed={','.join(map(str, range(MAX_RUNS + 1)))}"], ["has 1,001 points"]),
+        (["model.num_heads=3", "model.d_model=128,130"], [r"model\.num_"]),
+    ],
+)
+def test_a_bad_grid_is_one_error(grid, told):
+    with pytest.raises(ConfigError) as error:
+        points_of(load_config("quickstart"), grid)
+    assert error.value.field == "--grid"
+    for text in told:
+        assert re.search(text, error.value.rule), (text, error.value.rule)
+
+
+def test_names_are_folders():
+    grid = ["model.d_ff=256", "data.path=data/a b,c", "model.d_model=128"]
+    points = points_of(load_config("quickstart"), grid)
+    assert points[0].name == "d_ff=256,path=data_a_b,d_model=128"
+    assert points[1].values == {"model.d_ff": "256", "data.path": "c", "model.d_model": "128"}
+
+
+@pytest.mark.parametrize("option", [(), ("--grid",), ("--grid", f"{LR}=1", f"--{LR}=2")])
+def test_what_is_missing_or_comes_twice(option):
+    with pytest.raises(ConfigError):
+        read_command(["quickstart", *option])
+
+
+def test_a_slurm_array_runs_each_point(tmp_path, capsys):
+    """The script, with programs in place of Slurm's."""
+    folder = tmp_path / "sweep"
+    args = ["quickstart", "--slurm", "--folder", str(folder), "--grid", f"{LR}=1e-3,2e-3"]
+    assert sweep(read_command([*args, "--train.num-steps=3"])) == exit_codes.EXIT_OK
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-1\n" in script and folder.is_dir()
+    for name, text in (("srun", 'echo "$@"; exit 75'), ("scontrol", 'echo scontrol "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 75 and not done.stderr
+    ran, requeued = done.stdout.splitlines()
+    assert requeued == "scontrol requeue 7_1"
+    assert ran.split()[-6:] == [
+        "jaxpar.train",
+        "quickstart",
+        "--train.num-steps=3",
+        "--optimizer.schedule_as_input=True",
+        f"--{LR}=2e-3",
+        f"--run.dir={folder}/learning_rate=0.002",
+    ]
+    with pytest.raises(ConfigError, match="has a space"):
+        read_command(["quickstart", "--slurm", "--grid", "data.path=a b"])
+
+
+@pytest.mark.slow
+def test_three_learning_rates_compile_one_step(write_config, tmp_path):
+    """Counted by the events of the runs, and by the steps in the cache."""
+    options = [write_config(tmp_path), "--folder", "sweep", "--train.num-steps=5"]
+    options += ["--evaluation.every=0", "--grid", f"{LR}=1e-3,3e-3,1e-2"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar.sweep", *options],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": finished after") == 3
+    assert "compiled   the train step once, and read from the cache 2 times" in done.stdout
+    assert len(list((tmp_path / "sweep" / "compiled").glob("jit_train_step-*-cache"))) == 1
