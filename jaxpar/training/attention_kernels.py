@@ -13,7 +13,7 @@ from jaxpar.kernels.attention import AttentionMask, Choice, choose
 from jaxpar.model.attention_context import attention_context
 from jaxpar.parallel.context import kernel_request
 from jaxpar.sharding.batch import Batch
-from jaxpar.training import attention_selftest
+from jaxpar.training.selftests import attention as attention_selftest
 
 
 def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar import config, train
-from jaxpar.config import (
-    ConfigError,
-    flag,
-    metrics_schema,
-    model_schema,
-    objective_schema,
-    schema,
-)
+from jaxpar.config import ConfigError, flag, metrics_schema, model_schema, objective_schema, schema
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.help import SECTIONS

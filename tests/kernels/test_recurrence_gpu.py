@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape, refusal
-from jaxpar.training.recurrent_selftest import errors_of
+from jaxpar.training.selftests.recurrent import errors_of
 from tests.kernels.recurrences import Case, errors, inputs_of, run
 
 pytestmark = pytest.mark.gpu

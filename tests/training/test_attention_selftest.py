@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import AttentionMask, Choice, api, reference
-from jaxpar.training import attention_selftest
+from jaxpar.training.selftests import attention as attention_selftest
 
 KERNELS = Choice("cudnn", "pallas_hopper")
 

@@ -9,7 +9,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.grouped_matmul import api, reference
-from jaxpar.training import experts_selftest
+from jaxpar.training.selftests import experts as experts_selftest
 
 EXPERTS = {
     "model.num_experts": 4,

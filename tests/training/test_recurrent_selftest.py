@@ -8,7 +8,7 @@ import pytest
 from jaxpar.config import ConfigError, replace
 from jaxpar.kernels.recurrence import Shape, api, reference
 from jaxpar.kernels.recurrence.triton import api as triton
-from jaxpar.training import recurrent_selftest
+from jaxpar.training.selftests import recurrent as recurrent_selftest
 from tests.meshes.test_recurrent_layers import DELTA_NET
 from tests.slow import slow
 

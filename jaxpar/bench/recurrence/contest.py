@@ -11,7 +11,7 @@ from jaxpar.bench.recurrence.shapes import RecurrenceProblem
 from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.kernels import recurrence
 from jaxpar.runtime.stages import stage
-from jaxpar.training.recurrent_selftest import RecurrenceInputs, draw, relative
+from jaxpar.training.selftests.recurrent import RecurrenceInputs, draw, relative
 
 #: The backend with which the others are compared.
 RIVAL = "reference"

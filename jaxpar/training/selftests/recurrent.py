@@ -1,6 +1,6 @@
 """Chooses the kernels of recurrent layers, and tests them on this device before the first step.
 
-As with attention (`attention_selftest.py`), a wrong kernel raises no error. A few chunks of one key
+As with attention (`attention.py`), a wrong kernel raises no error. A few chunks of one key
 head of the model's widths, with documents that begin anywhere, run through the kernels, forward and
 backward, and through the reference in float32.
 """

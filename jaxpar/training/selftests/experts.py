@@ -1,6 +1,6 @@
 """Tests the kernels of experts on this device once, before the first step.
 
-As with attention (`attention_selftest.py`), a wrong kernel raises no error. A few experts of the
+As with attention (`attention.py`), a wrong kernel raises no error. A few experts of the
 model's widths, with uneven loads and one without tokens, run through the kernels, forward and
 backward, and through the reference in float32. In float8, where rounding to 8 bits is most of the
 error, the reference runs in float8, too, and its error is subtracted.
