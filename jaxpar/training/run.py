@@ -36,15 +36,16 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.training import elastic, initial_weights, reference_scores
+from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluating.held_out import open_held_out
+from jaxpar.training.frozen import reference_scores
+from jaxpar.training.frozen.teacher import Teacher
 from jaxpar.training.records import RunRecords
 from jaxpar.training.selftests.experts import test_experts
 from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
 from jaxpar.training.step_guard import StepGuard
-from jaxpar.training.teacher import Teacher
 
 
 class Run:

@@ -20,6 +20,7 @@ def records(run: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_a_student_learns_from_a_teacher_of_another_shape(
     train_on, write_config, finished, tmp_path

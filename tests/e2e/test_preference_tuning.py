@@ -11,7 +11,7 @@ from jaxpar.checkpoint.branching import branch
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
-from jaxpar.training.reference_scores import file_of
+from jaxpar.training.frozen.reference_scores import file_of
 
 STEPS = 12
 

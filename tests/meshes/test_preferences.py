@@ -37,9 +37,9 @@ SOFTCAP = {"model.logits_softcap": 5.0, "model.tie_embeddings": True}
 LORA = {"lora.rank": 2}
 
 CASES = [
-    ("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
+    ("sequence=2,tensor=2,context=ring", SOFTCAP),
+    slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
     slow("data=1", SOFTCAP),
-    slow("sequence=2,tensor=2,context=ring", SOFTCAP),
     slow("sequence=4,context=ulysses,zero=1", {"dpo.label_smoothing": 0.0}),
     slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll,loss_chunks=3", {}),
     slow("replica=2,data=2,tensor=2,loss_chunks=5", SOFTCAP),
@@ -87,9 +87,9 @@ def test_steps(mesh, values, devices):
 @pytest.mark.parametrize(
     ("mesh", "values"),
     [
-        ("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
+        ("sequence=2,tensor=2,context=ring", SOFTCAP),
+        slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
         slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll,loss_chunks=3", SOFTCAP),
-        slow("sequence=2,tensor=2,context=ring", {}),
     ],
 )
 def test_scores_and_held_out_loss(mesh, values, devices):
