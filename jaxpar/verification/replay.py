@@ -90,10 +90,11 @@ class Replay:
             raise ConfigError("--step", self.number, rule, fix)
         for record in self.records.values():
             check_inputs(record, folder)
-        self.begin, taken_by = intact_checkpoints(folder, self.number)
+        taken_by = checkpoint_with(folder, self.number)
         self.cfg = self._config(folder, taken_by)
         runtime.start(self.cfg)
         require_devices(self.cfg)
+        self.begin = checkpoint_before(folder, self.number)
         self.run = Run(self.cfg, lambda _: self.begin or None)
         self.cfg = self.run.cfg
         if taken_by is not None:
@@ -187,29 +188,31 @@ class Replay:
         return not math.isfinite(loss) or loss > window.limit()
 
 
-def intact_checkpoints(folder: Path, number: int) -> tuple[int, int | None]:
-    """Find the checkpoints around a step. Warns of each damaged one that is passed over.
+def checkpoint_with(folder: Path, number: int) -> int | None:
+    """Return the first checkpoint that contains a step and has an intact config; None without one.
 
-    Returns:  the last intact one before the step, or 0: the start of the run; and the first one
-        that contains the step and has an intact config, or None.
-    Raises:   Unreadable.
+    Warns of each damaged one that is passed over. It reads no array, which would start JAX.
     """
-    steps = checkpoint.saved_steps(folder)
-    before = [step for step in steps if 0 < step < number]
-    after = [step for step in steps if step >= number]
-    begin = checkpoint.first_whole(
+    return checkpoint.first_whole(
+        folder,
+        [*(step for step in checkpoint.saved_steps(folder) if step >= number), None],
+        lambda step: checkpoint.read_saved(folder, step).step if step is not None else None,
+        "The config of a later start is used",
+    )
+
+
+def checkpoint_before(folder: Path, number: int) -> int:
+    """Return the last intact checkpoint before a step, or 0: the start of the run.
+
+    Warns of each damaged one that is passed over. Raises:   Unreadable.
+    """
+    before = [step for step in checkpoint.saved_steps(folder) if 0 < step < number]
+    return checkpoint.first_whole(
         folder,
         [*reversed(before), 0],
         lambda step: checkpoint.require_whole(folder, step) if step else 0,
         "The replay begins at an earlier step",
     )
-    taken_by = checkpoint.first_whole(
-        folder,
-        [*after, None],
-        lambda step: checkpoint.read_saved(folder, step).step if step is not None else None,
-        "The config of a later start is used",
-    )
-    return begin, taken_by
 
 
 def check_inputs(record: dict[str, Any], folder: Path) -> None:

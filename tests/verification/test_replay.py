@@ -189,3 +189,18 @@ def test_the_ring_keeps_the_latest(tmp_path):
 def test_a_number_of_times_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--repeat = 0: must be at least 1. Fix: use --repeat 2"):
         replay.replay(replay.ReplayOptions(run=str(tmp_path), step=1, repeat=0))
+
+
+def test_no_array_is_read_before_the_devices_are_started(run, monkeypatch):
+    """Reading one starts JAX, with as many devices as it finds."""
+
+    class Started(Exception):
+        pass
+
+    def start(cfg):
+        raise Started
+
+    monkeypatch.setattr(replay.runtime, "start", start)
+    monkeypatch.setattr(replay.checkpoint, "require_whole", lambda *_: pytest.fail("an array"))
+    with pytest.raises(Started):
+        replay.replay(replay.ReplayOptions(run=str(run), step=25))
