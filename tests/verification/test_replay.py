@@ -157,9 +157,9 @@ def test_damaged_checkpoints_are_passed_over(run, again, capsys):
     assert again(number) == "nothing wrong: the step repeats bit for bit"
     told = capsys.readouterr()
     assert f"from step {steps[0]} on mesh data=2" in told.out
-    first, *others = [line for line in told.err.splitlines() if line.startswith("WARNING")]
-    assert f"step {steps[1]} of {run} is damaged: " in first
-    assert first.endswith("The replay begins at an earlier step; nothing was moved.")
+    *others, last = [line for line in told.err.splitlines() if line.startswith("WARNING")]
+    assert f"step {steps[1]} of {run} is damaged: " in last
+    assert last.endswith("The replay begins at an earlier step; nothing was moved.")
     for step, line in zip(steps[2:], others, strict=True):
         assert f"step {step} of {run} is damaged: " in line
         assert line.endswith("The config of a later start is used; nothing was moved.")
