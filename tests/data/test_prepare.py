@@ -141,7 +141,7 @@ def test_no_holdout(corpus, texts, tmp_path):
 def test_stdlib(tmp_path, monkeypatch):
     """The input that needs no download."""
     sources = documents.find_sources(["stdlib"])[:60]
-    monkeypatch.setattr("jaxpar.data.prepare.text.find_sources", lambda inputs: sources)
+    monkeypatch.setattr("jaxpar.data.prepare.text.find_sources", lambda *_: sources)
     meta = run(tmp_path / "out", "stdlib", tokenizer="bpe:400", holdout=0.1)
     kept = [text for s in sources if (text := s.path.read_bytes().decode()).strip()]
     stored = stored_documents(tmp_path / "out", "train") + stored_documents(tmp_path / "out", "val")

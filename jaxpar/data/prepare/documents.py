@@ -1,7 +1,7 @@
 """Find input files and read their documents, in a fixed order."""
 
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,6 +25,10 @@ READERS: dict[str, Reader] = {
 }
 
 
+#: The `--extension` for every file that is UTF-8 text.
+ANY = "any"
+
+
 class InputFile(NamedTuple):
     """One input file."""
 
@@ -34,18 +38,37 @@ class InputFile(NamedTuple):
     """Size of the file, compressed or not."""
 
 
-def find_sources(inputs: Sequence[str]) -> list[InputFile]:
+def find_sources(inputs: Sequence[str], extensions: Sequence[str] = ()) -> list[InputFile]:
     """Find the files of all inputs, in the given order; those of a folder are sorted by path.
 
-    Args:     inputs: files, folders (searched recursively), or "stdlib".
-    Raises:   ConfigError for an input that is missing, has an unknown format, or has no documents.
+    Args:     inputs: files, folders (searched recursively), or "stdlib". extensions: the endings of
+              the files to read, such as ".py", or ANY. Files without a reader of their own are
+              text. Empty: files with a reader.
+    Raises:   ConfigError for an input that is missing, has an unknown format, or has no documents,
+              and for what is no ending.
     """
     if not inputs:
         raise ConfigError("--input", "", "must not be empty", f"use --input {STDLIB}")
+    readers_by_ending = _readers(extensions)
     sources: list[InputFile] = []
     for name in inputs:
-        sources += _stdlib_sources() if name == STDLIB else _path_sources(name)
+        found = _stdlib_sources() if name == STDLIB else _path_sources(name, readers_by_ending)
+        sources += found
     return sources
+
+
+def _readers(extensions: Sequence[str]) -> dict[str, Reader]:
+    """Return the readers by ending: the first that fits counts. That of ANY is the empty ending."""
+    chosen: dict[str, Reader] = {}
+    for given in extensions:
+        ending = "" if given == ANY else f".{given.removeprefix('.')}".lower()
+        if ending == "." or "/" in given:
+            rule, fix = "is not the ending of a file's name", f"use --extension .py .md, or {ANY}"
+            raise ConfigError("--extension", given, rule, fix)
+        chosen[ending] = READERS.get(ending, readers.read_text)
+    if "" in chosen:
+        return {**READERS, "": readers.read_text}
+    return chosen or READERS
 
 
 def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[Piece]:
@@ -67,25 +90,39 @@ def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[
         before += num_bytes
 
 
-def _path_sources(name: str) -> list[InputFile]:
-    path, kinds = Path(name), ", ".join(READERS)
+def _path_sources(name: str, known: Mapping[str, Reader]) -> list[InputFile]:
+    path, kinds = Path(name), ", ".join(known)
     if path.is_file():
-        read = _reader(path)
+        read = _reader(path, known)
         if read is None:
-            fix = f"convert it to one of {kinds}"
+            fix = f"convert it to one of {', '.join(READERS)}"
+            if path.suffix:
+                fix += f", or read it as text with --extension {path.suffix}"
             raise ConfigError("--input", name, f"is not one of {kinds}", fix)
         return [InputFile(path, read, path.stat().st_size)]
     if not path.is_dir():
         fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
         raise ConfigError("--input", name, "does not exist", fix)
-    files = _files_in(path)
-    sources = [InputFile(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
+    files = [(p, _reader(p, known)) for p in _files_in(path, known)]
+    sources = [InputFile(p, read, p.stat().st_size) for p, read in files if read]
+    if "" in known:
+        sources = [s for s in sources if s.read is not readers.read_text or _is_text(s.path, path)]
     if not sources:
-        raise ConfigError("--input", name, f"has no {kinds} file", "use another folder")
+        what = "text" if "" in known else f"{kinds} file"
+        fix = "use another folder, or --extension for files with other names"
+        raise ConfigError("--input", name, f"has no {what}", fix)
     return sources
 
 
-def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+def _is_text(path: Path, folder: Path) -> bool:
+    """Return whether a file is UTF-8 text, and no part of its path is hidden, such as .git."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not hidden and _is_utf8(path)
+
+
+def _files_in(
+    folder: Path, known: Mapping[str, Reader], above: frozenset[Path] = frozenset()
+) -> list[Path]:
     """Return the files below a folder, sorted, following links; for a saved Hugging Face dataset,
     its shards in order.
 
@@ -99,17 +136,17 @@ def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            files += [] if path.resolve() in above else _files_in(path, above)
+            files += [] if path.resolve() in above else _files_in(path, known, above)
         elif path.is_file():
             files.append(path)
-        elif path.is_symlink() and _reader(path):
+        elif path.is_symlink() and _reader(path, known):
             fix = "restore its target, or remove the link"
             raise ConfigError("--input", str(path), "is a link to a missing file", fix)
     return files
 
 
-def _reader(path: Path) -> Reader | None:
-    return next((read for end, read in READERS.items() if path.name.lower().endswith(end)), None)
+def _reader(path: Path, known: Mapping[str, Reader]) -> Reader | None:
+    return next((read for end, read in known.items() if path.name.lower().endswith(end)), None)
 
 
 def _stdlib_sources() -> list[InputFile]:
@@ -126,7 +163,7 @@ def _stdlib_sources() -> list[InputFile]:
 
 def _is_utf8(path: Path) -> bool:
     try:
-        path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return False
-    return True
+    return "\0" not in text

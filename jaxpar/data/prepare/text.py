@@ -45,6 +45,9 @@ class PrepareOptions:
 
     input: tuple[str, ...]
     """Text files (see docs/data.md), folders of them, or `stdlib`: the source code of Python."""
+    extension: tuple[str, ...] = ()
+    """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
+    UTF-8 text. None: the formats of docs/data.md."""
     output: str
     """Folder to write. It appears only when it is complete."""
     tokenizer: str = "bytes"
@@ -75,7 +78,7 @@ def prepare(options: PrepareOptions, progress: PreparationProgress | None = None
     """
     _check(options)
     progress = progress or PreparationProgress()
-    sources = find_sources(options.input)
+    sources = find_sources(options.input, options.extension)
     with whole_folder(options.output, options.overwrite) as folder:
         tokenizer = _make_tokenizer(options, sources, progress)
         return _write(folder, options, sources, tokenizer, progress)
