@@ -61,7 +61,7 @@ def test_gradients(mesh, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,sequence=2", "pipeline=2,num_microbatches=2"])
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2", slow("pipeline=2,num_microbatches=2")])
 def test_steps(mesh, devices):
     """Weights of the model after five steps, each with other weights of losses."""
     found = compare(mesh, steady(replace(TINY, **BY_STEP, **MODULES)), devices, steps=5)

@@ -67,7 +67,11 @@ def test_all_schedules_have_one_program_only_as_an_input():
     ("devices", "fields"),
     [
         (1, {"optimizer.name": "muon", "optimizer.first_moment_dtype": "bfloat16"}),
-        (4, {"parallel.pipeline": 2, "parallel.num_microbatches": 2}),
+        pytest.param(
+            4,
+            {"parallel.pipeline": 2, "parallel.num_microbatches": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, {"optimizer.name": "lion", "parallel.tensor": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"optimizer.name": "adafactor"}, marks=pytest.mark.slow),
         pytest.param(2, {"optimizer.name": "sgd"}, marks=pytest.mark.slow),
