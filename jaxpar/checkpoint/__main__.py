@@ -78,7 +78,7 @@ class Merge:
     steps: tuple[int, ...] = ()
     """Checkpoint of each run, or several of a single run. None: the latest intact ones."""
     last: Annotated[int | None, Range(2, 10_000, 5)] = None
-    """Average the last checkpoints of a single run, so many."""
+    """Average the last N checkpoints of a single run."""
     ema: bool = False
     """Average the moving averages of the weights (optimizer.ema_decay)."""
 

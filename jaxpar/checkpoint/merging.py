@@ -68,7 +68,7 @@ def merge(
     """Write the average of some checkpoints into a new folder, which appears when it is complete.
 
     Args:     steps: one for each run, or several of a single run. (): the latest intact ones.
-              last: take the last checkpoints of a single run, so many. weights: of the
+              last: number of checkpoints of a single run, the last ones. weights: of the
               checkpoints, relative to one another. (): equal. ema: average the moving averages.
     Returns:  what was averaged.
     Raises:   ConfigError if the new folder is in use, a checkpoint is missing, or the models

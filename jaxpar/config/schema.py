@@ -55,7 +55,7 @@ class TrainConfig:
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
     batch_schedule: str = ""
-    """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after so many steps, the largest of them
+    """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
     global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
     have global_batch_size."""
     micro_batch_size: int = 0
@@ -96,8 +96,8 @@ class DataConfig:
     seq_len: int = 1024
     """Tokens per training sequence."""
     length_schedule: str = ""
-    """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after so many steps. They divide
-    the longest of them, seq_len. Empty: seq_len."""
+    """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after STEP steps. They divide
+    the longest, seq_len. Empty: seq_len."""
     length_keeps: Literal["tokens", "sequences"] = "tokens"
     """What length_schedule leaves as it is. tokens: shorter sequences are more, so that a step has
     as many tokens. sequences: a step has as many sequences."""

@@ -1,7 +1,7 @@
 """Evaluates the checkpoints of a run while it trains, in another process: one after another.
 
 Results go to RUN/evaluations, which is laid out as a run's folder: metrics.jsonl, and the files of
-the sinks that the run has. A follower that is started again goes on where it stopped.
+the sinks that the run has. A follower that is started again continues where it stopped.
 """
 
 import contextlib

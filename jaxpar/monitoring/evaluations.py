@@ -19,7 +19,7 @@ class Score(NamedTuple):
 
     @classmethod
     def of(cls, loss: float, bytes_per_token: float | None) -> "Score":
-        """Return the result for a loss on text with so many bytes per token."""
+        """Return the result for a loss on text with this many bytes per token."""
         return cls(loss, None if bytes_per_token is None else loss / math.log(2) / bytes_per_token)
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ class ReportOptions:
     output: str | None = None
     """File to write. None: report.html in the run's folder, or here for several runs."""
     watch: Annotated[int, Range(0, 86_400, 30)] = 0
-    """Write the file again every so many seconds, until the runs have ended; an open page reads it
+    """Write the file again every N seconds, until the runs have ended; an open page reads it
     again by itself. 0: write it once."""
 
 

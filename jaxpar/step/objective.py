@@ -1,4 +1,4 @@
-"""What a step minimizes: the cross entropy of tokens, the divergence from a teacher beside it, or
+"""What a step minimizes: the cross entropy of tokens, also with the divergence from a teacher, or
 the preference loss of pairs.
 
 The head of the model gives sums; a step divides them by a count, of the whole batch.

@@ -46,7 +46,7 @@ class Callbacks:
 
 
 class CallbackCalls:
-    """Calls the callbacks of a run, from the places of the loop that this class is told about."""
+    """Calls the callbacks of a run. The training loop calls a method at each of its points."""
 
     def __init__(self, callbacks: Callbacks, run_dir: Path, evaluates: bool):
         """Args:     evaluates: whether the run has held-out data."""

@@ -4,7 +4,7 @@
 
 Trains a tiny model on two sources, in float32 on simulated CPU devices. Its batch, the length of
 its sequences and the weights of its mixture change by schedule, several times. One run is left
-alone. Another one is killed with SIGKILL at random steps, and each time goes on with the next of
+alone. Another one is killed with SIGKILL at random steps, and each time continues on the next of
 MESHES, some of them in two processes. Both must have taken the same batches, counted the same
 tokens, and have the same losses and gradient norms, to rounding: the meshes add in other orders.
 A third run is killed at every third of these steps, on the mesh of the first: its losses must have

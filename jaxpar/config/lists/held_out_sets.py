@@ -1,4 +1,4 @@
-"""The named sets of text on which a run is evaluated, beside its held-out split."""
+"""The named sets of text on which a run is evaluated, in addition to its held-out split."""
 
 import re
 from typing import NamedTuple, NoReturn

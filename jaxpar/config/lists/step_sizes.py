@@ -60,7 +60,7 @@ class StepSizes:
                 yield size, count
 
     def steps_of(self, tokens: int) -> int:
-        """Return the fewest steps with at least so many tokens."""
+        """Return the fewest steps with at least this many tokens."""
         for size, after in itertools.zip_longest(self.sizes, self.sizes[1:]):
             steps = size.step - (self.tokens_before(size.step) - tokens) // size.tokens
             if after is None or steps <= after.step:

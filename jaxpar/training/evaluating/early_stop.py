@@ -19,7 +19,7 @@ class Judge:
 
     @property
     def stops(self) -> bool:
-        """Whether so many evaluations in a row were no better that the run ends."""
+        """Whether the run ends: no evaluation of the last `early_stop_patience` was better."""
         patience = self._cfg.train.early_stop_patience
         return patience > 0 and self.best is not None and self.best.stale >= patience
 

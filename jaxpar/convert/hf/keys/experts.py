@@ -1,5 +1,4 @@
-"""The key of config.json about the width of shared experts, in families that have no number of
-them."""
+"""The key of config.json with the width of shared experts, in families that do not count them."""
 
 from jaxpar.config import ModelConfig
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse

@@ -6,7 +6,7 @@ between tokens, and b the rates:
     scores   F = (do y^T) D for j < i        own     its diagonal
     solve    E = -(z y^T) D for j < i        dv      b z        given   z . v
 
-The last four are for the delta rule only, but for `own`.
+A state space has `scores` and `own` only.
 """
 
 import functools

@@ -108,7 +108,7 @@ class TwoParts:
 
     @classmethod
     def of(cls, s: RecurrenceShape, x) -> "TwoParts":
-        """TwoParts a tile."""
+        """Split a float32 tile."""
         if s.dtype == f32:
             return cls((x,))
         # Cut instead of rounded: the remainder is exact, and takes no conversion back.
