@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, in_zigzag_order
+from jaxpar.config.layout.layer_kinds import DELTA_NET, GLOBAL, MAMBA, in_zigzag_order
 
 
 class _Division(NamedTuple):
@@ -37,6 +37,12 @@ def _divisions(cfg: Config) -> list[_Division]:
         _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),
         _Division("train.global_batch_size", rows, "microbatches have equal numbers of rows"),
     ]
+    if GLOBAL in cfg.model.layer_pattern and cfg.model.global_num_kv_heads:
+        own = "model.global_num_kv_heads"
+        table += [
+            _Division(own, (tensor,), "tensor ranks get equal numbers of KV heads"),
+            _Division("model.num_heads", (own,), "KV heads serve equal numbers of query heads"),
+        ]
     if DELTA_NET in cfg.model.layer_pattern:
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))

@@ -302,6 +302,21 @@ def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     )
 
 
+def of_global_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of global layers with heads of their own, from those of the others."""
+    letters = str.maketrans({"L": "R", "G": "j", "K": "d", "I": "d"})
+    return tuple(
+        dataclasses.replace(
+            entry,
+            path=f"global_{entry.path}",
+            name=entry.name.replace("{L}", "{R}"),
+            ours=entry.ours.translate(letters),
+            theirs=entry.theirs.translate(letters),
+        )
+        for entry in entries
+    )
+
+
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
 

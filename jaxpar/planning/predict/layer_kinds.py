@@ -6,7 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import dense_places, has_experts, has_feed_forward, kinds
+from jaxpar.config.layout.layer_kinds import (
+    dense_places,
+    has_experts,
+    has_feed_forward,
+    kinds,
+    of_kind,
+)
 from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
@@ -77,7 +83,7 @@ def of_one_kind(cfg: Config, kind: str) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def _model_of_one_kind(m: ModelConfig, kind: str) -> ModelConfig:
-    width = m.d_ff if has_feed_forward(m, kind) else 0
+    width, m = m.d_ff if has_feed_forward(m, kind) else 0, of_kind(m, kind)
     if has_experts(m, kind):
         return dataclasses.replace(m, layer_pattern=kind)
     width = width and (m.dense_d_ff or width)
