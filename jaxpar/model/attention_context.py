@@ -70,8 +70,8 @@ def attention_context(
         return describe(m)
     kind = GLOBAL if GLOBAL in m.layer_pattern else ATTENTION
     of_global = dataclasses.replace(of_kind(m, kind), sliding_window=None, attention_chunk=None)
-    everywhere = dataclasses.replace(describe(of_global), kind=kind)
-    return dataclasses.replace(describe(_of_local_layers(m)), in_global=everywhere)
+    local, everywhere = describe(_of_local_layers(m)), describe(of_global)
+    return dataclasses.replace(local, in_global=dataclasses.replace(everywhere, kind=kind))
 
 
 def _of_local_layers(m: ModelConfig) -> ModelConfig:

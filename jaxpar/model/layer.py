@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ModelConfig
@@ -129,7 +130,8 @@ class Branch:
         out = _added_by_norm(out) if last is None else norm(out, last, m)
         x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
         scale = vectors.get(self.scale or "")
-        x = x if scale is None else x * scale.astype(x.dtype)
+        if scale is not None:  # in float32, for its gradient: a sum over all tokens
+            x = (x.astype(jnp.float32) * scale).astype(x.dtype)
         return named(x, self.saved_as) if self.saved_as else x
 
 

@@ -1,8 +1,11 @@
 """Global layers with heads of their own: the plain model's loss and gradients on every mesh."""
 
+import functools
+
 import pytest
 
 from jaxpar.config import RopeScaling, replace
+from tests.meshes import float8_traces
 from tests.meshes.test_families import compare
 from tests.slow import slow
 from tests.tiny import TINY
@@ -26,7 +29,7 @@ GEMMA4 = replace(
         "model.value_norm": True,
         "model.post_norms": True,
         "model.layer_scale": True,
-        "model.attention_multiplier": 0.2,
+        "model.attention_multiplier": 0.1,
     },
 )
 DEEPER = {"model.num_layers": 4}
@@ -46,7 +49,7 @@ CASES = [
     slow("data=2,tensor=2", {"lora.rank": 2, "lora.targets": "q_proj,k_proj,v_proj,down_proj"}),
     # A number of each layer, and norms of values, where all layers are alike.
     slow(
-        "pipeline=2,num_microbatches=2,schedule=zero_bubble,layer_loop=unroll",
+        "pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",
         {
             "model.layer_pattern": "",
             "model.global_head_dim": None,
@@ -63,3 +66,28 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "fields"), CASES)
 def test_gradients(mesh, fields, devices):
     compare(replace(GEMMA4, **fields), mesh, devices)
+
+
+#: In the sizes that float8 needs.
+FLOAT8 = {
+    "model__layer_pattern": "*A",
+    "model__global_head_dim": 16,
+    "model__global_num_kv_heads": 2,
+    "model__global_keys_as_values": True,
+    "model__sliding_window": 9,
+    "model__qk_norm": True,
+    "model__value_norm": True,
+    "model__post_norms": True,
+    "model__layer_scale": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", ["tensor=2", "data=2,layer_loop=unroll", "data=2,gather_dtype=float8"]
+)
+def test_float8_gradients_are_those_of_one_device(mesh, devices):
+    gradients = functools.partial(float8_traces.first_gradients, devices=devices, **FLOAT8)
+    one, found = gradients("data=1"), gradients(mesh)
+    errors = float8_traces.relative_errors(found.gradients, one.gradients)
+    assert max(errors.values()) < float8_traces.ACROSS_MESHES

@@ -5,7 +5,13 @@ from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import DELTA_NET, GLOBAL, MAMBA, in_zigzag_order
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    GLOBAL,
+    MAMBA,
+    in_zigzag_order,
+    of_kind,
+)
 
 
 class _Division(NamedTuple):
@@ -78,14 +84,18 @@ def _float8_divisions(cfg: Config) -> list[_Division]:
     why, tensor = "float8 matmuls need dimensions divisible by 16 per device", "parallel.tensor"
     m = cfg.model
     heads = 16 // math.gcd(16, m.head_dim)
-    latents = []
+    others = []
     if m.kv_lora_rank:
         names = ("kv_lora_rank", "q_lora_rank") if m.q_lora_rank else ("kv_lora_rank",)
-        latents = [_Division(f"model.{name}", (), why, 16) for name in names]
-        latents.append(_Division("model.qk_rope_head_dim", (), why, 16))
+        others = [_Division(f"model.{name}", (), why, 16) for name in names]
+        others.append(_Division("model.qk_rope_head_dim", (), why, 16))
         heads = 16 // math.gcd(16, m.head_dim, m.v_head_dim)
+    if GLOBAL in m.layer_pattern:
+        own = "model.global_num_kv_heads" if m.global_num_kv_heads else "model.num_kv_heads"
+        wide = 16 // math.gcd(16, of_kind(m, GLOBAL).head_dim)
+        others.append(_Division(own, (tensor,), why, wide))
     return [
-        *latents,
+        *others,
         _Division("model.d_model", (), why, 16),
         _Division("model.d_ff", (tensor,), why, 16),
         _Division("model.num_kv_heads", (tensor,), why, heads),

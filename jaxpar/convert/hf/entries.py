@@ -304,12 +304,12 @@ def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 def of_global_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of global layers with heads of their own, from those of the others."""
-    letters = str.maketrans({"L": "R", "G": "j", "K": "d", "I": "d"})
+    letters = str.maketrans({"L": "T", "G": "j", "K": "d", "I": "d"})
     return tuple(
         dataclasses.replace(
             entry,
             path=f"global_{entry.path}",
-            name=entry.name.replace("{L}", "{R}"),
+            name=entry.name.replace("{L}", "{T}"),
             ours=entry.ours.translate(letters),
             theirs=entry.theirs.translate(letters),
         )

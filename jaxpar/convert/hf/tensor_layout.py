@@ -23,7 +23,7 @@ another.
 Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
-of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. R is
+of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
 the global layer with heads of its own: j heads of keys, of width d.
 """
 
@@ -97,7 +97,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
     heads, key_heads = m.linear_num_value_heads, m.linear_num_key_heads
     return {
         "L": kinds(m).count(ATTENTION) - m.dense_layers,
-        "R": kinds(m).count(GLOBAL),
+        "T": kinds(m).count(GLOBAL),
         "j": of_kind(m, GLOBAL).num_kv_heads,
         "d": of_kind(m, GLOBAL).head_dim,
         "J": kinds(m).count(DELTA_NET),
@@ -182,7 +182,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LRJMPUO"):
+    for letter in set(index) & set("LTJMPUO"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]
