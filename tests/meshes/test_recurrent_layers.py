@@ -159,8 +159,7 @@ def test_rows_of_experts_are_in_the_models_order_of_layers():
     """Whether layers are unrolled, or scanned as places of a period."""
     cfg = replace(QWEN3_NEXT, **{"model.num_layers": 4})
     rows = [
-        measured(f"data=2,layer_loop={loop}", cfg)["expert_rows"]
-        for loop in ("unroll", "scan")
+        measured(f"data=2,layer_loop={loop}", cfg)["expert_rows"] for loop in ("unroll", "scan")
     ]
     assert rows[0].shape[0] == 4
     for found in rows:
