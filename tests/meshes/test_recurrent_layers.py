@@ -81,6 +81,29 @@ OLMO_HYBRID = replace(
     },
 )
 
+#: Kimi Delta Attention, whose first layer is dense, and latent attention without positions.
+KIMI_LINEAR = replace(
+    DELTA_NET,
+    **{
+        "model.layer_pattern": "kK*",
+        "model.num_layers": 3,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 8,
+        "model.kv_lora_rank": 8,
+        "model.qk_rope_head_dim": 4,
+        "model.v_head_dim": 6,
+        "model.rope_fraction": 0.0,
+        "model.linear_num_key_heads": 4,
+        "model.linear_value_head_dim": 8,
+        "model.num_experts": 4,
+        "model.num_shared_experts": 1,
+        "model.dense_d_ff": 24,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_scale": 2.5,
+    },
+)
+
 #: The same with experts of two matrices, and in one layer a dense feed-forward.
 NEMOTRON_3 = replace(
     NEMOTRON_H,
@@ -209,6 +232,26 @@ def test_stages_with_experts(devices):
     deeper = replace(NEMOTRON_3, **{"model.num_layers": 10})
     mesh = "pipeline=2,num_microbatches=2,expert=2,zero=1"
     assert not compare(mesh, deeper, devices).mismatches()
+
+
+KIMI_LINEAR_MESHES = """
+sequence=2,tensor=2
+expert=2,tensor=2
+data=2,tensor=2
+expert=2,sequence=2
+sequence=4
+data=2,zero=2,num_microbatches=2
+data=2,zero=1,num_microbatches=2
+expert=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+tensor=2,remat=attn_out
+expert=2,data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(KIMI_LINEAR_MESHES[:1], KIMI_LINEAR_MESHES))
+def test_kimi_linear(mesh, devices):
+    assert not compare(mesh, KIMI_LINEAR, devices).mismatches()
 
 
 OLMO_HYBRID_MESHES = """

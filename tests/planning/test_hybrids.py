@@ -13,12 +13,14 @@ from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
 from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.predict.shard import shard_of
-from tests.meshes.test_recurrent_layers import DELTA_NET, NEMOTRON_H
+from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, NEMOTRON_H
 
 ONE = {"parallel.data": 1}
 
 
-@pytest.mark.parametrize("cfg", [DELTA_NET, NEMOTRON_H], ids=["delta_net", "nemotron_h"])
+@pytest.mark.parametrize(
+    "cfg", [DELTA_NET, NEMOTRON_H, KIMI_LINEAR], ids=["delta_net", "nemotron_h", "kimi"]
+)
 def test_a_stage_has_the_parameters_of_its_layers(cfg):
     deeper = replace(cfg, **{"model.num_layers": 2 * cfg.model.num_layers})
     of_layers = flops.num_params(deeper.model) - flops.num_params(cfg.model)
