@@ -110,8 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.runs")  # imports JAX
 
 
-#: A file system in memory, and the bytes that have to be free there. A test leaves its files only if
-#: it fails, and the largest ones are 300 MB.
+#: A file system in memory, and the bytes that have to be free there. One test writes 300 MB; a test
+#: leaves its files only if it fails.
 MEMORY, LEAST_FREE = "/dev/shm", 2 << 30
 
 
