@@ -388,5 +388,4 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     moved = 5 * weights * shard.trainable + 2 * moments
     if uses_blocks(cfg.optimizer):
         moved += weights * shard.trainable + moments
-    moved /= gpu.bandwidth.value
-    return moved + matrices.iteration_seconds(cfg, gpu)
+    return moved / gpu.bandwidth.value + matrices.iteration_seconds(cfg, gpu)
