@@ -9,6 +9,7 @@ from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
     GLOBAL,
     MAMBA,
+    has_kda,
     in_zigzag_order,
     of_kind,
 )
@@ -49,12 +50,15 @@ def _divisions(cfg: Config) -> list[_Division]:
             _Division(own, (tensor,), "tensor ranks get equal numbers of KV heads"),
             _Division("model.num_heads", (own,), "KV heads serve equal numbers of query heads"),
         ]
-    if DELTA_NET in cfg.model.layer_pattern:
+    if DELTA_NET in cfg.model.layer_pattern or has_kda(cfg.model):
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))
     if MAMBA in cfg.model.layer_pattern:
         why = "tensor ranks get equal numbers of groups, with their heads"
         table.append(_Division("model.mamba_num_groups", (tensor,), why))
+    if has_kda(cfg.model):
+        why = "the matrices after latents of this width are sharded over it"
+        table.append(_Division("model.linear_value_head_dim", (data, expert, sequence), why))
     latents = [n for n in ("kv_lora_rank", "q_lora_rank") if getattr(cfg.model, n)]
     why = "parameters are sharded over it"
     table += [_Division(f"model.{name}", (data, expert, sequence), why) for name in latents]

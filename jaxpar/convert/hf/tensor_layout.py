@@ -24,7 +24,9 @@ Of a hybrid model, L is the layer with attention, and J the layer of Gated Delta
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
 of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
-the global layer with heads of its own: j heads of keys, of width d.
+the layer of Kimi Delta Attention, which has the heads of Gated DeltaNet and latents of width l, and
+R such a layer with a dense feed-forward. Of Gemma 4, a is the global layer with heads of its own: j
+heads of keys, of width d.
 """
 
 import math
@@ -42,6 +44,8 @@ from jaxpar.config.layout.layer_kinds import (
     EXPERTS,
     FEED_FORWARD,
     GLOBAL,
+    KDA,
+    KDA_DENSE,
     MAMBA,
     kinds,
     of_kind,
@@ -97,13 +101,15 @@ def sizes_of(m: ModelConfig) -> Sizes:
     heads, key_heads = m.linear_num_value_heads, m.linear_num_key_heads
     return {
         "L": kinds(m).count(ATTENTION) - m.dense_layers,
-        "T": kinds(m).count(GLOBAL),
+        "a": kinds(m).count(GLOBAL),
         "j": of_kind(m, GLOBAL).num_kv_heads,
         "d": of_kind(m, GLOBAL).head_dim,
         "J": kinds(m).count(DELTA_NET),
         "M": kinds(m).count(MAMBA),
         "U": kinds(m).count(FEED_FORWARD),
         "O": kinds(m).count(EXPERTS),
+        "T": kinds(m).count(KDA),
+        "R": kinds(m).count(KDA_DENSE),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
@@ -113,6 +119,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "h": heads,
         "r": heads // key_heads,
         "v": m.linear_value_head_dim,
+        "l": m.linear_value_head_dim,
         "m": heads // key_heads * m.linear_value_head_dim,
         "w": m.conv_kernel_size,
         "N": m.dense_layers,
@@ -182,7 +189,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LTJMPUO"):
+    for letter in set(index) & set("LJMPUOTRa"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionLayer, capped
 from .delta_net import DeltaNetLayer
+from .kimi_delta import KimiDeltaLayer
 from .latent_attention import LatentAttentionLayer
 from .layer import FeedForwardLayer, Layer
 from .mamba import MambaLayer
@@ -47,10 +48,10 @@ def layer(m: SimpleNamespace, i: int) -> Layer:
     """Layer i of the model. In a model with experts, the first or some between may be dense."""
     letter = letter_of(m, i)
     is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
-    if is_dense or letter == "-":
+    if is_dense or letter in "-k":
         dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
         m = SimpleNamespace(**vars(m) | dense)
-    if letter in "GM" and m.recurrent_norms == "before":
+    if letter in "GMKk" and m.recurrent_norms == "before":
         m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
     m = with_heads(m, letter)
     kinds = {
@@ -58,6 +59,8 @@ def layer(m: SimpleNamespace, i: int) -> Layer:
         "A": AttentionLayer,
         "G": DeltaNetLayer,
         "M": MambaLayer,
+        "K": KimiDeltaLayer,
+        "k": KimiDeltaLayer,
         "-": FeedForwardLayer,
         "E": FeedForwardLayer,
     }

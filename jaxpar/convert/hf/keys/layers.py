@@ -10,7 +10,7 @@ from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import global_heads, latents, patterns, ropes
+from jaxpar.convert.hf.keys import global_heads, kimi_linear, latents, patterns, ropes
 from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
 from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
@@ -26,6 +26,8 @@ CHUNKED = "chunked_attention"
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
+    if family.kimi_linear:
+        return {*kimi_linear.FIELDS, *latents.FIELDS}
     if not family.rope:
         return {"layer_pattern"} if family.letters else set()
     if family.global_heads:
@@ -54,6 +56,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     """
     if family.letters:
         return {"layer_pattern": patterns.read_letters(values, family.letters, num_layers)}
+    if family.kimi_linear:
+        return kimi_linear.read(values, num_layers) | latents.read(values)
     if not family.rope:
         return {}
     kinds = values.get("layer_types")
@@ -243,6 +247,8 @@ def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
     if family.letters:
         return patterns.write_letters(m)
+    if family.kimi_linear:
+        return kimi_linear.write(m) | latents.write(m)
     if not family.rope:
         return {}
     if family.global_heads:
