@@ -105,6 +105,9 @@ class DataConfig:
     """Restrict attention to a document and restart its positions. False: plain causal attention."""
     prefetch: int = 2
     """Batches to prepare in the background, ahead of the current step."""
+    tokenize_workers: int = 2
+    """Processes that tokenize streamed datasets (`data prepare --stream`), for each process of the
+    run. 0: none, the process itself tokenizes."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
