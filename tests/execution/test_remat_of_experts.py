@@ -58,7 +58,9 @@ UNROLLED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "name", "kind", "fewer"), slow_but(SCANNED[:1], [*SCANNED, *UNROLLED]))
+@pytest.mark.parametrize(
+    ("mesh", "name", "kind", "fewer"), slow_but(SCANNED[:1], [*SCANNED, *UNROLLED])
+)
 def test_what_is_saved_does_not_travel_again(mesh, name, kind, fewer, devices):
     loss, norm, text = gradients(mesh, "")
     saved_loss, saved_norm, with_less = gradients(mesh, f",{name}")
