@@ -60,6 +60,7 @@ BY_CHANNEL = [
     slow(Case("by_channel", G=2, C=48, T=100, B=2, V=8)),
     Case("by_channel", G=2, C=64, T=70, decay=50.0, documents=0.02),
     slow(Case("by_channel", G=2, C=64, T=200, decay=1e-4, documents=0.0)),
+    slow(Case("by_channel", G=2, C=256, T=300)),
 ]
 
 

@@ -16,13 +16,14 @@ that until the last token m of the first half, times that since then:
 Both factors are at most 1, whatever the decays are. Only in tiles of a few tokens is each
 exponential computed.
 
-N chunks of C tokens. Operands of products are in the dtype of queries, keys and values, in float16
-in float32, and sums are in float32.
+N chunks of C tokens in a sequence, M = N B H of all rows and heads. Operands of products are in the
+dtype of queries, keys and values, in float16 in float32, and sums are in float32.
 
 Source:   Kimi Team 2025 (2510.26692), Kimi Linear, section 3; Yang et al. 2023 (2312.06635),
           section 4.3, for the split into smaller chunks where decays differ by channel.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,28 +36,20 @@ from jaxpar.kernels.recurrence.reference import operands, product, states_betwee
 f32 = jnp.float32
 
 #: Tokens of a tile.
-TILE = 8
+TILE = 4
 
 
 class _Tokens(NamedTuple):
-    """What decays between two tokens of a chunk follow from, with tokens in the dim before last."""
+    """What decays between two tokens of a chunk follow from, of M chunks."""
 
     sums: Sums
-    """[..., C, K]."""
+    """[M, C, K]."""
     document: jax.Array
-    """int32 [..., C, 1]: how many documents began in the chunk so far."""
+    """int32 [M, C, 1]: how many documents began in the chunk so far."""
 
     def at(self, place) -> "_Tokens":
-        """Return some of the tokens. Args: place: an index of [..., C, K]."""
+        """Return some of the tokens. Args: place: an index of [M, C, K]."""
         return jax.tree.map(lambda a: a[place], self)
-
-    def halves(self) -> "_Tokens":
-        """Return [..., 2, C / 2, K]."""
-        return jax.tree.map(_halves, self)
-
-
-def _halves(a: jax.Array) -> jax.Array:
-    return a.reshape(*a.shape[:-2], 2, a.shape[-2] // 2, a.shape[-1])
 
 
 def _between(j: _Tokens, i: _Tokens, mask: jax.Array | bool = True) -> jax.Array:
@@ -70,35 +63,39 @@ def _between(j: _Tokens, i: _Tokens, mask: jax.Array | bool = True) -> jax.Array
     return jnp.where(alike, jnp.exp(jnp.where(alike, total, LEAST)), 0.0)
 
 
-_FIRST, _SECOND = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
-_LAST, _ROWS, _COLUMNS = (..., slice(-1, None), slice(None)), (..., None, slice(None)), ...
+_FIRST, _SECOND = (slice(None), 0), (slice(None), 1)
+_LAST = slice(None), slice(-1, None)
 
 
 def decayed_products(x: jax.Array, keys: jax.Array, t: _Tokens) -> jax.Array:
     """Compute sum_c x_ic keys_jc exp(s_ic - s_jc) for j <= i, and 0 for later tokens j.
 
-    Args:     x, keys: [..., C, K], of one dtype. t: the tokens, which may lack leading dims of x.
-    Returns:  float32 [..., C, C].
+    Args:     x, keys: [M, C, K], of one dtype.
+    Returns:  float32 [M, C, C].
     """
-    C = x.shape[-2]
+    M, C = x.shape[:2]
     if C <= TILE or C % 2:
         return _in_tile(x, keys, t)
-    of_x, of_keys, halves = _halves(x), _halves(keys), t.halves()
-    first, second = halves.at(_FIRST), halves.at(_SECOND)
+    halves = jax.tree.map(lambda a: a.reshape(M, 2, C // 2, -1), (x, keys, t))
+    (_, of_keys, first), (of_x, _, second) = (
+        jax.tree.map(lambda a: a[half], halves)  # noqa: B023
+        for half in (_FIRST, _SECOND)
+    )
     middle = first.at(_LAST)
-    since = of_x[_SECOND].astype(f32) * _between(middle, second)
-    until = of_keys[_FIRST].astype(f32) * _between(first, middle)
-    across = product("...ik,...jk->...ij", since.astype(x.dtype), until.astype(x.dtype))
-    within = decayed_products(of_x, of_keys, halves)
+    since = of_x.astype(f32) * _between(middle, second)
+    until = of_keys.astype(f32) * _between(first, middle)
+    across = product("mik,mjk->mij", since.astype(x.dtype), until.astype(x.dtype))
+    # A dim for each level would be more dims than XLA's matmuls on CPUs take.
+    alone = jax.tree.map(lambda a: a.reshape(2 * M, C // 2, -1), halves)
+    within = decayed_products(*alone).reshape(M, 2, C // 2, C // 2)
     rows = (within[_FIRST], jnp.zeros_like(across)), (across, within[_SECOND])
     return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
 
 def _in_tile(x: jax.Array, keys: jax.Array, t: _Tokens) -> jax.Array:
     """`decayed_products`, with the decay of every pair of tokens and every channel."""
-    C = x.shape[-2]
-    i, j = (..., slice(None), None, slice(None)), (..., None, slice(None), slice(None))
-    mask = jnp.tril(jnp.ones((C, C), bool))[:, :, None]
+    i, j = (slice(None), slice(None), None), (slice(None), None)
+    mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))[:, :, None]
     decay = _between(t.at(j), t.at(i), mask)
     return jnp.sum(x[i].astype(f32) * keys[j].astype(f32) * decay, axis=-1)
 
@@ -121,32 +118,34 @@ def delta_rule_by_channel(
               float32 [B, H, K, V], before the first token. size: tokens of a chunk.
     Returns:  (float32 [B, T, H, V]; the state after the last token, float32 [B, H, K, V]).
     """
-    T = q.shape[1]
+    T, (B, _, H, _) = q.shape[1], v.shape
     q, k, v = operands(q, k, v)
-    dtype = k.dtype
-    q, k, v = (in_chunks(a, size) for a in (q, k, v))
-    rate = in_chunks(rate, size)[..., None]
-    begun = in_chunks(begins[:, :, None, None].astype(jnp.int32), size)
-    sums = sums_of(in_chunks(log_decay, size), axis=-2)
-    t = _Tokens(sums, jnp.cumsum(begun, axis=-2))
+    dtype, chunks = k.dtype, functools.partial(in_chunks, size=size)
+    alike = lambda a: jnp.broadcast_to(a, (*a.shape[:2], H, *a.shape[3:]))  # noqa: E731
+    begun = alike(chunks(begins[:, :, None, None].astype(jnp.int32)))
+    M = len(begun) * B * H
+    q, k, v, rate, log_decay, begun = (
+        a.reshape(M, size, -1) for a in (*map(chunks, (q, k, v, rate[..., None], log_decay)), begun)
+    )
+    sums = sums_of(log_decay, axis=1)
+    t = _Tokens(sums, jnp.cumsum(begun, axis=1))
     since_start = jnp.where(t.document == 0, jnp.exp(sums.total), 0.0)
     until_end = _between(t, t.at(_LAST))
 
     below = jnp.tril(rate * decayed_products(k, k, t), -1)
     solve = unit_lower_inverse(below).astype(dtype)
-    solved = lambda a: product("nbhij,nbhjk->nbhik", solve, a.astype(dtype))  # noqa: E731
+    solved = lambda a: product("mij,mjk->mik", solve, a.astype(dtype))  # noqa: E731
     reads = solved(rate * since_start * k.astype(f32)).astype(dtype)
     writes, keys = solved(rate * v.astype(f32)), (until_end * k.astype(f32)).astype(dtype)
-    of_chunk = jnp.swapaxes(since_start[_LAST], -1, -2)
+    of_chunk = jnp.swapaxes(since_start[_LAST], 1, 2)
 
     # One head in a group: `states_between_chunks` has a dim for the heads that share keys.
-    alone = lambda a: a[:, :, :, None]  # noqa: E731
+    in_groups = lambda a: a.reshape(-1, B, H, 1, *a.shape[1:])  # noqa: E731
     before, written, last = states_between_chunks(
-        *map(alone, (reads, writes, keys, of_chunk)), state[:, :, None]
+        *map(in_groups, (reads, writes, keys, of_chunk)), state[:, :, None]
     )
-    before, written = before[:, :, :, 0], written[:, :, :, 0]
+    before, written = (a.reshape(M, *a.shape[4:]) for a in (before, written))
     earlier = (since_start * q.astype(f32)).astype(dtype)
     scores = decayed_products(q, k, t).astype(dtype)
-    out = product("nbhik,nbhkv->nbhiv", earlier, before)
-    out += product("nbhij,nbhjv->nbhiv", scores, written)
-    return in_sequence(out, T), last[:, :, 0]
+    out = product("mik,mkv->miv", earlier, before) + product("mij,mjv->miv", scores, written)
+    return in_sequence(out.reshape(-1, B, H, *out.shape[1:]), T), last[:, :, 0]
