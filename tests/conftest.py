@@ -22,6 +22,7 @@ LONGEST = (
     "meshes/test_meshes.py",
     "meshes/test_experts.py",
     "e2e/test_processes.py",
+    "e2e/hosts/test_hosts.py",
     "e2e/test_train.py",
     "kernels/test_grouped_matmul_interpreted.py",
     "meshes/test_recurrent_layers.py",
