@@ -1,10 +1,13 @@
 """The teacher of a distillation: the model of another run, frozen, on the mesh of the student.
 
 Before each step, a program of its own computes the teacher's likeliest next tokens of the batch.
-The step receives them beside the tokens, and knows nothing of the teacher's model.
+The step receives them beside the tokens, and knows nothing of the teacher's model. With
+`distill.cache`, they come from files (`keeping.py`), and there is no teacher.
 """
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, DistillConfig, LoraConfig, replace, value_of
+from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
+from jaxpar.data.taught.cache import About
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters
@@ -36,8 +41,7 @@ class Teacher:
         if not (folder.is_dir() and checkpoint.saved_steps(folder)):
             rule, fix = "is not a run with a checkpoint", "use the folder of a run"
             raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
-        load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
-        self.step, there = checkpoint.read_whole(folder, None, load)
+        self.step, there = _found(folder)
         self.folder, self._lora = folder, there.lora
         self.cfg = _config_of(cfg, there)
         d, self._top_k = cfg.distill, cfg.distill.top_k
@@ -65,6 +69,37 @@ class Teacher:
             )
         ids, scores = self._program(self._params, batch)
         return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
+
+
+def _found(folder: Path) -> tuple[int, Config]:
+    """Return the step and the config of the latest intact checkpoint."""
+    load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
+    return checkpoint.read_whole(folder, None, load)
+
+
+def identity_of(folder: Path) -> str:
+    """Return a hash of a teacher's model and weights."""
+    step, there = _found(folder)
+    saved = checkpoint.read_saved(folder, step)
+    weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
+    model = json.loads(to_json(there))["model"]
+    return hashlib.sha256(json.dumps([weights, model]).encode()).hexdigest()
+
+
+def check_kept(cfg: Config, about: About) -> str:
+    """Check that a cache is of the teacher that a config names, if the teacher is there.
+
+    Returns:  the teacher, for the log.
+    Raises:   ConfigError if it is another one.
+    """
+    folder = Path(cfg.distill.teacher)
+    if not (folder.is_dir() and checkpoint.saved_steps(folder)):
+        return f"{about.teacher_name}, by {cfg.distill.cache} alone"
+    if identity_of(folder) != about.teacher:
+        rule = f"has other weights than {about.teacher_name}, which {cfg.distill.cache} is of"
+        fix = "use that teacher, or keep what this one says in another folder"
+        raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
+    return f"{about.teacher_name}, by {cfg.distill.cache}"
 
 
 def _config_of(student: Config, there: Config) -> Config:
