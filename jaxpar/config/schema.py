@@ -228,8 +228,7 @@ class OptimizerConfig:
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
     word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
-    steps."""
+    """Steps of linear warm-up from 0; for a tenth of the steps in a run that is not longer."""
     warmup_fraction: float = 0.0
     """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
     decay_steps: int = 0
@@ -306,11 +305,9 @@ class GuardConfig:
     """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
-    """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
-    17."""
+    """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
-    """At a loss spike: report it (tell), or return to the last checkpoint and skip the batches of
-    the spike (rewind)."""
+    """At a loss spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
     spike_deviations: float = 10.0
     """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
     the median if that is more."""
