@@ -6,6 +6,7 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig, RopeScaling
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
@@ -16,10 +17,8 @@ from jaxpar.config.schema import (
     EvaluationConfig,
     GuardConfig,
     LoraConfig,
-    MetricsConfig,
     OptimizerConfig,
     ParallelConfig,
-    ProfileConfig,
     RunConfig,
     TrainConfig,
 )
