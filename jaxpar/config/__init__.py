@@ -6,7 +6,7 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
-from jaxpar.config.model_schema import ModelConfig, RopeScaling
+from jaxpar.config.model_schema import ModelConfig, MupConfig, RopeScaling
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "LoraConfig",
     "MetricsConfig",
     "ModelConfig",
+    "MupConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",

@@ -36,6 +36,7 @@ from jaxpar.config.rules.model import (
     model,
 )
 from jaxpar.config.rules.mtp import multi_token_prediction
+from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
@@ -121,7 +122,7 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
+    of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
     objectives = (evaluation, best, dpo, distillation, qk_clip)
     for rule in first + others + of_models + objectives:
         rule(cfg)

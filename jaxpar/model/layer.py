@@ -122,7 +122,7 @@ class Branch:
         out = linear.add_bias(out, vectors.get(self.bias or ""))
         last = vectors.get(self.post_norm)
         out = _added_by_norm(out) if last is None else norm(out, last, m)
-        x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
+        x = x + (out if m.branch_factor == 1 else out * m.branch_factor)
         return named(x, self.saved_as) if self.saved_as else x
 
 
