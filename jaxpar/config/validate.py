@@ -35,11 +35,11 @@ from jaxpar.config.rules.model import (
     layer_kinds,
     model,
 )
-from jaxpar.config.rules.mtp import multi_token_prediction
 from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
+from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
