@@ -2,9 +2,7 @@
 
 Of 52 layers, 23 are Mamba-2, 23 have 128 experts of two matrices and a shared one, and 6 attention
 (docs/hybrid.md). Of 31.6B parameters, a token uses 3.6B with its embedding. Pre-training them takes
-505 GB of weights, gradients and moments: at least eight H200 or sixteen H100. It was not measured.
-Hopper's grouped kernels need widths that are multiples of 128 or 192, and an expert's is 1856:
-experts run in plain JAX, which is slow, and the planner does not know of that.
+505 GB of weights, gradients and moments: at least eight H200 or sixteen H100.
 """
 
 from jaxpar.config import (

@@ -10,11 +10,18 @@ Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 
 from collections.abc import Sequence
 
-from jaxpar.convert.shape import model_from
+from jaxpar.config import ModelConfig
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.signals import output_may_be_lost
+
+
+def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
+    """`jaxpar.convert.shape.model_from`, which imports JAX: the launcher starts without it."""
+    from jaxpar.convert import shape
+
+    return shape.model_from(named, family, like)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from jaxpar.checkpoint.saved import (
     AVERAGED,
     LORA_FIELDS,
     MODEL_FIELDS,
-    STORAGE_DTYPES,
+    STORAGE_FIELDS,
     TRAINED,
     Saved,
     Weights,
@@ -31,13 +31,13 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
+from jaxpar.step.conversions import in_configured_dtypes
 from jaxpar.step.state import (
     TrainState,
     abstract_logical,
     abstract_weights,
     averaged,
     fresh_average,
-    in_configured_dtypes,
     to_running,
 )
 
@@ -98,7 +98,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 
     Args:     step: a saved step. None: the latest.
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
-              another dtype are converted, to bfloat16 by rounding to nearest. A moving average
+              another dtype are converted, by rounding to nearest. A moving average
               that was not saved begins with the weights.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
@@ -121,7 +121,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    state = to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
+    wanted = abstract_logical(cfg, mesh)
+    state = to_running(in_configured_dtypes(TrainState(**loaded), wanted, cfg), cfg)
     if begins:
         peers.log(f"the moving average begins with the weights of step {saved.step}")
         state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))
@@ -209,7 +210,7 @@ def _agree(where: str, damage: list[str]) -> None:
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
     """Return the config with the saved dtypes of the state. (Orbax would convert silently.)"""
     then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
-    return replace(cfg, **{path: then[path] for path in STORAGE_DTYPES})
+    return replace(cfg, **{path: then[path] for path in STORAGE_FIELDS})
 
 
 def _load(step_folder: Path, target: Any, partial: bool) -> Any:

@@ -48,9 +48,10 @@ MODEL_FIELDS = tuple(
 #: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
-#: Storage dtypes of the state, which are converted when a run resumes with other ones.
-STORAGE_DTYPES = tuple(
-    f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")
+#: How the state is stored, which is converted when a run resumes with other values.
+STORAGE_FIELDS = (
+    *(f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")),
+    "optimizer.moment_block",
 )
 
 #: Fields that may not change during a run: the meaning of the moments, and the order of the data.

@@ -66,8 +66,10 @@ class ModelConfig:
     """Number of transformer layers."""
     layer_pattern: str = ""
     """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers
-    have no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
+    (Qwen3-Next: GGG*). K: Kimi Delta Attention; k: the same, with a dense feed-forward in a model
+    with experts (Kimi Linear: kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with
+    experts. Other layers have no feed-forward beside these two (Nemotron-H). Empty: attention in
+    all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -111,7 +113,8 @@ class ModelConfig:
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: int | None = None
-    """Width of the feed-forward in dense_layers, or in layers of kind - beside E. None: d_ff."""
+    """Width of the feed-forward in dense_layers, or in layers of kind k, or - beside E. None:
+    d_ff."""
     moe_every: int = 1
     """Every Nth layer has experts (Llama 4 Maverick: 2), and dense_layers is the number of the
     others. 1: all layers but the first dense_layers."""
@@ -144,7 +147,7 @@ class ModelConfig:
     """Scaling of the frequencies; setting one of its fields enables it. None: plain RoPE."""
     rope_fraction: float = 1.0
     """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5). 0, with recurrent
-    layers: attention has no positions of its own (Nemotron-H)."""
+    layers: attention has no positions of its own (Nemotron-H, Kimi Linear)."""
     rope_layout: Literal["halves", "interleaved"] = "halves"
     """Which dims are rotated together. halves: one of the first half with one of the second.
     interleaved: neighbors (Helium, ERNIE 4.5)."""
@@ -202,20 +205,22 @@ class ModelConfig:
     """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
     of global_every (Gemma 3, OLMo 3)."""
     linear_num_key_heads: int = 4
-    """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads."""
+    """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads. Kimi
+    Delta Attention: all heads."""
     linear_num_value_heads: int = 8
     """Gated DeltaNet: heads of values, each with a state [linear_key_head_dim,
-    linear_value_head_dim]."""
+    linear_value_head_dim]. Kimi Delta Attention: linear_num_key_heads."""
     linear_key_head_dim: int = 32
-    """Gated DeltaNet: width of a query or key."""
+    """Gated DeltaNet, Kimi Delta Attention: width of a query or key."""
     linear_value_head_dim: int = 32
-    """Gated DeltaNet: width of a value."""
+    """Gated DeltaNet, Kimi Delta Attention: width of a value. In the latter, also that of the two
+    latents from which decays and output gates are computed."""
     linear_allow_neg_eigval: bool = False
     """Gated DeltaNet: rates of a write of up to 2 instead of 1, so that a state may change its sign
     along a key (OLMo Hybrid)."""
     linear_norm_eps: float | None = None
-    """Gated DeltaNet: added to the mean square in the RMSNorm of a head's output. None: norm_eps
-    (Qwen3-Next)."""
+    """Gated DeltaNet, Kimi Delta Attention: added to the mean square in the RMSNorm of a head's
+    output. None: norm_eps (Qwen3-Next)."""
     mamba_num_heads: int = 8
     """Mamba-2: heads, each with a state [mamba_state_size, mamba_head_dim]."""
     mamba_head_dim: int = 32
@@ -313,7 +318,7 @@ class ModelConfig:
 
     @property
     def delta_norm_eps(self) -> float:
-        """The eps of the norm of Gated DeltaNet's output."""
+        """The eps of the norm of a head's output, of Gated DeltaNet and Kimi Delta Attention."""
         return self.norm_eps if self.linear_norm_eps is None else self.linear_norm_eps
 
     @property

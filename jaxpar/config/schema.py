@@ -105,6 +105,9 @@ class DataConfig:
     """Restrict attention to a document and restart its positions. False: plain causal attention."""
     prefetch: int = 2
     """Batches to prepare in the background, ahead of the current step."""
+    tokenize_workers: int = 2
+    """Processes that tokenize streamed datasets (`data prepare --stream`), for each process of the
+    run. 0: none, the process itself tokenizes."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
@@ -247,10 +250,13 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices; norms and biases have none."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down. 0: no clipping."""
-    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage dtype of the first moment; bfloat16 uses stochastic rounding."""
-    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    first_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Storage dtype of the first moment. bfloat16 uses stochastic rounding; 8bit stores codes with
+    a scale for each block, for adamw and lion."""
+    second_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Storage dtype of adamw's second moment."""
+    moment_block: int = 128
+    """Largest number of neighboring elements that share a scale, for moments in 8bit."""
     ema_decay: float = 0.0
     """Decay rate of a moving average of the weights (EMA), such as 0.999. 0: none."""
     ema_dtype: Literal["float32", "bfloat16"] = "float32"

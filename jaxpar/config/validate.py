@@ -23,7 +23,13 @@ from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
-from jaxpar.config.rules.memory import average, moments, offloaded_moments, remat
+from jaxpar.config.rules.memory import (
+    average,
+    blocks_of_moments,
+    moments,
+    offloaded_moments,
+    remat,
+)
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     activation,
@@ -96,6 +102,7 @@ def _every_rule(cfg: Config) -> None:
 
 def _divides(cfg: Config) -> None:
     divisibility(cfg)
+    blocks_of_moments(cfg)
     enough_microbatches(cfg)
 
 

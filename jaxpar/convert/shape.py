@@ -14,6 +14,7 @@ from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, REQUIRED, family_of, mod
 from jaxpar.convert.hf.config_file import CONFIG_FILE, HOLDS, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.hybrid_families import NEMOTRON_H_EXPERTS
+from jaxpar.convert.hf.keys import kimi_linear
 from jaxpar.model.flops import num_params
 from jaxpar.runtime import hub
 
@@ -26,8 +27,9 @@ HARMLESS = frozenset(
     attn_pdrop auto_map
     bos_token_id cache_implementation classifier_dropout dtype embd_pdrop embedding_dropout
     eos_token_id ep_size head_dropout hidden_dropout id2label initializer_range is_decoder label2id
-    max_position_embeddings model_type n_ctx n_positions original_max_position_embeddings
-    output_router_logits pad_token_id pretraining_tp reorder_and_upcast_attn resid_pdrop
+    max_position_embeddings model_max_length model_type n_ctx n_positions
+    original_max_position_embeddings output_router_logits pad_token_id pretraining_tp
+    reorder_and_upcast_attn resid_pdrop
     residual_dropout return_dict router_aux_loss_coef router_jitter_noise seq_aux
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id
@@ -102,6 +104,7 @@ def _refuse_unknown(values: Values, family: Family) -> None:
     known |= {family.shared_width} - {""}
     known |= {"no_rope_layers"} if family.nope else set()
     known |= {"moe_layers"} if family.chunked else set()
+    known |= kimi_linear.KEYS if family.kimi_linear else set()
     known |= OF_LETTERS if family.letters else set()
     known |= set(UNREAD) if family.letters and EXPERTS not in family.letters else set()
     for key, value in values.items():

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxpar.config import ModelConfig
-from jaxpar.convert.hf.entries import of_dense_layers
+from jaxpar.convert.hf.entries import of_dense_layers, of_stack
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 
@@ -80,6 +80,23 @@ _MAMBA = (
     Entry("layers/mamba_norm", _LAYER + "norm", "Ltp", "tp"),
     Entry("layers/mamba_out", _LAYER + "o.weight", "LtpD", "D tp"),
 )
+_KIMI_DELTA = (
+    Entry("layers/kda_q", _LAYER + "q.weight", "LDgk", "gk D"),
+    Entry("layers/kda_k", _LAYER + "k.weight", "LDgk", "gk D"),
+    Entry("layers/kda_v", _LAYER + "v.weight", "LDgv", "gv D"),
+    Entry("layers/kda_conv_q", _LAYER + "conv_q.weight", "Lgkw", "gk 1 w"),
+    Entry("layers/kda_conv_k", _LAYER + "conv_k.weight", "Lgkw", "gk 1 w"),
+    Entry("layers/kda_conv_v", _LAYER + "conv_v.weight", "Lgvw", "gv 1 w"),
+    Entry("layers/kda_b", _LAYER + "b.weight", "LDg", "g D"),
+    Entry("layers/kda_f_a", _LAYER + "f_a.weight", "LDl", "l D"),
+    Entry("layers/kda_f_b", _LAYER + "f_b.weight", "Llgk", "gk l"),
+    Entry("layers/kda_g_a", _LAYER + "g_a.weight", "LDl", "l D"),
+    Entry("layers/kda_g_b", _LAYER + "g_b.weight", "Llgv", "gv l"),
+    Entry("layers/kda_a_log", _LAYER + "a_log", "Lg", "g"),
+    Entry("layers/kda_dt_bias", _LAYER + "dt_bias", "Lgk", "gk"),
+    Entry("layers/kda_norm", _LAYER + "norm", "Lv", "v"),
+    Entry("layers/kda_out", _LAYER + "o.weight", "LgvD", "D gv"),
+)
 #: Dense, or experts: the ranks of the matrices differ.
 _FEED_FORWARD = (
     Entry("layers/mlp_norm", _LAYER + "mlp_norm.weight", "LD", "D"),
@@ -114,19 +131,6 @@ _DENSE = tuple(
 )
 
 
-def _of_stack(stack: str, letter: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of another stack of layers than `layers`, whose index is a letter."""
-    return tuple(
-        dataclasses.replace(
-            entry,
-            path=entry.path.replace("layers", stack),
-            name=entry.name.replace("{L}", "{" + letter + "}"),
-            ours=entry.ours.replace("L", letter),
-        )
-        for entry in entries
-    )
-
-
 #: Models leave out the modules of multi-token prediction, which only training computes.
 PLAIN = Family(
     model_type="plain",
@@ -134,10 +138,12 @@ PLAIN = Family(
     entries=(
         *(*_TOP, *_NORMS, *_ATTENTION, *_FEED_FORWARD),
         *of_dense_layers((*_NORMS, *_ATTENTION, *_FEED_FORWARD)),
-        *_of_stack("delta_layers", "J", (*_NORMS, *_DELTA_NET, *_FEED_FORWARD)),
-        *_of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
-        *_of_stack("mlp_layers", "U", _DENSE),
-        *_of_stack("moe_layers", "O", _FEED_FORWARD),
+        *of_stack("delta_layers", "J", (*_NORMS, *_DELTA_NET, *_FEED_FORWARD)),
+        *of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
+        *of_stack("kda_layers", "T", (*_NORMS, *_KIMI_DELTA, *_FEED_FORWARD)),
+        *of_stack("kda_dense_layers", "R", (*_NORMS, *_KIMI_DELTA, *_DENSE)),
+        *of_stack("mlp_layers", "U", _DENSE),
+        *of_stack("moe_layers", "O", _FEED_FORWARD),
     ),
     fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name not in FIXED},
     fixed=FIXED,

@@ -13,12 +13,15 @@ from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.stream.reframe import ReframeOptions, reframe
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.stages import stage
 
-Options = PrepareOptions | ChatOptions | PairOptions | ConvertOptions | InspectOptions
+Options = (
+    PrepareOptions | ChatOptions | PairOptions | ReframeOptions | ConvertOptions | InspectOptions
+)
 
 #: The exit code that shells report for a program ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
@@ -34,6 +37,7 @@ def read_command(args: Sequence[str]) -> Options:
             "prepare": PrepareOptions,
             "prepare-chat": ChatOptions,
             "prepare-pairs": PairOptions,
+            "reframe": ReframeOptions,
             "convert": ConvertOptions,
             "inspect": InspectOptions,
         },
@@ -73,6 +77,8 @@ def _run(options: Options) -> str:
     with console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)
+        if isinstance(options, ReframeOptions):
+            return reframe(options, progress)
         if isinstance(options, ChatOptions):
             return _summary(options, prepare_chat(options, progress))
         if isinstance(options, PairOptions):

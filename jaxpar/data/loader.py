@@ -212,7 +212,7 @@ class Loader:
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         data, begins, ignored = self._cfg.data, None, None
         indices = sequence(numbers) * (data.seq_len // length) + pieces
-        stretch = stretches(dataset.tokens, indices, length)
+        stretch = dataset.windows(indices * length, length + 1)
         _check_tokens(stretch, indices, dataset)
         if data.document_mask:
             begins = document_begins(dataset.document_offsets, indices, length)

@@ -8,6 +8,7 @@ Shape letters: N sequences, T query positions.
 
 import numpy as np
 
+from jaxpar.data.formats.tokens import windows
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
@@ -26,8 +27,7 @@ def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -
 
 def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
-    starts = np.asarray(indices, np.int64) * seq_len
-    return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    return windows(tokens, np.asarray(indices, np.int64) * seq_len, seq_len + 1)
 
 
 def pack(

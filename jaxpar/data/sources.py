@@ -66,7 +66,8 @@ def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> N
 
 def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenDataset:
     try:
-        dataset = open_tokens(path, split, cfg.data.eos_id, whole)
+        workers = cfg.data.tokenize_workers
+        dataset = open_tokens(path, split, cfg.data.eos_id, whole, workers=workers)
     except ConfigError as error:
         raise ConfigError(field, error.value, error.rule, error.fix) from error
     except OSError as error:
@@ -99,6 +100,7 @@ def open_tokens(
     eos_id: int | None = None,
     whole: bool = False,
     again: bool = False,
+    workers: int = 0,
 ) -> TokenDataset:
     """Memory-map tokens in any format.
 
@@ -107,11 +109,12 @@ def open_tokens(
               eos_id: the token that ends documents in files that do not mark them.
               whole: use a single file as any split, and not only as the training split.
               again: read the complete file even if an earlier result is cached.
+              workers: processes that tokenize the text of a streamed dataset. 0: this one.
     Raises:   ConfigError("data.path", ...) for tokens that are missing, damaged or unknown.
     """
     path = Path(path)
     if (path / META_FILE).is_file():
-        return TokenDataset.open(path, split)
+        return TokenDataset.open(path, split, workers)
     file = find_file(path, split, whole)
     found = scan(file, eos_id if file.document_offsets is None else None, again=again)
     offsets, marked = file.document_offsets, True

@@ -18,6 +18,8 @@ that figures stay comparable.
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
+    KDA,
+    KDA_DENSE,
     MAMBA,
     kinds,
     kinds_with_experts,
@@ -69,12 +71,14 @@ def recurrence_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of forward and backward of recurrences, token by token.
 
     Gated DeltaNet reads its state [K, V] twice and writes it once: 6 K V per head, and as much
-    again twice in the backward. Mamba-2 reads it once. Chunks compute more than that.
+    again twice in the backward. So does Kimi Delta Attention. Mamba-2 reads it once. Chunks compute
+    more than that.
     """
     m, of_kinds = model, kinds(model)
     delta_net = m.linear_num_value_heads * m.linear_key_head_dim * m.linear_value_head_dim
     mamba = m.mamba_num_heads * m.mamba_state_size * m.mamba_head_dim
-    return 18 * of_kinds.count(DELTA_NET) * delta_net + 12 * of_kinds.count(MAMBA) * mamba
+    of_delta = sum(map(of_kinds.count, (DELTA_NET, KDA, KDA_DENSE)))
+    return 18 * of_delta * delta_net + 12 * of_kinds.count(MAMBA) * mamba
 
 
 def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:

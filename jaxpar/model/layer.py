@@ -25,7 +25,7 @@ from jaxpar.model.gpt import feed_forward as gpt_feed_forward
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
-from jaxpar.model.recurrent import delta_net, mamba
+from jaxpar.model.recurrent import delta_net, kimi_delta, mamba
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -152,6 +152,9 @@ DELTA_NET = dataclasses.replace(
 MAMBA = dataclasses.replace(
     ATTENTION, name="mamba", compute=mamba.mix, weights=mamba.WEIGHTS, bias=None
 )
+KIMI_DELTA = dataclasses.replace(
+    ATTENTION, name="kimi_delta", compute=kimi_delta.mix, weights=kimi_delta.WEIGHTS, bias=None
+)
 LATENT_ATTENTION = dataclasses.replace(
     ATTENTION,
     compute=latent_attention.heads,
@@ -189,6 +192,7 @@ MIXERS = {
     "wkv_a": LATENT_ATTENTION,
     "delta_in": DELTA_NET,
     "mamba_in": MAMBA,
+    "kda_in": KIMI_DELTA,
 }
 
 

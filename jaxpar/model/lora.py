@@ -36,10 +36,10 @@ _STACKS = {"dense_layers", *STACKS.values()}
 A, B = "_lora_a", "_lora_b"
 
 #: Number of input dims of the matrices that have more than one.
-_INPUTS = {"wo": 2, "delta_out": 2, "mamba_out": 2}
+_INPUTS = {"wo": 2, "delta_out": 2, "mamba_out": 2, "kda_out": 2}
 
 #: Matrices with output of size D. The others have input of size D.
-_ROW_PARALLEL = ("wo", "w_down", "delta_out", "mamba_out")
+_ROW_PARALLEL = ("wo", "w_down", "delta_out", "mamba_out", "kda_out")
 
 #: The matrices that may have adapters.
 _MATRICES = tuple(name for names in TARGETS.values() for name in names)

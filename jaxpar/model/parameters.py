@@ -12,6 +12,8 @@ from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
     FEED_FORWARDS,
+    KDA,
+    KDA_DENSE,
     MAMBA,
     STACKS,
     has_experts,
@@ -23,7 +25,7 @@ from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.mup.widths import scaled
-from jaxpar.model.recurrent.parameters import delta_net_specs, mamba_specs
+from jaxpar.model.recurrent.parameters import delta_net_specs, kda_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
 type Tree = dict[str, Any]
@@ -89,6 +91,8 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
         blocks = delta_net_specs(m, matrix, vector, deep)
     elif kind == MAMBA:
         blocks = mamba_specs(m, matrix, vector, deep)
+    elif kind in (KDA, KDA_DENSE):
+        blocks = kda_specs(m, matrix, vector, deep)
     elif has_mixer and m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
     elif has_mixer:

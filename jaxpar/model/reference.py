@@ -21,6 +21,13 @@ from jaxpar.sharding.batch import IGNORED, Batch
 
 type Tree = dict[str, Any]
 
+#: The recurrences, by the name of the matrix after them.
+_RECURRENT = {
+    "delta_out": recurrent.delta_net,
+    "mamba_out": recurrent.mamba,
+    "kda_out": recurrent.kimi_delta,
+}
+
 
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
@@ -175,7 +182,7 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
     A layer without a rotary embedding has rope_fraction 0.
     """
     if m.layer_pattern and m.recurrent_norms == "before":
-        recurs = m.layer_pattern[i % len(m.layer_pattern)] in "GM"
+        recurs = m.layer_pattern[i % len(m.layer_pattern)] in "GMKk"
         m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
@@ -202,14 +209,13 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=
 
 def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     """Apply the first branch of a layer, attention or a recurrence; arguments as `block`."""
-    if not w.keys() & {"wo", "delta_out", "mamba_out"}:
+    if not w.keys() & {"wo", *_RECURRENT}:
         return x
     h = _before(x, w, "attn_norm", m)
     of_kind = _latent_attention if m.kv_lora_rank else _attention
-    if "delta_out" in w:
-        o = _times(recurrent.delta_net(h, w, segments, m), w, "delta_out")
-    elif "mamba_out" in w:
-        o = _times(recurrent.mamba(h, w, segments, m), w, "mamba_out")
+    if found := w.keys() & _RECURRENT.keys():
+        (name,) = found
+        o = _times(_RECURRENT[name](h, w, segments, m), w, name)
     else:
         o = of_kind(h, w, positions, segments, m, on_scores)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
@@ -269,7 +275,7 @@ def _stream_norm(x, w: Tree, name: str, m: ModelConfig):
 
 def _times(x, w: Tree, name: str):
     """Compute x times a matrix, plus x times the product of its adapter's two if it has one."""
-    y = jnp.tensordot(x, w[name], 2 if name in ("wo", "delta_out", "mamba_out") else 1)
+    y = jnp.tensordot(x, w[name], 2 if name in ("wo", *_RECURRENT) else 1)
     if name + "_lora_a" not in w:
         return y
     a, b = w[name + "_lora_a"], w[name + "_lora_b"]

@@ -1,9 +1,10 @@
 """The optimizer's moments: their storage dtype and memory space, and the update that uses them.
 
 An update is always computed in float32 on the device. Between steps, moments may be stored as
-stochastically rounded bfloat16 (`optimizer.first_moment_dtype`, `second_moment_dtype`), and in
-pinned host memory (`optimizer.offload`). A step then fetches, updates and returns them layer by
-layer, so that only one layer's moments are on the device at a time.
+stochastically rounded bfloat16 or in 8 bits (`optimizer.first_moment_dtype`,
+`second_moment_dtype`), and in pinned host memory (`optimizer.offload`). A step then fetches,
+updates and returns them layer by layer, so that only one layer's moments are on the device at a
+time.
 """
 
 import math
@@ -19,7 +20,17 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.config.layout.layer_kinds import STACKS
+from jaxpar.config.layout.moment_blocks import EIGHT_BITS, uses_blocks
 from jaxpar.optimizer.adafactor import cut_of
+from jaxpar.optimizer.blockwise import (
+    blocks_in,
+    blocks_of,
+    dequantize,
+    is_quantized,
+    quantize,
+    scales_of,
+)
+from jaxpar.optimizer.dynamic_code import DynamicCode
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space
@@ -37,13 +48,14 @@ ROOT = frozenset(
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
-    """Apply `fn(field, name, leaf, ...)` to the moments of an optax state.
+    """Apply `fn(field, name, moment, ...)` to the moments of an optax state.
 
     Moments are all trees that have the structure of the parameters, whatever the rule calls them.
     Counts are unchanged.
 
     Args:     fn: a function of the moment's entry in FIELDS (None if it has none), the parameter's
-              name, such as "layers/wq", and the leaves.
+              name, such as "layers/wq", and the moments: arrays, or in 8 bits
+              {"codes": ..., "scales": ...}.
     """
 
     def one(path, node, *rest):
@@ -52,7 +64,7 @@ def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         field = FIELDS.get(names[-1]) if names else None
         named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(named, node, *rest)
+        return jax.tree_util.tree_map_with_path(named, node, *rest, is_leaf=is_quantized)
 
     return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_per_parameter)
 
@@ -69,8 +81,12 @@ def specs_of_state(opt_state: Any, specs: Any) -> Any:
             return PartitionSpec()
         kind = next((key.name for key in reversed(path) if hasattr(key, "name")), "")
         name = lambda at: "/".join(key.key for key in at)  # noqa: E731
-        of = lambda at, _: _moment_spec(kind, spec_of[name(at)])  # noqa: E731
-        return jax.tree_util.tree_map_with_path(of, node)
+
+        def of(at, moment):
+            partition = _moment_spec(kind, spec_of[name(at)])
+            return jax.tree.map(lambda _: partition, moment)
+
+        return jax.tree_util.tree_map_with_path(of, node, is_leaf=is_quantized)
 
     return jax.tree_util.tree_map_with_path(one, opt_state, is_leaf=_is_per_parameter)
 
@@ -94,16 +110,42 @@ def storage_dtype(field: str | None, cfg: OptimizerConfig) -> str:
     return "float32" if field is None else getattr(cfg, field)
 
 
-def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
+def code_of(field: str | None) -> DynamicCode:
+    """Return the code of a moment in 8 bits: signed for first moments."""
+    return DynamicCode(signed=field == "first_moment_dtype")
+
+
+def stored(field: str | None, spec: ParamSpec, moment: Any, cfg: OptimizerConfig) -> Any:
+    """Convert a moment to the config's storage, rounding to nearest. The inverse of `in_float32`.
+
+    Args:     spec: of its parameter. moment: an array of any dtype.
+    """
+    dtype = storage_dtype(field, cfg)
+    if dtype != EIGHT_BITS:
+        return moment.astype(dtype)
+    exact, blocks = moment.astype(jnp.float32), blocks_of(spec, cfg)
+    return exact if blocks is None else quantize(exact, blocks, code_of(field))
+
+
+def in_float32(field: str | None, moment: Any) -> jax.Array:
+    """Return a stored moment in float32."""
+    if is_quantized(moment):
+        return dequantize(moment, code_of(field))
+    return moment.astype(jnp.float32)
+
+
+def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig, specs: Any) -> Any:
     """Convert moments to their storage dtypes, rounding to nearest.
 
-    Raises:   ConfigError if the config stores a moment in bfloat16 that the rule does not have.
+    Args:     specs: of the trainable parameters.
+    Raises:   ConfigError if the config has a storage dtype for a moment that the rule does not
+              have.
     """
-    fields = set[str | None]()
+    fields, spec_of = set[str | None](), flat(specs)
 
-    def store(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
+    def store(field: str | None, name: str, moment: jax.Array) -> Any:
         fields.add(field)
-        return leaf.astype(storage_dtype(field, cfg))
+        return stored(field, spec_of[name], moment, cfg) if field else moment
 
     found = map_moments(store, opt_state)
     for field in sorted(set(FIELDS.values()) - fields):
@@ -174,20 +216,33 @@ def _update(
     """Update all rows of `params` at once, if `ok`, with moments on the device."""
     specs = _entries(specs, params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs, sharded=True, rates=rates)
-    in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
-    exact = map_moments(in_full, opt_state)
-    updates, exact = rule.update(grads, exact, params)
+    in_full = lambda field, _, leaf: in_float32(field, leaf) if field else leaf  # noqa: E731
+    advance = lambda grads, kept: rule.update(grads, map_moments(in_full, kept), params)  # noqa: E731
+    scales = opt_state
+    if uses_blocks(cfg.optimizer):
+        # A pass for the scales, and one that computes the same again: without the barrier, XLA
+        # would keep the float32 moments of the first one in memory.
+        scales = map_moments(_new_scales, advance(grads, opt_state)[1], opt_state)
+        grads, opt_state, scales = lax.optimization_barrier((grads, opt_state, scales))
+    updates, exact = advance(grads, opt_state)
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
 
-    def keep(field: str | None, name: str, leaf: jax.Array) -> jax.Array:
-        if storage_dtype(field, cfg.optimizer) == "float32":
+    def keep(field: str | None, name: str, leaf: jax.Array, old: Any, scale: Any) -> Any:
+        if is_quantized(old):
+            return quantize(leaf, blocks_in(old), code_of(field), scale)
+        if storage_dtype(field, cfg.optimizer) != "bfloat16":
             return leaf
         seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
         key = hash_uint32(hash_uint32(seed) + step.astype(jnp.uint32))
         return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
 
-    new = optax.apply_updates(params, updates), map_moments(keep, exact)
+    new = optax.apply_updates(params, updates), map_moments(keep, exact, opt_state, scales)
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (params, opt_state))
+
+
+def _new_scales(_: Any, __: str, moment: jax.Array, old: Any) -> jax.Array | None:
+    """Return the scales of a new moment, if it is stored in 8 bits."""
+    return scales_of(moment, blocks_in(old)) if is_quantized(old) else None
 
 
 # ------------------------------------------------------------- moments in host memory
@@ -214,7 +269,8 @@ def _in_slices(
     Returns:  (parameters, optax state).
     """
     grads, opt_state, params, rows = trees
-    lengths = math.gcd(*map(len, jax.tree.leaves(params)))
+    moments = [a for a in jax.tree.leaves(opt_state) if a.ndim]
+    lengths = math.gcd(*map(len, [*jax.tree.leaves(params), *moments]))
     most = lengths if params.keys() <= set(STACKS.values()) else TOP_SLICES
     slices = max(n for n in range(1, most + 1) if lengths % n == 0)
 
@@ -227,13 +283,15 @@ def _in_slices(
     def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
         # Every slice belongs to the same step, so counts come from before the loop.
-        fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
-        kept = map_moments(fetch, opt_state, carry[1])
+        fetch = lambda a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
+        fetched = lambda _, __, ___, kept: jax.tree.map(fetch, kept)  # noqa: E731
+        kept = map_moments(fetched, opt_state, carry[1])
         local = here(grads), kept, here(carry[0]), here(rows)
         new, kept = _update(cfg, specs, step, ok, *local, rates=rates)
-        back = lambda _, __, new, a: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
-        stored = map_moments(back, kept, carry[1])
-        return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), stored
+        back = lambda a, new: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
+        returned = lambda _, __, new, kept: jax.tree.map(back, kept, new)  # noqa: E731
+        put_back = map_moments(returned, kept, carry[1])
+        return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), put_back
 
     return lax.fori_loop(0, slices, body, (params, opt_state))
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
@@ -29,6 +28,7 @@ from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
+from jaxpar.step.conversions import convert_dtype
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -105,7 +105,8 @@ def _abstract_average(cfg: Config, params: Any) -> Any:
 def _init_opt_state(cfg: Config, params: Any) -> Any:
     """Return the initial optax state for the given parameters."""
     trainable, _ = split(params, specs_of(cfg))
-    return moments.in_storage_dtype(optimizer_for(cfg).init(trainable), cfg.optimizer)
+    state = optimizer_for(cfg).init(trainable)
+    return moments.in_storage_dtype(state, cfg.optimizer, trainable_specs(cfg))
 
 
 def state_specs(cfg: Config) -> TrainState:
@@ -122,7 +123,8 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     tree = shardings(mesh, state_specs(cfg))
     if not cfg.optimizer.offload:
         return tree
-    on_host = lambda _, __, sharding: sharding.with_memory_kind("pinned_host")  # noqa: E731
+    move = lambda sharding: sharding.with_memory_kind("pinned_host")  # noqa: E731
+    on_host = lambda _, __, kept: jax.tree.map(move, kept)  # noqa: E731
     return dataclasses.replace(tree, opt_state=moments.map_moments(on_host, tree.opt_state))
 
 
@@ -186,14 +188,14 @@ def fresh_average(params: Any, cfg: Config) -> Any:
         return ()
     trainable, _ = split(params, specs_of(cfg))
     dtype = jnp.dtype(cfg.optimizer.ema_dtype)
-    return jax.tree.map(lambda x: _convert(x.sharding, dtype)(x), trainable)
+    return jax.tree.map(lambda x: convert_dtype(x.sharding, dtype)(x), trainable)
 
 
 def averaged(state: TrainState, cfg: Config) -> Any:
     """Return the parameters with the moving average in place of those that are trained, float32."""
     _, frozen = split(state.params, specs_of(cfg))
     full = jnp.dtype(jnp.float32)
-    in_full = lambda x: x if x.dtype == full else _convert(x.sharding, full)(x)  # noqa: E731
+    in_full = lambda x: x if x.dtype == full else convert_dtype(x.sharding, full)(x)  # noqa: E731
     return join(jax.tree.map(in_full, state.ema), frozen)
 
 
@@ -205,7 +207,7 @@ def compile_averaged(state: TrainState) -> None:
     full = jnp.dtype(jnp.float32)
     for x in jax.tree.leaves(state.ema):
         if x.dtype != full:
-            _convert(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
+            convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 
 
 def _init_params(specs: Any, seed: int, to: Any) -> Any:
@@ -285,7 +287,7 @@ def snapshot(state: TrainState, cfg: Config) -> TrainState:
 
     def own(new: jax.Array, old: jax.Array) -> jax.Array:
         shared = new is old and new.sharding.memory_kind == "pinned_host"
-        return _convert(new.sharding, new.dtype)(new) if shared else new
+        return convert_dtype(new.sharding, new.dtype)(new) if shared else new
 
     return jax.tree.map(own, to_logical(state, cfg, on_host=True), state)
 
@@ -317,38 +319,9 @@ def compile_snapshot(state: TrainState) -> None:
     """
     for x in jax.tree.leaves(state):
         if x.sharding.memory_kind == "pinned_host":
-            _convert(x.sharding, jnp.dtype(x.dtype)).lower(x).compile()  # JAX keeps it for calls
-
-
-def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
-    """Convert moments and moving average to the dtypes of the config, keeping their shardings."""
-
-    def converted(field: str | None, _: str, x: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(moments.storage_dtype(field, cfg.optimizer))
-        return x if x.dtype == dtype else _convert(x.sharding, dtype)(x)
-
-    dtype = jnp.dtype(cfg.optimizer.ema_dtype)
-    stored = lambda x: x if x.dtype == dtype else _convert(x.sharding, dtype)(x)  # noqa: E731
-    opt_state, ema = (
-        moments.map_moments(converted, state.opt_state),
-        jax.tree.map(stored, state.ema),
-    )
-    return dataclasses.replace(state, opt_state=opt_state, ema=ema)
-
-
-@functools.cache
-def _convert(sharding: Any, dtype: Any):
-    """Return the compiled dtype conversion of an array, computed on the device.
-
-    Converting an array to its own dtype copies it.
-    """
-
-    def convert(x: jax.Array) -> jax.Array:
-        # Without the barrier, XLA would turn this into a copy within host memory.
-        on_device = lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Device))
-        return on_device.astype(dtype)
-
-    return jax.jit(convert, out_shardings=sharding)
+            convert_dtype(x.sharding, jnp.dtype(x.dtype)).lower(
+                x
+            ).compile()  # JAX keeps it for calls
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from jaxpar.config.command_line import as_called, parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader
+from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.validate import check
 from jaxpar.report import listing
 from jaxpar.report.__main__ import MAX_RUNS as MAX_RUNS_OF_REPORT
@@ -92,6 +93,7 @@ def read_command(
             raise ConfigError(path, "", rule, "use one of both")
     if options.slurm:
         _require_no_spaces(points)
+    refuse_address("--folder", options.folder or "", "use --folder runs/sweep")
     folder = options.folder or f"runs/sweep-{Path(options.config).stem}"
     common = [*overrides]
     if shares_program(list(points[0].values)) and not _given(SHARED, overrides):

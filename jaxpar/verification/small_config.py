@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, is_recurrent
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    KDA,
+    KDA_DENSE,
+    MAMBA,
+    has_kda,
+    is_recurrent,
+)
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.config.lists.step_sizes import without_schedules
@@ -113,7 +120,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
     values |= _dense(m, d_model, values["model.num_layers"], meshes)
-    values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model)
+    values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model, sharded)
     values |= _lengths(m, shorter)
     if m.positions == "learned":
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
@@ -167,13 +174,19 @@ def _base_model(
     }
 
 
-def _recurrent(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
-    """Return the sizes of the recurrent layers, and the eps of the model's norms."""
+def _recurrent(m: ModelConfig, tensor: int, narrower: float, sharded: int) -> dict[str, Any]:
+    """Return the sizes of the recurrent layers, and the eps of the model's norms.
+
+    Args:     sharded: devices that a matrix's rows are split over.
+    """
     if not is_recurrent(m):
         return {}
-    of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba}
+    of_kinds = {DELTA_NET: _delta_net, MAMBA: _mamba, KDA: _delta_net, KDA_DENSE: _delta_net}
     there = (of for kind, of in of_kinds.items() if kind in m.layer_pattern)
     sizes = {name: size for of in there for name, size in of(m, tensor, narrower).items()}
+    if has_kda(m):  # also the width of latents
+        width = sizes["model.linear_value_head_dim"]
+        sizes["model.linear_value_head_dim"] = -(-width // sharded) * sharded
     if m.linear_norm_eps is not None:
         sizes["model.linear_norm_eps"] = max(m.linear_norm_eps, RECURRENT_EPS)
     return sizes | {"model.norm_eps": max(m.norm_eps, RECURRENT_EPS)}

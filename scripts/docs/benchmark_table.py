@@ -58,8 +58,9 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    paths = CARDS.glob("[dglmnoq]*.json")
+    paths = (path for path in CARDS.glob("*.json") if not path.stem.startswith("torchtitan"))
     read = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
+    read = {name: card for name, card in read.items() if "parameters" in card}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 
@@ -127,7 +128,7 @@ def name_of(card: dict[str, Any]) -> str:
     if "G" in pattern:
         return f"{of} Qwen3-Next with {model['num_experts']} experts"
     if "M" in pattern:
-        return f"{of} Nemotron-H-8B"
+        return f"{of} {'Nemotron 3 Nano' if model['num_experts'] else 'Nemotron-H-8B'}"
     if experts := model.get("num_experts"):
         names = {8: "Mixtral 8x7B", 32: "gpt-oss-20b", 128: "Qwen3-30B-A3B"}
         return "OLMoE-1B-7B" if experts == 64 else f"{of} {names[experts]}"

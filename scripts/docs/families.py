@@ -46,6 +46,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
         "nemotron_h_8b nemotron_3_nano",
     ),
+    "kimi_linear": ("Kimi Linear", "kimi_linear_48b_a3b"),
     "olmo2": ("OLMo 2", ""),
     "olmo3": ("OLMo 3", ""),
     "olmo_hybrid": ("OLMo Hybrid", "olmo_hybrid_7b"),

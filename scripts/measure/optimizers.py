@@ -2,11 +2,12 @@
 
 Trains CONFIG (llama_100m) with every rule, learning rate and seed, one run after another, in
 RUNS/RULE-RATE-SEED. Prints for each rule and rate the mean and the standard deviation of the last
-held-out loss, the mean step time, and the share of the steps after which a rule's mean held-out
-loss is as low as the last one of the first rule. A run that is complete is only read, one that was
-stopped resumes. Options after -- are passed to jaxpar.train.
+held-out loss, the median step time, and the share of the steps after which a rule's mean held-out
+loss is as low as the last one of the first rule at its best rate. A run that is complete is only
+read, one that was stopped resumes. --plot draws each rule at its best rate: the mean of the seeds,
+and their range. Options after -- are passed to jaxpar.train.
 
-    python scripts/measure/optimizers.py --data data/web
+    python scripts/measure/optimizers.py --data data/web --plot muon.svg
     python scripts/measure/optimizers.py --data data/web --rates 5e-4,1e-3,2e-3 --seeds 0
     python scripts/measure/optimizers.py --data data/stdlib-bytes quickstart -- --train.num-steps 50
 """
@@ -18,6 +19,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from jaxpar.charts.chart import Chart, Line, line_chart
+from jaxpar.charts.scale import scale_of
+from jaxpar.charts.standalone import svg_file
+
+#: The folders of the seeds of each (rule, learning rate).
+type Runs = dict[tuple[str, str], list[Path]]
 
 
 def curve_of(folder: Path) -> dict[int, float]:
@@ -56,24 +64,53 @@ def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:
     return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
 
 
-def table_of(runs: dict[tuple[str, str], list[Path]]) -> list[str]:
+def best_rates(runs: Runs) -> dict[str, str]:
+    """Return the rate of each rule whose mean held-out loss ends lowest."""
+    ends = {key: statistics.mean(last_of(folder) for folder in runs[key]) for key in runs}
+    rules = dict.fromkeys(rule for rule, _ in runs)
+    return {rule: min((k for k in ends if k[0] == rule), key=ends.__getitem__)[1] for rule in rules}
+
+
+def last_of(folder: Path) -> float:
+    """Return the last held-out loss of a run."""
+    curve = curve_of(folder)
+    return curve[max(curve)]
+
+
+def table_of(runs: Runs) -> list[str]:
     """Return the lines of a Markdown table."""
     lines = ["| rule | rate | seeds | held-out loss | deviation | s/step | steps for the first's |"]
     lines.append("|---|---|---|---|---|---|---|")
-    target = None
+    first = next(iter(best_rates(runs).items()))
+    target = statistics.mean(last_of(folder) for folder in runs[first])
     for (rule, rate), folders in runs.items():
-        curves = [curve_of(folder) for folder in folders]
-        last = [curve[max(curve)] for curve in curves]
-        mean = mean_curve(curves)
-        target = mean[max(mean)] if target is None else target
-        share = first_as_low(mean, target)
+        last = [last_of(folder) for folder in folders]
+        share = first_as_low(mean_curve([curve_of(folder) for folder in folders]), target)
         times = [r["step_seconds"] for f in folders for r in records_of(f) if "step_seconds" in r]
-        spread = statistics.stdev(last) if len(last) > 1 else float("nan")
+        spread = f"{statistics.stdev(last):.4f}" if len(last) > 1 else "-"
         lines.append(
-            f"| {rule} | {rate} | {len(last)} | {statistics.mean(last):.4f} | {spread:.4f} "
+            f"| {rule} | {rate} | {len(last)} | {statistics.mean(last):.4f} | {spread} "
             f"| {statistics.median(times):.4f} | {'never' if share is None else f'{share:.0%}'} |"
         )
     return lines
+
+
+def picture(runs: Runs, config: str) -> bytes:
+    """Draw the held-out loss of each rule at its best rate, as an SVG file."""
+    lines, names, told = [], [], []
+    for i, key in enumerate(best_rates(runs).items()):
+        curves = [curve_of(folder) for folder in runs[key]]
+        mean = mean_curve(curves)
+        range_ = [(s, min(c[s] for c in curves), max(c[s] for c in curves)) for s in sorted(mean)]
+        lines.append(Line(i, sorted(mean.items()), "dots", range_))
+        names.append(f"{key[0]}, rate {key[1]}")
+        told.append(f"{names[-1]}: {mean[max(mean)]:.3f} at the end")
+    points = [point for line in lines for point in line.points]
+    scales = scale_of(x for x, _ in points), scale_of(y for _, y in points)
+    title = f"Held-out loss of {config}"
+    drawn = line_chart(Chart(title, "; ".join(told), *scales, "steps", lines))
+    seeds = max(len(runs[key]) for key in best_rates(runs).items())
+    return svg_file(drawn, title, f"mean of {seeds} seeds and their range", names)
 
 
 def main() -> None:
@@ -88,16 +125,19 @@ def main() -> None:
     parser.add_argument("--rates", type=several, default=["1e-3"])
     parser.add_argument("--seeds", type=several, default=["0", "1", "2"])
     parser.add_argument("--runs", type=Path, default=Path("runs/optimizers"))
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG file to write")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     options, others = parser.parse_args(given[:cut]), given[cut + 1 :]
-    runs: dict[tuple[str, str], list[Path]] = {}
+    runs: Runs = {}
     for seed, rule, rate in itertools.product(options.seeds, options.rules, options.rates):
         folder = options.runs / f"{rule}-{rate}-{seed}"
         fields = {"optimizer.name": rule, "optimizer.learning-rate": rate, "train.seed": seed}
         train(options.config, folder, fields | {"data.path": options.data}, others)
         runs.setdefault((rule, rate), []).append(folder)
     print("\n".join(table_of(runs)))
+    if options.plot:
+        options.plot.write_bytes(picture(runs, options.config))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def row(backend: str, direction: str = "both", ms: float = 1.0):
 def test_the_verdict():
     rows = [row("reference", ms=4.0), row("triton", ms=1.0)]
     assert "belongs in MEASURED_FASTER" in command.verdict(rows)
-    assert "take 0.50 of fla's time" in command.verdict([*rows, row("fla", ms=2.0)])
+    other = row("fla", ms=2.0) | {"kernel_ms": 1.6}
+    assert "take 0.50 of fla's time, 0.62 of its kernels'" in command.verdict([*rows, other])
     assert "triton is slower" in command.verdict([row("reference"), row("triton", ms=2.0)])
     assert command.verdict([row("reference"), row("triton") | {"failed": "wrong"}]) == ""
 
@@ -90,19 +91,21 @@ def test_without_the_other_project(tmp_path):
 
 def test_beside_the_other_project(tmp_path):
     """A program in its place answers as it does."""
-    versions = {"keys": "shared", "fla": "0", "torch": "0"}
+    versions = {"keys": "shared", "fla": "0", "torch": "0", "kernel_ms": 0.5}
     answers = [
         {"direction": d, "ms": ms, **versions} for d, ms in (("forward", 1.0), ("both", 2.0))
     ]
     forward, both = beside.fla_rows(SMALL, answering(tmp_path, *answers), 3)
     assert (forward["ms"], both["ms"], both["keys"]) == (1.0, 2.0, "shared")
+    assert both["kernel_ms"] == 0.5
     assert both["tflops"] == SMALL.flops("both") / 2.0 / 1e9
     assert json.loads((tmp_path / "given").read_text()) == SMALL.size | {"repeats": 3}
 
 
 def test_a_program_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(beside, "LIMIT", 1)
-    answer = {"direction": "forward", "ms": 1.0, "keys": "shared", "fla": "0", "torch": "0"}
+    answer = {"direction": "forward", "ms": 1.0, "kernel_ms": 0.5}
+    answer |= {"keys": "shared", "fla": "0", "torch": "0"}
     program = answering(tmp_path, answer, then="exec sleep 60")
     forward, both = beside.fla_rows(SMALL, program, 3)
     assert forward["ms"] == 1.0 and both["failed"] == "stopped after 1 s"

@@ -14,6 +14,7 @@ from jaxpar.checkpoint import loading
 from jaxpar.checkpoint import saved as checkpoint_saved
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
+from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
@@ -81,9 +82,8 @@ def test_moments_kept_otherwise_are_converted(setup, then, now):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(
         changed, other_mesh
     )
-    as_kept = moments.in_storage_dtype(
-        jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer
-    )
+    arrays, specs = jax.tree.map(jnp.asarray, saved.opt_state), trainable_specs(changed)
+    as_kept = moments.in_storage_dtype(arrays, changed.optimizer, specs)
     wanted = dataclasses.replace(saved, opt_state=jax.device_get(as_kept))
     assert_same_bits(logical(restored, changed), wanted)
 
@@ -121,9 +121,8 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
 
     monkeypatch.setattr(loading, "read_saved", read_old)
     changed, _ = setup(**BFLOAT16)
-    as_kept = moments.in_storage_dtype(
-        jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer
-    )
+    arrays, specs = jax.tree.map(jnp.asarray, saved.opt_state), trainable_specs(changed)
+    as_kept = moments.in_storage_dtype(arrays, changed.optimizer, specs)
     restored = checkpoint.restore(changed, mesh)
     assert_same_bits(logical(restored, changed).opt_state, jax.device_get(as_kept))
 

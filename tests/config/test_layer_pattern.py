@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check
-from tests.meshes.test_recurrent_layers import DELTA_NET, QWEN3_NEXT
+from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, QWEN3_NEXT
 
 PLAIN = {"model.layer_pattern": ""}
 MAMBA = {"model.layer_pattern": "GM*", "model.num_layers": 3}
@@ -25,6 +25,13 @@ DEFAULTS = {
     "model.linear_key_head_dim": 32,
     "model.linear_value_head_dim": 32,
     "model.recurrent_chunk": 64,
+}
+#: The same of the sizes that Kimi Delta Attention reads too.
+OF_DELTA = {
+    "num_key_heads": 4,
+    "num_value_heads": 8,
+    "key_head_dim": 32,
+    "value_head_dim": 32,
 }
 REFUSED = {
     "model.matmul_dtype": "float8",
@@ -79,7 +86,24 @@ CASES = [
         "dense_d_ff = 9: must be divisible by parallel.tensor = 2.*dense-d-ff 10",
     ),
     ({"model.layer_pattern": "", "model.rope_fraction": 0.0} | DEFAULTS, "rope_fraction = 0.0"),
-    (PLAIN | DEFAULTS | {"model.recurrent_backend": "triton"}, "needs a layer of kind G or M"),
+    (PLAIN | DEFAULTS | {"model.recurrent_backend": "triton"}, "needs a layer of kind G or M or K"),
+    (
+        KERNELS | {"model.layer_pattern": "K*", "model.linear_num_value_heads": 2},
+        "backend = 'triton': has no kernel for decays of each channel.*backend auto",
+    ),
+    (
+        {"model.layer_pattern": "K*"},
+        r"value_heads = 4: must be model.linear_num_key_heads = 2: .*\(K\).*value-heads 2",
+    ),
+    (
+        {"model.layer_pattern": "k*", "model.linear_num_value_heads": 2},
+        r"num_experts = 0: must be above 0: layers of kind k .*experts 8.*pattern 'K\*'",
+    ),
+    (
+        {"model.layer_pattern": "k*E-", "model.num_experts": 4, "model.num_layers": 4}
+        | {"model.linear_num_value_heads": 2},
+        "pattern = 'k.*': has layers of kind k, which have no feed-forward beside - or E",
+    ),
     (KERNELS | {"model.dtype": "float32"}, "backend = 'triton': needs bfloat16.*dtype bfloat16"),
     (KERNELS | {"model.recurrent_chunk": 48}, "chunk = 48: must be 32 or 64 for .*chunk 64"),
     (KERNELS | {"model.linear_key_head_dim": 96}, "key_head_dim = 96: must be 64 or 128.*dim 128"),
@@ -116,6 +140,21 @@ def test_kernels_by_name():
 def test_heads_are_split_over_tensor():
     with pytest.raises(ConfigError, match=r"linear_num_key_heads = 2: must be divisible by .*tens"):
         check(replace(DELTA_NET, **{"parallel.tensor": 4, "model.num_kv_heads": 4}))
+
+
+def test_the_matrices_after_latents_are_split():
+    said = r"linear_value_head_dim = 8: must be divisible by .*data = 16.*after latents"
+    wide = {"model.d_model": 32, "train.global_batch_size": 16, "model.kv_lora_rank": 16}
+    with pytest.raises(ConfigError, match=said):
+        check(replace(KIMI_LINEAR, **wide, **{"parallel.data": 16}))
+
+
+def test_attention_on_latents_may_have_no_positions_beside_a_recurrence():
+    check(KIMI_LINEAR)
+    alone = {"model.layer_pattern": "", "model.num_layers": 2, "model.dense_d_ff": None}
+    alone |= {f"model.linear_{name}": value for name, value in OF_DELTA.items()}
+    with pytest.raises(ConfigError, match=r"rope_fraction = 0\.0: "):
+        check(replace(KIMI_LINEAR, **alone, **{"model.recurrent_chunk": 64}))
 
 
 def test_a_gate_needs_shared_experts():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.convert import tiny_gpt
+from tests.convert import tiny_gpt, tiny_kimi
 from tests.convert.tiny_models import MODELS
 from tests.convert.tiny_ropes import ROPES  # noqa: F401
 
@@ -34,6 +34,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
     if values["model_type"] in ("gpt2", "gpt_neox", "starcoder2"):
         return tiny_gpt.shapes(values)
+    if values["model_type"] == "kimi_linear":
+        return tiny_kimi.shapes(values)
     kind, D = values["model_type"], values["hidden_size"]
     if kind == "nemotron_h":
         return _nemotron_h(values)

@@ -54,7 +54,7 @@ def test_it_learns_the_preference_and_resumes_without_the_reference(
     again = tmp_path / "again"
     branch(str(run), str(again), 6, print)
     assert not file_of(again, "train").exists()
-    assert train_on(4, config, *flags, "--run.dir", str(again), "--parallel.tensor", "2") == 0
+    assert train_on(2, config, *flags, "--run.dir", str(again)) == 0
     for name in ("loss", "reward_margin", "chosen_reward"):
         first, second = records(run, name), records(again, name)
         later = range(7, STEPS + 1)

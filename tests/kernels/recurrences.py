@@ -12,7 +12,7 @@ NAMES = ("out", "last", "dq", "dk", "dv", "d_log_decay", "d_rate", "d_state")
 
 @dataclass(frozen=True)
 class Case:
-    """A call. rule: "delta_rule" or "state_space". documents: per token."""
+    """A call. rule: "delta_rule", the same "by_channel", or "state_space". documents: per token."""
 
     rule: str = "delta_rule"
     B: int = 1
@@ -38,7 +38,8 @@ def inputs_of(case: Case):
     B, T, H = case.B, case.T, case.H
     q, k, v = (normal(B, T, n, w) for n, w in ((case.G, case.K),) * 2 + ((H, case.V),))
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-    log_decay = -case.decay * jax.nn.softplus(normal(B, T, H))
+    each = (case.K,) if case.rule == "by_channel" else ()
+    log_decay = -case.decay * jax.nn.softplus(normal(B, T, H, *each))
     rate, begins = jax.nn.sigmoid(normal(B, T, H)), jnp.asarray(rng.random((B, T)) < case.documents)
     state, d_out, d_last = (normal(B, H, n, case.V) for n in (case.K, T, case.K))
     q, k, v = (a.astype(case.dtype) for a in (q, k, v))
@@ -51,7 +52,7 @@ def run(function, case: Case, dtype: str | None = None) -> list[np.ndarray]:
     q, k, v = (a.astype(dtype or case.dtype) for a in (q, k, v))
 
     def total(q, k, v, log_decay, rate, state):
-        of_rule = (rate,) if case.rule == "delta_rule" else ()
+        of_rule = () if case.rule == "state_space" else (rate,)
         found = function(q, k, v, log_decay, *of_rule, begins, state, case.C)
         return sum(jnp.sum(a * w) for a, w in zip(found, weights, strict=True)), found
 
@@ -61,12 +62,14 @@ def run(function, case: Case, dtype: str | None = None) -> list[np.ndarray]:
 
 
 def by_token(q, k, v, log_decay, rate, begins, state, size: int):
-    """`delta_rule` one token after the other, and the last state."""
+    """`delta_rule`, also by channel, one token after the other; and the last state."""
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
     q, k = (jnp.repeat(a, v.shape[2] // a.shape[2], axis=2) for a in (q, k))
 
     def one(state, token):
         q, k, v, decay, rate, begins = token
-        state = jnp.where(begins[:, None, None, None], 0.0, decay[..., None, None] * state)
+        state = jnp.where(begins[:, None, None, None], 0.0, decay[..., None] * state)
         known = jnp.einsum("bhkv,bhk->bhv", state, k)
         state = state + jnp.einsum("bhk,bhv->bhkv", k, rate[..., None] * (v - known))
         return state, jnp.einsum("bhkv,bhk->bhv", state, q)

@@ -1,4 +1,4 @@
-"""The float8 kernels of experts on a Hopper GPU, against the reference."""
+"""The kernels of experts on a Hopper GPU, against the reference."""
 
 import functools
 
@@ -35,6 +35,44 @@ def in_use(tiles, a) -> np.ndarray:
 def error(tiles, found, wanted) -> float:
     found, wanted = in_use(tiles, found), in_use(tiles, wanted)
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+#: A width that tiles divide, and two that end within a tile, of 192 and of 256.
+WIDTHS = [768, 1856, 704]
+
+
+@pytest.mark.parametrize("F", WIDTHS)
+@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_grouped_matmul(narrow, transpose, expert_dim, F, tiles):
+    """Rows [R, K] times [K, N], to a result's bfloat16. What is beyond N stays as it was."""
+    K, N = (D, F) if narrow else (F, D)
+    R, E = 128 * len(tiles.expert), len(COUNTS)
+    cut = (N, K) if transpose else (K, N)
+    w = draw(1, *((E, *cut) if expert_dim == 0 else (cut[0], E, cut[1])))
+    how = dict(transpose=transpose, expert_dim=expert_dim)
+    x = draw(0, R, K)
+    found = jax.jit(functools.partial(hopper.grouped_matmul, **how))((x,), (w,), tiles)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(reference.grouped_matmul, **how))((x,), (w,), tiles)
+    assert found.shape == (R, N) and error(tiles, found, wanted) < 5e-3
+
+
+@pytest.mark.parametrize("F", WIDTHS)
+@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_grouped_outer(narrow, expert_dim, F, tiles):
+    M, N = (D, F) if narrow else (F, D)
+    R = 128 * len(tiles.expert)
+    used = jnp.arange(R) < 128 * tiles.used[0]
+    x, y = (draw(i, R, n) * used[:, None].astype(jnp.bfloat16) for i, n in enumerate((M, N)))
+    how = dict(expert_dim=expert_dim, dtype=jnp.float32)
+    found = jax.jit(functools.partial(hopper.grouped_outer, **how))(x, y, tiles)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(reference.grouped_outer, **how))(x, y, tiles)
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 1e-4
 
 
 @pytest.mark.parametrize(("expert_dim", "rows"), [(0, FORWARD), (1, FORWARD), (0, BACKWARD)])

@@ -9,7 +9,7 @@ from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import hopper, max_rows, reference, tiles_of
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import Launch, place
 from tests.kernels.cases import interpreter
-from tests.slow import slow
+from tests.slow import slow, slow_but
 
 CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
 LAUNCH = Launch(ctas=2, interpret=True)
@@ -19,7 +19,8 @@ TILE = 128
 QUICK = [0, 1, 127, 128, 129]
 #: Rows of passes that the interpreter runs one at a time.
 FEW = [0, 1, 127]
-COUNTS = [QUICK, *map(slow, ([300, 0, 0], [0, 0, 300], [0, 0], [128, 256, 1, 0, 7, 640]))]
+ALL = [QUICK, [300, 0, 0], [0, 0, 300], [0, 0], [128, 256, 1, 0, 7, 640]]
+COUNTS = slow_but([QUICK], ALL)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_outer(counts, expert_dim, dtype, races):
     assert races() == [False]
 
 
-@pytest.mark.parametrize("counts", COUNTS[:1], ids=str)
+@pytest.mark.parametrize("counts", [FEW, slow(QUICK)], ids=str)
 def test_rows_taken(counts, races):
     tiles, used, x = inputs(counts, 128)
     token = jnp.asarray(np.random.default_rng(4).integers(0, len(x), size=len(x)), jnp.int32)
@@ -133,7 +134,7 @@ def test_swiglu_in_float8(counts, backward, races):
     assert races() == [False]
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", [FEW, *map(slow, ALL)], ids=str)
 @pytest.mark.parametrize(
     ("glu", "biased"),
     [(SwiGLU(), False), (CLAMPED, True), slow(SwiGLU(), True), slow(CLAMPED, False)],

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.platform import Platform
-from jaxpar.kernels.recurrence import Shape, choose, delta_rule, reference, refusal
+from jaxpar.kernels.recurrence import (
+    Shape,
+    choose,
+    delta_rule,
+    delta_rule_by_channel,
+    reference,
+    refusal,
+)
 from jaxpar.kernels.recurrence.chunks import Sums, sums_of
 from jaxpar.kernels.recurrence.inverse import unit_lower_inverse
 from jaxpar.kernels.recurrence.triton import api as triton
@@ -43,6 +50,44 @@ def test_kernels_equal_the_reference(case):
 def test_the_reference_equals_one_token_after_the_other(case):
     """From a state, with heads that share keys, and documents that begin anywhere."""
     assert max(errors(run(reference.delta_rule, case), run(by_token, case)).values()) <= 2e-6
+
+
+#: Tiles alone, halves of halves, a chunk that is no power of two, and decays of up to exp(-100) and
+#: more a token, where the exponential of a sum would overflow or vanish.
+BY_CHANNEL = [
+    Case("by_channel", G=2, C=32, T=70),
+    slow(Case("by_channel", G=2, C=5, T=33)),
+    slow(Case("by_channel", G=2, C=48, T=100, B=2, V=8)),
+    Case("by_channel", G=2, C=64, T=70, decay=50.0, documents=0.02),
+    slow(Case("by_channel", G=2, C=64, T=200, decay=1e-4, documents=0.0)),
+    slow(Case("by_channel", G=2, C=256, T=300)),
+]
+
+
+@pytest.mark.parametrize("case", BY_CHANNEL, ids=str)
+def test_decays_of_channels_equal_one_token_after_the_other(case):
+    found, wanted = run(delta_rule_by_channel, case), run(by_token, case)
+    assert all(np.isfinite(a).all() for a in found)
+    assert max(errors(found, wanted).values()) <= 1e-5
+
+
+def test_equal_decays_of_channels_are_those_of_the_head():
+    case = Case("by_channel", G=2, C=32)
+    (q, k, v, log_decay, *rest, state), _ = inputs_of(case)
+    of_head = log_decay[..., 0]
+    alike = jnp.broadcast_to(of_head[..., None], log_decay.shape)
+    found = delta_rule_by_channel(q, k, v, alike, *rest, state, case.C)
+    wanted = reference.delta_rule(q, k, v, of_head, *rest, state, case.C)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decays_of_channels_in_16_bits(dtype):
+    case = Case("by_channel", G=2, T=150, C=32, K=32, decay=0.1, dtype=dtype)
+    exact = run(delta_rule_by_channel, case, "float32")
+    assert max(errors(run(delta_rule_by_channel, case), exact).values()) < 1e-2
 
 
 @pytest.mark.slow

@@ -59,10 +59,10 @@ STAGES = {
 }
 
 
-ZERO_1 = "pipeline=2,num_microbatches=2,zero=1,layer_loop=unroll"
+MIXED = "pipeline=2,num_microbatches=2,expert=2,tensor=2,zero=1,layer_loop=unroll"
 
 
-@pytest.mark.parametrize("mesh", slow_but([MESHES[0], ZERO_1], MESHES))
+@pytest.mark.parametrize("mesh", slow_but([MIXED], MESHES))
 def test_gradients(mesh, devices):
     assert not compare(mesh, replace(DEEPSEEK, **DENSE), devices).mismatches()
 

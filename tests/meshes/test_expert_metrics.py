@@ -34,21 +34,26 @@ def rows_of_plain_model(cfg: Config) -> np.ndarray:
     return np.asarray(loads(params, traces.random_batch(cfg)))
 
 
-def measured(mesh_item: str, cfg: Config, devices) -> dict[str, np.ndarray]:
+@functools.cache
+def measured(mesh_item: str, cfg: Config) -> dict[str, np.ndarray]:
     """The metrics of a step on a mesh."""
     parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
-    mesh = make_mesh(parallel, devices[:n])
+    mesh = make_mesh(parallel, jax.devices()[:n])
     batch = traces.place_batch(traces.random_batch(cfg), on_mesh, mesh)
     step = make_train_step(on_mesh, mesh, expert_rows=True)
     _, found = step(init_state(on_mesh, mesh), batch)
     return {k: np.asarray(v) for k, v in vars(jax.device_get(found)).items() if v is not None}
 
 
-MESHES = ["expert=2"]
+TOKENS = replace(BASE, **{"parallel.expert_dispatch": "tokens"})
+
+#: The buffer has 0.3 of equal shares.
+IN_ROUNDS = replace(TOKENS, **{"parallel.expert_slack": 0.3})
 
 SLOW_MESHES = """
+expert=2
 expert=2,pipeline=2,num_microbatches=2,zero=1
 data=2
 expert=4
@@ -62,10 +67,12 @@ pipeline=2,num_microbatches=2
 FURTHER = ["expert=2", "expert=2,tensor=2", "expert=4,data=2"]
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, *map(slow, SLOW_MESHES)])
-def test_loads_are_those_of_the_plain_model(mesh, devices):
-    cfg = replace(BASE, **{"model.num_layers": 5}) if "virtual" in mesh else BASE
-    rows, found = rows_of_plain_model(cfg), measured(mesh, cfg, devices)
+@pytest.mark.parametrize(
+    ("mesh", "cfg"), [(FURTHER[0], IN_ROUNDS), *(slow(mesh, BASE) for mesh in SLOW_MESHES)]
+)
+def test_loads_are_those_of_the_plain_model(mesh, cfg):
+    cfg = replace(cfg, **{"model.num_layers": 5}) if "virtual" in mesh else cfg
+    rows, found = rows_of_plain_model(cfg), measured(mesh, cfg)
     np.testing.assert_array_equal(found["expert_rows"], rows)
     np.testing.assert_allclose(found["fullest_expert"], (4 * rows / rows.sum(1)[:, None]).max())
     n = int(mesh.partition("expert=")[2][:1] or 1)
@@ -78,21 +85,16 @@ def test_loads_are_those_of_the_plain_model(mesh, devices):
     np.testing.assert_allclose(found["fullest_rank_mean"], wanted.mean(), rtol=1e-6)
 
 
-TOKENS = replace(BASE, **{"parallel.expert_dispatch": "tokens"})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", FURTHER)
-def test_a_buffer_for_all_that_can_arrive_needs_one_round(mesh, devices):
+def test_a_buffer_for_all_that_can_arrive_needs_one_round(mesh):
     large = replace(TOKENS, **{"parallel.expert_slack": 4.0})
-    assert measured(mesh, large, devices)["further_rounds"] == 0
+    assert measured(mesh, large)["further_rounds"] == 0
 
 
 @pytest.mark.parametrize("mesh", slow_but(FURTHER[:1], FURTHER))
-def test_further_rounds_are_counted(mesh, devices):
-    """The buffer has 0.3 of equal shares."""
-    small = replace(TOKENS, **{"parallel.expert_slack": 0.3})
-    rows, found = rows_of_plain_model(small), measured(mesh, small, devices)["further_rounds"]
+def test_further_rounds_are_counted(mesh):
+    rows, found = rows_of_plain_model(IN_ROUNDS), measured(mesh, IN_ROUNDS)["further_rounds"]
     n, groups = int(mesh.partition("expert=")[2][:1]), 2 if "data" in mesh else 1
     if groups == 1:  # all tokens are on one expert axis
         padded = (-(-rows // 32) * 32).reshape(len(rows), n, -1).sum(2)

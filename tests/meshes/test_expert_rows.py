@@ -13,9 +13,10 @@ BY_ROWS = replace(DEEPSEEK, **{"parallel.expert_dispatch": "rows"})
 #: Fewer rows than equal shares.
 IN_ROUNDS = replace(BY_ROWS, **{"parallel.expert_slack": 0.3})
 
-QUICK_MESHES = ["expert=2,sequence=2,layer_loop=unroll"]
+QUICK_MESHES = ["expert=2,sequence=2"]
 
 MORE_MESHES = """
+expert=2,sequence=2,layer_loop=unroll
 expert=2,pipeline=2,num_microbatches=2,zero=1
 expert=2
 expert=4

@@ -35,13 +35,16 @@ pipeline=2,num_microbatches=2,expert=2,zero=1
 data=2,zero=2,num_microbatches=2
 """.split()
 
+MIXED = "expert=2,tensor=2,gather_dtype=float8"
+
 
 @functools.cache
 def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
     return first_gradients("data=1", jax.devices("cpu"), model__matmul_dtype=dtype, **EXPERTS)
 
 
-@pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[:1], EXPERT_MESHES))
+@pytest.mark.slow  # quicker: those with biases, below
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices, **EXPERTS), one_device_with_experts()
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
@@ -49,6 +52,7 @@ def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
     assert error < ACROSS_MESHES, name
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_near_those_of_float32():
     """Rounding moves some tokens to other experts."""
     found, wanted = one_device_with_experts(), one_device_with_experts("compute")
@@ -58,7 +62,8 @@ def test_gradients_of_experts_are_near_those_of_float32():
 
 
 @pytest.mark.parametrize(
-    "mesh", slow_but(["tensor=2,expert=2"], ["tensor=2,expert=2", *EXPERT_MESHES[:3]])
+    "mesh",
+    slow_but([MIXED], [MIXED, "tensor=2,expert=2", *EXPERT_MESHES[:3]]),
 )
 def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
     found, wanted = (first_gradients(on, devices, **BIASED) for on in (mesh, "data=1"))

@@ -1,11 +1,15 @@
 """Where a layer's norms are written as they are, unscaled, or not at all."""
 
+import jax
 import pytest
 
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import Unmaterialized
 from jaxpar.model import layer, norm
-from tests.meshes.test_float8 import lowered_step, on_mesh
+from jaxpar.step.state import abstract_state
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import traces
+from tests.meshes.float8_traces import on_mesh
 
 COMPUTE = {"model__matmul_dtype": "compute"}
 
@@ -43,6 +47,7 @@ def test_what_matmuls_are_given_of_a_norm(item, fields, kind, devices, monkeypat
         return x, h
 
     monkeypatch.setattr(layer, "norm_of_stream", norm_of_stream)
-    lowered_step(cfg, mesh)
+    batch = jax.eval_shape(lambda: traces.random_batch(cfg))
+    make_gradient_step(cfg, mesh).eval_shape(abstract_state(cfg).params, batch)
     assert execution_of(cfg).norm == kind
     assert set(seen) == {(kind == "in_quantizer", kind == "deferred_scale")}

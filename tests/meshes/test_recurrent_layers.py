@@ -81,6 +81,29 @@ OLMO_HYBRID = replace(
     },
 )
 
+#: Kimi Delta Attention, whose first layer is dense, and latent attention without positions.
+KIMI_LINEAR = replace(
+    DELTA_NET,
+    **{
+        "model.layer_pattern": "kK*",
+        "model.num_layers": 3,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 8,
+        "model.kv_lora_rank": 8,
+        "model.qk_rope_head_dim": 4,
+        "model.v_head_dim": 6,
+        "model.rope_fraction": 0.0,
+        "model.linear_num_key_heads": 4,
+        "model.linear_value_head_dim": 8,
+        "model.num_experts": 4,
+        "model.num_shared_experts": 1,
+        "model.dense_d_ff": 24,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_scale": 2.5,
+    },
+)
+
 #: The same with experts of two matrices, and in one layer a dense feed-forward.
 NEMOTRON_3 = replace(
     NEMOTRON_H,
@@ -120,7 +143,8 @@ sequence=2,tensor=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(MESHES[1:2], MESHES))
+@pytest.mark.slow  # quicker: test_stages and test_qwen3_next
+@pytest.mark.parametrize("mesh", MESHES)
 def test_delta_net(mesh, devices):
     assert not compare(mesh, DELTA_NET, devices).mismatches()
 
@@ -140,6 +164,7 @@ def test_stages(mesh, devices):
 
 
 QWEN3_NEXT_MESHES = """
+data=2,sequence=2,tensor=2
 data=2,tensor=2
 expert=2,sequence=2
 sequence=2,tensor=2
@@ -153,12 +178,11 @@ def test_qwen3_next(mesh, devices):
 
 
 @pytest.mark.slow
-def test_rows_of_experts_are_in_the_models_order_of_layers(devices):
+def test_rows_of_experts_are_in_the_models_order_of_layers():
     """Whether layers are unrolled, or scanned as places of a period."""
     cfg = replace(QWEN3_NEXT, **{"model.num_layers": 4})
     rows = [
-        measured(f"data=2,layer_loop={loop}", cfg, devices)["expert_rows"]
-        for loop in ("unroll", "scan")
+        measured(f"data=2,layer_loop={loop}", cfg)["expert_rows"] for loop in ("unroll", "scan")
     ]
     assert rows[0].shape[0] == 4
     for found in rows:
@@ -176,12 +200,14 @@ data=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(NEMOTRON_H_MESHES[:1], NEMOTRON_H_MESHES))
+@pytest.mark.slow  # quicker: test_nemotron_3, which has the same layers
+@pytest.mark.parametrize("mesh", NEMOTRON_H_MESHES)
 def test_nemotron_h(mesh, devices):
     assert not compare(mesh, NEMOTRON_H, devices).mismatches()
 
 
 NEMOTRON_3_MESHES = """
+expert=2,sequence=2,tensor=2
 expert=2,tensor=2
 data=2,tensor=2
 expert=2,sequence=2
@@ -206,6 +232,26 @@ def test_stages_with_experts(devices):
     deeper = replace(NEMOTRON_3, **{"model.num_layers": 10})
     mesh = "pipeline=2,num_microbatches=2,expert=2,zero=1"
     assert not compare(mesh, deeper, devices).mismatches()
+
+
+KIMI_LINEAR_MESHES = """
+sequence=2,tensor=2
+expert=2,tensor=2
+data=2,tensor=2
+expert=2,sequence=2
+sequence=4
+data=2,zero=2,num_microbatches=2
+data=2,zero=1,num_microbatches=2
+expert=2,tensor=2,row_groups=2
+tensor=2,remat=dots
+tensor=2,remat=attn_out
+expert=2,data=2,layer_loop=scan
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(KIMI_LINEAR_MESHES[:1], KIMI_LINEAR_MESHES))
+def test_kimi_linear(mesh, devices):
+    assert not compare(mesh, KIMI_LINEAR, devices).mismatches()
 
 
 OLMO_HYBRID_MESHES = """

@@ -15,10 +15,11 @@ from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import moments
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count
+from jaxpar.step.conversions import in_configured_dtypes
 from jaxpar.step.state import (
+    abstract_logical,
     abstract_state,
     bytes_per_device,
-    in_configured_dtypes,
     init_state,
     state_shardings,
 )
@@ -214,9 +215,10 @@ def test_conversion_keeps_shardings_and_rounds_to_the_nearest(devices):
         third = lambda _, __, a: jax.device_put(np.full(a.shape, 1 / 3, a.dtype), a.sharding)  # noqa: E731
         thirds = moments.map_moments(third, state.opt_state)
         state = dataclasses.replace(state, opt_state=thirds)
-        narrow = in_configured_dtypes(state, replace(cfg, **BOTH))
+        in_16_bits = replace(cfg, **BOTH)
+        narrow = in_configured_dtypes(state, abstract_logical(in_16_bits, mesh), in_16_bits)
         assert jax.tree.map(lambda a: a.sharding, narrow) == state_shardings(cfg, mesh)
-        back = in_configured_dtypes(narrow, cfg)
+        back = in_configured_dtypes(narrow, abstract_logical(cfg, mesh), cfg)
         (value,) = {float(jnp.max(a)) for a in jax.tree.leaves(back.opt_state[0].mu)}
         assert value == float(jnp.bfloat16(1 / 3))
         assert narrow.opt_state[0].nu["embed"].dtype == jnp.bfloat16

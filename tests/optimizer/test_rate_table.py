@@ -12,6 +12,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, init_state, state_shardings
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import traces
+from tests.slow import slow
 from tests.tiny import TINY
 
 INPUT = {"optimizer.schedule_as_input": True}
@@ -66,15 +67,11 @@ def test_all_schedules_have_one_program_only_as_an_input():
 @pytest.mark.parametrize(
     ("devices", "fields"),
     [
-        (1, {"optimizer.name": "muon", "optimizer.first_moment_dtype": "bfloat16"}),
-        pytest.param(
-            4,
-            {"parallel.pipeline": 2, "parallel.num_microbatches": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, {"optimizer.name": "lion", "parallel.tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer.name": "adafactor"}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer.name": "sgd"}, marks=pytest.mark.slow),
+        (2, {"optimizer.name": "lion", "parallel.tensor": 2}),
+        slow(1, {"optimizer.name": "muon", "optimizer.first_moment_dtype": "bfloat16"}),
+        slow(4, {"parallel.pipeline": 2, "parallel.num_microbatches": 2}),
+        slow(2, {"optimizer.name": "adafactor"}),
+        slow(2, {"optimizer.name": "sgd"}),
     ],
 )
 def test_steps_are_the_same_with_and_without(devices, fields):

@@ -8,17 +8,21 @@ from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.layer_kinds import kinds
 from jaxpar.config.validate import resolve
+from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
+from jaxpar.planning.predict.attention import Projection, projections
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
-from jaxpar.planning.predict.recurrence import recurrence_bytes
+from jaxpar.planning.predict.recurrence import recurrence_bytes, with_backend
 from jaxpar.planning.predict.shard import shard_of
-from tests.meshes.test_recurrent_layers import DELTA_NET, NEMOTRON_H
+from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, NEMOTRON_H
 
 ONE = {"parallel.data": 1}
 
 
-@pytest.mark.parametrize("cfg", [DELTA_NET, NEMOTRON_H], ids=["delta_net", "nemotron_h"])
+@pytest.mark.parametrize(
+    "cfg", [DELTA_NET, NEMOTRON_H, KIMI_LINEAR], ids=["delta_net", "nemotron_h", "kimi"]
+)
 def test_a_stage_has_the_parameters_of_its_layers(cfg):
     deeper = replace(cfg, **{"model.num_layers": 2 * cfg.model.num_layers})
     of_layers = flops.num_params(deeper.model) - flops.num_params(cfg.model)
@@ -50,6 +54,34 @@ def test_layers_without_attention_save_none_of_its_values():
     of_mamba = 4 * m.mamba_num_heads * m.mamba_head_dim
     assert saved_per_token(cfg) == 4 * m.d_model + 8 + (of_attention + of_mamba) / 4
     assert memory_of(cfg).total > 0
+
+
+def test_decays_of_channels_need_more_memory_and_have_no_kernels():
+    """XLA's plans on a CPU, of chunks of 64 and heads of 128: 13.4 and 17.6 KB a token and head."""
+    cfg = load_config("kimi_linear_48b_a3b")
+    by_channel, of_head = (
+        recurrence_bytes(replace(cfg, **{"model.layer_pattern": kind}).model, 1) for kind in "KG"
+    )
+    assert 1.25 < by_channel / of_head < 1.4
+    hopper = Platform("gpu", "NVIDIA H200", "9.0")
+    mixed = replace(cfg, **{"model.layer_pattern": "KG*"})
+    assert with_backend(mixed, hopper).model.recurrent_backend == "reference"
+    assert with_backend(cfg, hopper).model.recurrent_backend == "reference"
+
+
+def test_latents_of_attention_are_not_those_of_other_layers():
+    """Matrices of one layer of each kind in the plan are those of the model."""
+    cfg = resolve(replace(KIMI_LINEAR, **ONE), 1)
+    widths = {k.cfg.model.layer_pattern: projections(k.cfg.model, 1) for k in layer_kinds(cfg)}
+    m, D = cfg.model, cfg.model.d_model
+    heads, latent = m.linear_num_key_heads, m.linear_value_head_dim
+    columns = heads * (2 * m.linear_key_head_dim + latent + 1) + 2 * latent
+    assert widths["K"] == widths["k"]
+    assert widths["K"]["qkv"] == [
+        Projection(D, columns),
+        Projection(latent, heads * (m.linear_key_head_dim + latent)),
+    ]
+    assert widths["K"].keys() == {"qkv", "wo"} and "latents" in widths["*"]
 
 
 def test_kernels_need_less_memory_and_time():

@@ -27,7 +27,7 @@ def fla_rows(problem: RecurrenceProblem, python: str, repeats: int) -> list[cont
     for line in lines:
         found = json.loads(line)
         row = rows[found["direction"]]
-        row |= {name: found[name] for name in ("fla", "torch", "keys")}
+        row |= {name: found[name] for name in ("fla", "torch", "keys", "kernel_ms")}
         row |= contest.figures(problem, found["direction"], found["ms"])
     return [row if "ms" in row else row | {"failed": failed} for row in rows.values()]
 

@@ -133,7 +133,7 @@ def _cells(row: contest.Row) -> list[str]:
         number(row["tflops"], ".1f"),
         number(row.get(f"times_{contest.RIVAL}"), ".2f"),
         number(max(row.get("error", {}).values(), default=None), ".1e"),
-        row.get("failed", ""),
+        row.get("failed", f"kernels {row['kernel_ms']:.3f} ms" if "kernel_ms" in row else ""),
     ]
 
 
@@ -149,5 +149,7 @@ def verdict(rows: Sequence[contest.Row]) -> str:
         f"triton is faster: {kind!r} belongs in MEASURED_FASTER" if faster else "triton is slower"
     )
     if "ms" in other:
-        said += f"; forward and backward take {ours['ms'] / other['ms']:.2f} of fla's time"
+        share, alone = ours["ms"] / other["ms"], ours["ms"] / other["kernel_ms"]
+        said += f"; forward and backward take {share:.2f} of fla's time"
+        said += f", {alone:.2f} of its kernels'"
     return f"  {said}\n"

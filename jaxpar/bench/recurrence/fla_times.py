@@ -1,8 +1,9 @@
 """Times flash-linear-attention's kernels on one problem: a program of its own, with PyTorch.
 
-Reads the problem from standard input as JSON, and writes a line of JSON with milliseconds for each
-direction once it is measured: fla's compiler may not end for the next one. It imports
-nothing of jaxpar, so that a Python with PyTorch and fla can run this file alone.
+Reads the problem from standard input as JSON, and writes a line of JSON for each direction once it
+is measured, since fla's compiler may not end for the next one: `ms`, launches from Python back to
+back, and `kernel_ms`, the sum of the kernels' durations. It imports nothing of jaxpar, so that a
+Python with PyTorch and fla can run this file alone.
 """
 
 import json
@@ -30,7 +31,8 @@ def main() -> None:
     versions = {"fla": fla.__version__, "torch": torch.__version__, "keys": keys}
     for direction, launch in launches(problem, arrays, weights).items():
         ms = median(launch, problem["repeats"])
-        print(json.dumps({"direction": direction, "ms": ms, **versions}), flush=True)
+        found = {"direction": direction, "ms": ms, "kernel_ms": kernel_ms(launch)}
+        print(json.dumps(found | versions), flush=True)
 
 
 def inputs(p: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -108,6 +110,17 @@ def median(launch: Callable[[], Any], repeats: int) -> float:
         once = batch(launch, 5)
     count = max(round(BATCH_SECONDS / once), 1)
     return 1e3 * statistics.median(batch(launch, count) for _ in range(repeats))
+
+
+def kernel_ms(launch: Callable[[], Any], count: int = 10) -> float:
+    """Return the milliseconds of a launch's kernels, without the time in which the GPU waits."""
+    kind = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[kind]) as profile:
+        for _ in range(count):
+            launch()
+        torch.cuda.synchronize()
+    micros = sum(event.self_device_time_total for event in profile.key_averages())
+    return micros / count / 1e3
 
 
 def batch(launch: Callable[[], Any], count: int) -> float:

@@ -9,11 +9,16 @@ from jaxpar.config.schema import Config
 #: The letters, after Nemotron-H's.
 ATTENTION, DELTA_NET, MAMBA, FEED_FORWARD, EXPERTS = "*", "G", "M", "-", "E"
 
+#: Kimi Delta Attention. The second has a dense feed-forward in a model with experts.
+KDA, KDA_DENSE = "K", "k"
+
 #: The name of each kind's stack of parameters.
 STACKS = {
     ATTENTION: "layers",
     DELTA_NET: "delta_layers",
     MAMBA: "mamba_layers",
+    KDA: "kda_layers",
+    KDA_DENSE: "kda_dense_layers",
     FEED_FORWARD: "mlp_layers",
     EXPERTS: "moe_layers",
 }
@@ -22,7 +27,7 @@ STACKS = {
 FEED_FORWARDS = (FEED_FORWARD, EXPERTS)
 
 #: Kinds whose layers carry a state from token to token.
-RECURRENT = (DELTA_NET, MAMBA)
+RECURRENT = (DELTA_NET, MAMBA, KDA, KDA_DENSE)
 
 
 def kinds(m: ModelConfig) -> str:
@@ -53,7 +58,8 @@ def has_feed_forward(m: ModelConfig, kind: str) -> bool:
 
 def has_experts(m: ModelConfig, kind: str) -> bool:
     """Return whether the feed-forward of a kind's layers has experts, if not of dense_layers."""
-    return m.num_experts > 0 and has_feed_forward(m, kind) and kind != FEED_FORWARD
+    dense = kind in (FEED_FORWARD, KDA_DENSE)
+    return m.num_experts > 0 and has_feed_forward(m, kind) and not dense
 
 
 def kinds_with_experts(m: ModelConfig) -> str:
@@ -72,6 +78,11 @@ def norms_of(m: ModelConfig, kind: str) -> tuple[bool, bool]:
 def is_recurrent(m: ModelConfig) -> bool:
     """Return whether some layers carry a state from token to token."""
     return any(kind in m.layer_pattern for kind in RECURRENT)
+
+
+def has_kda(m: ModelConfig) -> bool:
+    """Return whether some layers have Kimi Delta Attention."""
+    return not {KDA, KDA_DENSE}.isdisjoint(m.layer_pattern)
 
 
 def in_zigzag_order(cfg: Config) -> bool:

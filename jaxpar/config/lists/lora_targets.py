@@ -3,7 +3,7 @@
 import math
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
+from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA, has_kda
 
 #: Names in `lora.targets` (those of published models), and jaxpar's parameters. in_proj is all
 #: projections of a recurrent layer's input, each with an adapter of its own; the others are one of
@@ -20,16 +20,18 @@ TARGETS = {
     "in_proj": (
         *("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
         *("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt"),
+        *("kda_q", "kda_k", "kda_v", "kda_f_a", "kda_g_a", "kda_b"),
     ),
-    "out_proj": ("delta_out", "mamba_out"),
+    "out_proj": ("delta_out", "mamba_out", "kda_out"),
     "gate_proj": ("w_gate",),
     "up_proj": ("w_up",),
     "down_proj": ("w_down",),
 }
 
 #: The output dims of recurrent layers, by kind.
+_OF_DELTA = "linear_num_value_heads", "linear_value_head_dim"
 _OF_RECURRENCE = {
-    DELTA_NET: ("linear_num_value_heads", "linear_value_head_dim"),
+    **dict.fromkeys((DELTA_NET, KDA, KDA_DENSE), _OF_DELTA),
     MAMBA: ("mamba_num_heads", "mamba_head_dim"),
 }
 
@@ -79,8 +81,8 @@ def sides(m: ModelConfig, target: str) -> tuple[int, int]:
 
 def _numbers_per_token(m: ModelConfig) -> list[int]:
     """Return the smallest output dimension of a recurrent layer's projections, of each kind."""
-    heads = {DELTA_NET: m.linear_num_value_heads, MAMBA: m.mamba_num_heads}
-    return [n for kind, n in heads.items() if kind in m.layer_pattern]
+    numbers = [getattr(m, n) for kind, (n, _) in _OF_RECURRENCE.items() if kind in m.layer_pattern]
+    return numbers + [m.linear_value_head_dim] * has_kda(m)  # of latents
 
 
 def factor(cfg: Config) -> float:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, in_zigzag_order
+from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, has_kda, in_zigzag_order
 
 
 class _Division(NamedTuple):
@@ -37,12 +37,15 @@ def _divisions(cfg: Config) -> list[_Division]:
         _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),
         _Division("train.global_batch_size", rows, "microbatches have equal numbers of rows"),
     ]
-    if DELTA_NET in cfg.model.layer_pattern:
+    if DELTA_NET in cfg.model.layer_pattern or has_kda(cfg.model):
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))
     if MAMBA in cfg.model.layer_pattern:
         why = "tensor ranks get equal numbers of groups, with their heads"
         table.append(_Division("model.mamba_num_groups", (tensor,), why))
+    if has_kda(cfg.model):
+        why = "the matrices after latents of this width are sharded over it"
+        table.append(_Division("model.linear_value_head_dim", (data, expert, sequence), why))
     latents = [n for n in ("kv_lora_rank", "q_lora_rank") if getattr(cfg.model, n)]
     why = "parameters are sharded over it"
     table += [_Division(f"model.{name}", (data, expert, sequence), why) for name in latents]

@@ -2,7 +2,7 @@
 
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
 from jaxpar.config.layout.expert_placement import expert_ways
-from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD
+from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, KDA_DENSE
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
 #: Fields that only a model with experts reads.
@@ -80,7 +80,8 @@ def _dense_layers(cfg: Config) -> None:
     m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
     _between(cfg)
     if m.dense_layers == 0:
-        if not {FEED_FORWARD, EXPERTS} <= set(m.layer_pattern):
+        letters = set(m.layer_pattern)
+        if not {FEED_FORWARD, EXPERTS} <= letters and KDA_DENSE not in letters:
             _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
         else:
             _dense_width(cfg)

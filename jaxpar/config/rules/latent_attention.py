@@ -1,6 +1,7 @@
 """Rules about multi-head latent attention: its sizes, and what it is not combined with."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.layout.layer_kinds import is_recurrent
 
 RANK = "model.kv_lora_rank"
 
@@ -38,6 +39,8 @@ def latent_attention(cfg: Config) -> None:
     for path, why in OF_OTHERS.items():
         if path.startswith("model.rope_scaling.") and m.rope_scaling is None:
             continue
+        if path == "model.rope_fraction" and m.rope_fraction == 0 and is_recurrent(m):
+            continue  # attention without positions of its own
         _default(cfg, path, f"does not apply with {RANK} = {m.kv_lora_rank}: {why}", flag(RANK, 0))
     _sizes(cfg)
 

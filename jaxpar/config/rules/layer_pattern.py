@@ -6,8 +6,12 @@ from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
     EXPERTS,
     FEED_FORWARD,
+    FEED_FORWARDS,
+    KDA,
+    KDA_DENSE,
     MAMBA,
     STACKS,
+    has_kda,
     is_recurrent,
 )
 
@@ -15,11 +19,12 @@ PATH = "model.layer_pattern"
 
 #: Fields that only layers of a kind read.
 _OF_KIND = {
-    DELTA_NET: """model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
-    model.linear_value_head_dim model.linear_allow_neg_eigval model.linear_norm_eps""".split(),
+    DELTA_NET: ["model.linear_allow_neg_eigval"],
+    DELTA_NET + KDA + KDA_DENSE: """model.linear_num_key_heads model.linear_num_value_heads
+    model.linear_key_head_dim model.linear_value_head_dim model.linear_norm_eps""".split(),
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
-    DELTA_NET + MAMBA: """model.conv_kernel_size model.recurrent_chunk
+    DELTA_NET + MAMBA + KDA + KDA_DENSE: """model.conv_kernel_size model.recurrent_chunk
     model.recurrent_backend model.recurrent_norms""".split(),
 }
 
@@ -61,6 +66,8 @@ def _sizes(cfg: Config) -> None:
     rule = f"must be a multiple of model.linear_num_key_heads = {m.linear_num_key_heads}"
     heads, keys = m.linear_num_value_heads, m.linear_num_key_heads
     require(heads % keys == 0, cfg, path, rule, flag(path, -(-heads // keys) * keys))
+    rule = f"must be model.linear_num_key_heads = {keys}: in Kimi Delta Attention ({KDA}), each "
+    require(heads == keys or not has_kda(m), cfg, path, f"{rule}head has a key", flag(path, keys))
     path, heads, groups = "model.mamba_num_heads", m.mamba_num_heads, m.mamba_num_groups
     rule = f"must be a multiple of model.mamba_num_groups = {groups}"
     require(heads % groups == 0, cfg, path, rule, flag(path, -(-heads // groups) * groups))
@@ -81,6 +88,8 @@ def _kernels(cfg: Config) -> None:
     if m.recurrent_backend != "triton":
         return
     auto, for_kernels = flag(path, "auto"), f"for {path} = triton"
+    rule = f"has no kernel for decays of each channel, and {PATH} has Kimi Delta Attention ({KDA})"
+    require(not has_kda(m), cfg, path, rule, auto)
     rule = f"needs bfloat16, but model.dtype is {m.dtype}"
     require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
     rule = f"must be {' or '.join(map(str, _CHUNKS))} {for_kernels}"
@@ -126,8 +135,16 @@ def _combinations(cfg: Config) -> None:
 
 
 def _experts(cfg: Config, said: str) -> None:
-    """Check that layers of kind E have experts, and those of kind - none."""
+    """Check that layers of kind E have experts, those of kind - none, and those of kind k a
+    feed-forward that differs from that of others."""
     m, path = cfg.model, "model.num_experts"
+    if KDA_DENSE in m.layer_pattern:
+        rule = f"must be above 0: layers of kind {KDA_DENSE} in {PATH} differ from those of {KDA} "
+        alike = flag(PATH, m.layer_pattern.replace(KDA_DENSE, KDA))
+        require(m.num_experts > 0, cfg, path, rule + "beside experts only", flag(path, 8), alike)
+        rule = f"has layers of kind {KDA_DENSE}, which have no feed-forward beside {FEED_FORWARD} "
+        beside = set(FEED_FORWARDS) & set(m.layer_pattern)
+        require(not beside, cfg, PATH, f"{rule}or {EXPERTS}", alike)
     if EXPERTS in m.layer_pattern:
         rule = f"must be above 0: {PATH} has layers with experts ({EXPERTS})"
         dense = flag(PATH, m.layer_pattern.replace(EXPERTS, FEED_FORWARD))

@@ -29,6 +29,7 @@ MOST = {
     "train.micro_batch_size": 1 << 24,
     "data.seq_len": MAX_SEQUENCE,
     "data.prefetch": 1024,
+    "data.tokenize_workers": 1024,
     "model.num_layers": 10_000,
     "model.d_model": 1 << 20,
     "model.num_heads": 1 << 16,

@@ -1,4 +1,4 @@
-"""Rules about memory: rematerialization and the storage dtypes of the moments."""
+"""Rules about memory: rematerialization and the storage of the moments."""
 
 import difflib
 import functools
@@ -8,6 +8,13 @@ from collections.abc import Callable
 
 from jaxpar.config import Config, flag, registry, require, value_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
+from jaxpar.config.layout.moment_blocks import (
+    EIGHT_BITS,
+    SMALLEST,
+    block_of,
+    split_sizes,
+    uses_blocks,
+)
 from jaxpar.config.remat_policies import (
     EXPERT_NAMES,
     LAYER_INPUT,
@@ -119,8 +126,35 @@ def moments(cfg: Config) -> None:
     for path, beta in betas:
         decay, most = value_of(cfg, beta), MAX_BFLOAT16_DECAY
         rule = f"needs {beta} <= {most}, not {decay}: rounding noise would exceed 5%"
-        ok = value_of(cfg, path) == "float32" or decay <= most
+        ok = value_of(cfg, path) != "bfloat16" or decay <= most
         require(ok, cfg, path, rule, flag(path, "float32"), flag(beta, most))
+
+
+def blocks_of_moments(cfg: Config) -> None:
+    """Check that a rule can have moments in 8 bits, and that blocks lie inside shards.
+
+    Other blocks are along dims that no mesh splits (`optimizer/blockwise.py`).
+    """
+    o, m, path = cfg.optimizer, cfg.model, "optimizer.moment_block"
+    for field in ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype"):
+        ok = value_of(cfg, field) != EIGHT_BITS or o.name in ("adamw", "lion")
+        rule = f"is for adamw and lion, not {o.name}"
+        require(ok, cfg, field, rule, flag(field, "float32"), flag("optimizer.name", "adamw"))
+    ok = o.moment_block >= SMALLEST
+    require(ok, cfg, path, f"must be at least {SMALLEST}", flag(path, 128))
+    if not uses_blocks(o):
+        return
+    for name, size, axes in split_sizes(m, cfg.parallel):
+        ways = math.prod(max(value_of(cfg, axis), 1) for axis in axes)
+        fits = lambda n: size % (max(block_of(size, n), 1) * ways) == 0  # noqa: B023, E731
+        factors = " * ".join(axis for axis in axes if value_of(cfg, axis) > 1)
+        rule = f"gives blocks of {block_of(size, o.moment_block)} of the {size} elements of {name},"
+        rule += f" which {factors} = {ways} would split"
+        sizes = range(o.moment_block, SMALLEST - 1, -1)
+        smaller = next((n for n in sizes if size % (n * ways) == 0), None)
+        fixes = [flag(path, smaller)] if smaller else []
+        fixes += [flag("optimizer.first_moment_dtype", "bfloat16")]
+        require(fits(o.moment_block), cfg, path, rule, *fixes)
 
 
 def average(cfg: Config) -> None:

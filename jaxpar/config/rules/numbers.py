@@ -24,7 +24,7 @@ guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval pr
 optimizer.muon_steps cluster.connect_seconds""".split()
 
 
-_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.max_positions
+_AT_LEAST_ZERO = """run.cpu_devices data.tokenize_workers model.num_experts model.max_positions
 model.global_every train.seed
 model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
 train.num_tokens train.num_epochs train.micro_batch_size train.early_stop_patience

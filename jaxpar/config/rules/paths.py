@@ -20,9 +20,7 @@ def check_path(field: str, name: str, fix: str) -> None:
     Raises:   ConfigError for a path of another system (gs://...), a path that the encoding of file
               names cannot represent, one that is too long, or one with a null byte.
     """
-    if scheme := _SCHEME.match(name):
-        rule = f"must be a path: {scheme[1]}:// is not supported"
-        raise ConfigError(field, name, rule, f"{fix}, or a folder where it is mounted")
+    refuse_address(field, name, fix)
     if not _is_encodable(name):
         encoding = sys.getfilesystemencoding()
         rule = f"must be a path in UTF-8 that the encoding of file names, {encoding}, represents"
@@ -31,6 +29,16 @@ def check_path(field: str, name: str, fix: str) -> None:
     if len(raw) >= 4096 or max(map(len, raw.split(b"/"))) >= 256 or b"\0" in raw:
         rule = "must be a path of at most 4,095 bytes, 255 per name, without a null byte"
         raise ConfigError(field, name, rule, fix)
+
+
+def refuse_address(field: str, name: str, fix: str) -> None:
+    """Raises:   ConfigError for an address, such as s3://bucket/run, where a path is needed.
+
+    `Path` would take it for a folder named s3: here.
+    """
+    if scheme := _SCHEME.match(name):
+        rule = f"must be a path: {scheme[1]}:// is not supported"
+        raise ConfigError(field, name, rule, f"{fix}, or a folder where it is mounted")
 
 
 def check_run_folder(field: str, name: str, fix: str) -> None:

@@ -13,7 +13,8 @@ def places(cfg: Config) -> None:
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
-    others = ("run.dir", "run.init_from", "run.compilation_cache", "data.held_out")
+    of_run = ("run.dir", "run.init_from", "run.compilation_cache")
+    others = (*of_run, "data.held_out", "distill.teacher")
     for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
         check_path(path, name, "use " + flag(path, default_of(path)))
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))

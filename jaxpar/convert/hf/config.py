@@ -8,13 +8,20 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, STACKS, dense_places, kinds
+from jaxpar.config.layout.layer_kinds import (
+    EXPERTS,
+    FEED_FORWARD,
+    KDA_DENSE,
+    STACKS,
+    dense_places,
+    kinds,
+)
 from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
-from jaxpar.convert.hf.keys import experts, layers, patterns
+from jaxpar.convert.hf.keys import experts, kimi_linear, layers, patterns
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -135,7 +142,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         if values.get(key) != values.get(other):
             rule = f"must be {other} = {values.get(other)}, which jaxpar has one field for"
             raise refuse(key, values.get(key), rule, "use a model in which they are equal")
-    if not fields.get("dense_layers") and FEED_FORWARD not in fields.get("layer_pattern", ""):
+    letters = set(fields.get("layer_pattern", ""))
+    if not fields.get("dense_layers") and letters.isdisjoint({FEED_FORWARD, KDA_DENSE}):
         fields.pop("dense_d_ff", None)
     dtype = dtype_of(values)
     model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
@@ -243,6 +251,8 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     for name in family.given:
         if getattr(m, name) is None:
             return f"model.{name} = None, but its models have a number"
+    if family.kimi_linear and (reason := kimi_linear.why_not(m)):
+        return reason
     if reason := layers.why_not_rope(family, m.rope_scaling):
         return reason
     wide = m.num_heads * m.head_dim

@@ -289,17 +289,44 @@ OLMO_HYBRID_DELTA_NET = (
 )
 
 
-def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of layers of Gated DeltaNet, from those of layers with its parameters."""
+#: Kimi Delta Attention.
+KIMI_DELTA = (
+    *(
+        Entry(f"layers/kda_{n}", f"{IN_ATTENTION}{n}_proj.weight", f"LDg{d}", f"g{d} D")
+        for n, d in zip("qkv", "kkv", strict=True)
+    ),
+    *(
+        Entry(f"layers/kda_conv_{n}", f"{IN_ATTENTION}{n}_conv1d.weight", f"Lg{d}w", f"g{d} 1 w")
+        for n, d in zip("qkv", "kkv", strict=True)
+    ),
+    Entry("layers/kda_b", IN_ATTENTION + "b_proj.weight", "LDg", "g D"),
+    Entry("layers/kda_f_a", IN_ATTENTION + "f_a_proj.weight", "LDl", "l D"),
+    Entry("layers/kda_f_b", IN_ATTENTION + "f_b_proj.weight", "Llgk", "gk l"),
+    Entry("layers/kda_g_a", IN_ATTENTION + "g_a_proj.weight", "LDl", "l D"),
+    Entry("layers/kda_g_b", IN_ATTENTION + "g_b_proj.weight", "Llgv", "gv l"),
+    Entry("layers/kda_a_log", IN_ATTENTION + "A_log", "Lg", "1 1 g 1"),
+    Entry("layers/kda_dt_bias", IN_ATTENTION + "dt_bias", "Lgk", "gk"),
+    Entry("layers/kda_norm", IN_ATTENTION + "o_norm.weight", "Lv", "v"),
+    Entry("layers/kda_out", IN_ATTENTION + "o_proj.weight", "LgvD", "D gv"),
+)
+
+
+def of_stack(stack: str, letter: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of another stack of layers than `layers`, whose index is a letter."""
     return tuple(
         dataclasses.replace(
             entry,
-            path=f"delta_{entry.path}",
-            name=entry.name.replace("{L}", "{J}"),
-            ours=entry.ours.replace("L", "J"),
+            path=entry.path.replace("layers", stack),
+            name=entry.name.replace("{L}", "{" + letter + "}"),
+            ours=entry.ours.replace("L", letter),
         )
         for entry in entries
     )
+
+
+def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of layers of Gated DeltaNet, from those of layers with its parameters."""
+    return of_stack("delta_layers", "J", entries)
 
 
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -42,6 +42,7 @@ from jaxpar.convert.hf.entries import (
 )
 from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.hybrid_families import (
+    KIMI_LINEAR,
     NEMOTRON_H,
     NEMOTRON_H_EXPERTS,
     QWEN3_5,
@@ -364,6 +365,7 @@ GPT_OSS = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GLM4_MOE, GEMMA3),
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, NEMOTRON_H_EXPERTS),
+    KIMI_LINEAR,
     *(OLMO2, OLMO3, OLMO_HYBRID, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2),
     *(MINISTRAL3, LLAMA4, GPT2, GPT_NEOX, STARCODER2),
 )

@@ -51,6 +51,8 @@ class Family:
     """Key of the width of shared experts together, in place of a key of their number."""
     hybrid: bool = False
     """Whether layers may have linear attention: Gated DeltaNet."""
+    kimi_linear: bool = False
+    """Whether linear_attn_config says which layers have Kimi Delta Attention."""
     mtp_prefix: str | None = None
     """Start of the names of tensors for multi-token prediction, which are left out."""
     sliding: bool = False

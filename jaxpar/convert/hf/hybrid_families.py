@@ -5,6 +5,10 @@ import dataclasses
 from jaxpar.convert.hf.entries import (
     ATTENTION,
     GATED_ATTENTION,
+    KIMI_DELTA,
+    LATENT_ATTENTION,
+    LAYER,
+    MIXTRAL_EXPERTS,
     MLP,
     MLP_NORM,
     QK_NORM,
@@ -13,6 +17,7 @@ from jaxpar.convert.hf.entries import (
     QWEN3_NEXT_EXPERTS,
     TOP,
     of_delta_layers,
+    of_stack,
     sections,
 )
 from jaxpar.convert.hf.family import COMMON, Family
@@ -223,4 +228,69 @@ NEMOTRON_H_EXPERTS = dataclasses.replace(
     required=NEMOTRON_H.required | {"moe_latent_size": None, "n_shared_experts": 1},
     letters="M*E-",
     shared_width="moe_shared_expert_intermediate_size",
+)
+
+_SHARED = LAYER + "block_sparse_moe.shared_experts."
+_KIMI_EXPERTS = (
+    *MLP_NORM,
+    *MIXTRAL_EXPERTS,
+    Entry("layers/router_bias", LAYER + "block_sparse_moe.gate.e_score_correction_bias", "LE", "E"),
+    Entry("layers/w_shared_gate", _SHARED + "gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", _SHARED + "up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", _SHARED + "down_proj.weight", "LSD", "D S"),
+)
+_DENSE_MLP = tuple(
+    dataclasses.replace(a, ours=a.ours.replace("F", "W"), theirs=a.theirs.replace("F", "W"))
+    for a in MLP
+)
+_KIMI_DELTA = (ATTENTION[0], *KIMI_DELTA)
+KIMI_LINEAR = Family(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    entries=(
+        *(*TOP, *LATENT_ATTENTION, *_KIMI_EXPERTS),
+        *of_stack("kda_layers", "T", (*_KIMI_DELTA, *_KIMI_EXPERTS)),
+        *of_stack("kda_dense_layers", "R", (*_KIMI_DELTA, *_DENSE_MLP)),
+    ),
+    fields={ours: key for ours, key in COMMON.items() if ours != "head_dim"}
+    | {
+        "d_ff": "moe_intermediate_size",
+        "dense_d_ff": "intermediate_size",
+        "num_experts": "num_experts",
+        "num_shared_experts": "num_shared_experts",
+        "experts_per_token": "num_experts_per_token",
+        "normalize_experts": "moe_renormalize",
+        "router_groups": "num_expert_group",
+        "router_groups_per_token": "topk_group",
+        "router_scale": "routed_scaling_factor",
+    },
+    same_as={"dense_d_ff": "d_ff"},
+    fixed={
+        "rope_fraction": 0.0,
+        "latent_norm_eps": 1e-6,
+        "router_score": "sigmoid",
+        "router_bias": True,
+    },
+    at_least={"kv_lora_rank": 1, "num_shared_experts": 1, "num_experts": 1},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_shared_experts": 1,
+        "num_experts_per_token": 8,
+        "moe_renormalize": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+    required=SILU
+    | {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+    | {"attention_bias": False, "num_nextn_predict_layers": 0, "mla_use_output_gate": False},
+    rope=False,
+    kimi_linear=True,
 )

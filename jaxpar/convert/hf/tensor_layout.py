@@ -23,7 +23,9 @@ another.
 Of a hybrid model, L is the layer with attention, and J the layer of Gated DeltaNet, which has its
 own letters: g key heads of width k, each with r value heads of width v, together m; h value heads;
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
-of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone.
+of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
+the layer of Kimi Delta Attention, which has the heads of Gated DeltaNet and latents of width l, and
+R such a layer with a dense feed-forward.
 """
 
 import math
@@ -38,6 +40,8 @@ from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
     EXPERTS,
     FEED_FORWARD,
+    KDA,
+    KDA_DENSE,
     MAMBA,
     kinds,
     num_attention_layers,
@@ -97,6 +101,8 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "M": kinds(m).count(MAMBA),
         "U": kinds(m).count(FEED_FORWARD),
         "O": kinds(m).count(EXPERTS),
+        "T": kinds(m).count(KDA),
+        "R": kinds(m).count(KDA_DENSE),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
@@ -106,6 +112,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "h": heads,
         "r": heads // key_heads,
         "v": m.linear_value_head_dim,
+        "l": m.linear_value_head_dim,
         "m": heads // key_heads * m.linear_value_head_dim,
         "w": m.conv_kernel_size,
         "N": m.dense_layers,
@@ -175,7 +182,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPUO"):
+    for letter in set(index) & set("LJMPUOTR"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionLayer, capped
 from .delta_net import DeltaNetLayer
+from .kimi_delta import KimiDeltaLayer
 from .latent_attention import LatentAttentionLayer
 from .layer import FeedForwardLayer, Layer
 from .mamba import MambaLayer
@@ -33,15 +34,17 @@ def layer(m: SimpleNamespace, i: int) -> Layer:
     pattern = m.layer_pattern or "*"
     letter = pattern[i % len(pattern)]
     is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
-    if is_dense or letter == "-":
+    if is_dense or letter in "-k":
         dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
         m = SimpleNamespace(**vars(m) | dense)
-    if letter in "GM" and m.recurrent_norms == "before":
+    if letter in "GMKk" and m.recurrent_norms == "before":
         m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
     kinds = {
         "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
         "G": DeltaNetLayer,
         "M": MambaLayer,
+        "K": KimiDeltaLayer,
+        "k": KimiDeltaLayer,
         "-": FeedForwardLayer,
         "E": FeedForwardLayer,
     }

@@ -55,12 +55,14 @@ def unit(x: Tensor) -> Tensor:
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
     """Let the state forget, correct what it knows of each key, and read it: [B, T, H, V].
 
-    Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H].
+    Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H]. decay may be
+              [B, T, H, K], of each channel.
     """
+    decay = decay[..., None] if decay.ndim == 3 else decay
     state = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1])
     out = []
     for t in range(v.shape[1]):
-        state = state * decay[:, t, :, None, None]
+        state = state * decay[:, t, ..., None]
         known = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         change = rate[:, t, :, None] * (v[:, t] - known)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], change)

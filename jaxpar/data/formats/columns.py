@@ -8,8 +8,10 @@ from typing import Any, BinaryIO
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.data.formats.readers import (
     READ_BYTES,
+    ROW,
     Piece,
     ReadOptions,
+    Record,
     cut,
     import_pyarrow,
     input_error,
@@ -84,7 +86,7 @@ def _rows(
             for value in batch.column(0):
                 row += 1
                 text = valid_text(value.as_py(), f"{path}, row {row}", f"column {field!r}")
-                yield from cut([text], tell)
+                yield from cut([text], tell, Record(ROW, row - 1, 0))
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         where, reason = f"{path}, after row {row}", " ".join(str(error).split())
         raise input_error(where, f"is not readable {kind} ({reason})", "write it again") from error

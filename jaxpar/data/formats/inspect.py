@@ -1,19 +1,30 @@
 """Describe the tokens in a path, as the trainer reads them: `python -m jaxpar.data inspect`."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import TOKEN_ID
-from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta, targets_file
-from jaxpar.data.formats.token_file import TokenFile, scan
+from jaxpar.data.formats.meta import (
+    META_FILE,
+    NO_TOKENIZER,
+    SPLITS,
+    STREAM_FILE,
+    TRAIN,
+    parts_file,
+    read_meta,
+    starts_file,
+    targets_file,
+)
+from jaxpar.data.formats.token_file import Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.sources import check_made_by, find_file, open_tokens
+from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.option_classes import check_ranges
 
@@ -50,7 +61,7 @@ def inspect_tokens(options: InspectOptions) -> str:
         documents = f"{dataset.num_documents:,}" if dataset.knows_documents else "unmarked"
         lines += [
             f"  {label}{dataset.num_tokens:,} tokens, {documents} documents",
-            f"    stored as {dataset.tokens.dtype.name}, ids below {dataset.vocab_size:,}",
+            f"    {_stored(dataset)}, ids below {dataset.vocab_size:,}",
             f"    fingerprint {dataset.fingerprint[:16]}",
         ]
         if dataset.targets is not None:
@@ -82,22 +93,43 @@ def _check_hash(dataset: TokenDataset) -> None:
     if dataset.meta is None:
         return  # has been read completely, and has no recorded hash
     sizes = dataset.meta.splits[dataset.split]
-    dataset.check_hash(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)
+    if isinstance(dataset.tokens, StreamedTokens):
+        tokens = dataset.tokens
+        for name, stored in (
+            (parts_file(dataset.split), tokens.parts),
+            (starts_file(dataset.split), tokens.starts),
+        ):
+            recorded = tokens.index.sha256.get(name, "")
+            dataset.check_hash(dataset.path / name, _hash(stored), recorded)
+    dataset.check_hash(dataset.file, _hash(dataset.tokens), sizes.sha256)
     if dataset.targets is not None:
         marks = dataset.path / targets_file(dataset.split)
-        dataset.check_hash(marks, _hash(marks, dataset.targets), sizes.targets_sha256)
+        dataset.check_hash(marks, _hash(dataset.targets), sizes.targets_sha256)
     dataset.check_offsets()
 
 
-def _hash(path: Path, stored: np.ndarray) -> str:
-    """Return the hash of a file of integers without a header."""
-    file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
-    return scan(file, again=True).sha256
+def _hash(stored: Sliced) -> str:
+    """Return the hash of an array's bytes."""
+    digest = hashlib.sha256()
+    for _, chunk in chunks(stored):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _stored(dataset: TokenDataset) -> str:
+    """Return how the tokens of a dataset are stored."""
+    tokens = dataset.tokens
+    if not isinstance(tokens, StreamedTokens):
+        return f"stored as {tokens.dtype.name}"
+    files = tokens.index.files
+    size = sum(file.size for file in files)
+    return f"tokenized from {len(files):,} files of {size / 1e6:,.1f} MB when they are read"
 
 
 def _format(options: InspectOptions) -> str:
     if (Path(options.path) / META_FILE).is_file():
-        return "a dataset of `python -m jaxpar.data prepare`"
+        streamed = (Path(options.path) / STREAM_FILE).is_file()
+        return f"a dataset of `python -m jaxpar.data prepare{' --stream' * streamed}`"
     names = {"megatron": "a Megatron pair", "llmc": "llm.c", "nanogpt": "nanoGPT (no header)"}
     return names[find_file(Path(options.path), TRAIN).format]
 

@@ -5,6 +5,11 @@ A dataset folder has, for each split in `SPLITS`, of which it need not have the 
     SPLIT.documents.npy  int64 [documents + 1]: start of each document, then the total
     SPLIT.targets.bin    for chat data: one byte per token, 1 if it is in the loss, otherwise 0
 and once: `meta.json`, and `tokenizer.json` unless the tokenizer is plain bytes.
+
+A streamed dataset has no tokens. For SPLIT.bin, it has
+    SPLIT.parts.bin      where the text of each part of a document is (`data/stream/index.py`)
+    SPLIT.starts.bin     int64 [parts]: the first token of each part
+and once: `stream.json`, which names the files of the text, and `frames.npy`.
 """
 
 import dataclasses
@@ -41,6 +46,7 @@ MAX_VOCAB_SIZE = 1 << 24
 DTYPES = ("uint16", "uint32")
 
 META_FILE = "meta.json"
+STREAM_FILE, FRAMES_FILE = "stream.json", "frames.npy"
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -59,12 +65,24 @@ def targets_file(split: str) -> str:
     return f"{split}.targets.bin"
 
 
+def parts_file(split: str) -> str:
+    """Return the file name of a streamed split's parts of documents."""
+    return f"{split}.parts.bin"
+
+
+def starts_file(split: str) -> str:
+    """Return the file name of the first token of each part."""
+    return f"{split}.starts.bin"
+
+
 #: All files that a dataset folder can have. `--overwrite` deletes only folders without other files.
 DATASET_FILES = frozenset(
-    [META_FILE, TOKENIZER_FILE]
+    [META_FILE, TOKENIZER_FILE, STREAM_FILE, FRAMES_FILE]
     + [tokens_file(split) for split in SPLITS]
     + [documents_file(split) for split in SPLITS]
     + [targets_file(split) for split in SPLITS]
+    + [parts_file(split) for split in SPLITS]
+    + [starts_file(split) for split in SPLITS]
 )
 
 #: The command that makes a dataset, without the name of its folder.

@@ -30,6 +30,21 @@ READ_BYTES = 1 << 20
 MAX_LINE_BYTES = MAX_DOCUMENT_CHARS = 1 << 26
 
 
+#: What a record is: UTF-8 text, a JSON object, or a row of a table.
+TEXT, JSON_OBJECT, ROW = range(3)
+
+
+class Record(NamedTuple):
+    """The place in a file where a text is stored."""
+
+    kind: int
+    """TEXT, JSON_OBJECT or ROW."""
+    start: int
+    """First byte, in the decompressed file; for a table, the number of the row."""
+    size: int
+    """Bytes; 0 for a row."""
+
+
 class Piece(NamedTuple):
     """Part of a document's text, or all of it up to PIECE_CHARS."""
 
@@ -38,6 +53,12 @@ class Piece(NamedTuple):
     """Whether the document ends here."""
     position: int
     """Bytes of input read so far, for a progress bar."""
+    record: Record
+    """Where to find the text again (`jaxpar/data/stream`)."""
+    first: int = 0
+    """Characters of the record's text before this piece."""
+    file: int = 0
+    """Number of the file among all."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +78,49 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
     chunks = iter(lambda: text.read(PIECE_CHARS), "")
     try:
         if options.separator is None:
-            yield from cut(chunks, file.tell)
+            yield from _in_bytes(cut(chunks, file.tell, Record(TEXT, 0, 0)))
         else:
-            for document in _separated(chunks, options.separator, path):
-                yield from cut([document], file.tell)
+            for document, start in _separated(chunks, options.separator, path):
+                yield from _in_bytes(cut([document], file.tell, Record(TEXT, start, 0)))
     except UnicodeDecodeError as error:
         line = _first_line_not_utf8(path)
         raise input_error(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
 
 
+def _in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Give each piece of a document in a text file a record of its own: its bytes."""
+    start = None
+    for piece in pieces:
+        start = piece.record.start if start is None else start
+        size = len(piece.text.encode("utf-8"))
+        yield piece._replace(record=Record(TEXT, start, size), first=0)
+        start += size
+
+
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
     """Read the documents of a JSON Lines file, which may be compressed, by its name."""
     field = options.text_field
-    for where, record in json_records(file, path):
-        if not isinstance(record, dict) or field not in record:
-            rule = f"is not a JSON object with the field {field!r}"
-            raise input_error(where, rule, "set the text field with --text-field")
-        yield from cut([valid_text(record[field], where, f"field {field!r}")], file.tell)
+    for where, value, record in _located_records(file, path):
+        yield from cut([json_text(value, field, where)], file.tell, record)
+
+
+def json_text(value: Any, field: str, where: str) -> str:
+    """Return the text in a field of an object. Raises: ConfigError if there is none."""
+    if not isinstance(value, dict) or field not in value:
+        rule = f"is not a JSON object with the field {field!r}"
+        raise input_error(where, rule, "set the text field with --text-field")
+    return valid_text(value[field], where, f"field {field!r}")
 
 
 def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the values of a JSON Lines file with their places; blank lines are skipped."""
-    for number, line in enumerate(_lines(file, path), start=1):
+    return ((where, value) for where, value, _ in _located_records(file, path))
+
+
+def _located_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any, Record]]:
+    end = 0
+    for number, line in enumerate(json_lines(file, path), start=1):
+        start, end = end, end + len(line)
         where = f"{path}:{number}"
         if len(line) > MAX_LINE_BYTES:
             rule = f"is longer than {MAX_LINE_BYTES:,} bytes"
@@ -86,14 +128,14 @@ def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            value = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             fix = "repair or remove the line"
             raise input_error(where, f"is not valid JSON ({error})", fix) from error
-        yield where, record
+        yield where, value, Record(JSON_OBJECT, start, len(line))
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+def json_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """Yield lines; if one is longer than MAX_LINE_BYTES, its start with one byte more."""
     kind = path.suffix.lower()
     if kind not in (".gz", ".zst"):
@@ -156,33 +198,41 @@ def valid_text(
     return value
 
 
-def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[str]:
-    either = re.compile(r"\r?\n".join(map(re.escape, separator.split("\n"))))
-    rest = ""
+def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[tuple[str, int]]:
+    """Yield documents, each with the byte of the file where it starts."""
+    either = re.compile("(" + r"\r?\n".join(map(re.escape, separator.split("\n"))) + ")")
+    rest, start = "", 0
     for chunk in chunks:
         text = rest + chunk
-        # `str.split` is several times as fast, and equivalent without \r.
-        *documents, rest = either.split(text) if "\r" in text else text.split(separator)
-        yield from documents
+        if "\r" in text:  # documents and the separators between them take turns
+            *found, rest = either.split(text)
+            pairs = list(zip(found[::2], found[1::2], strict=True))
+        else:  # several times as fast
+            *found, rest = text.split(separator)
+            pairs = [(document, separator) for document in found]
+        for document, mark in pairs:
+            yield document, start
+            start += len((document + mark).encode("utf-8"))
         if len(rest) > MAX_DOCUMENT_CHARS:
             rule = f"no {separator!r} within {MAX_DOCUMENT_CHARS:,} characters"
             fix = "use a --separator that occurs in the file, or none"
             raise input_error(str(path), rule, fix)
-    yield rest
+    yield rest, start
 
 
-def cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
-    """Yield one document as pieces, split at line ends if possible."""
-    rest = ""
+def cut(chunks: Iterable[str], tell: Callable[[], int], record: Record) -> Iterator[Piece]:
+    """Yield one document, the text of a record, as pieces, split at line ends if possible."""
+    rest, before = "", 0
     for chunk in chunks:
         rest, start = rest + chunk, 0
         while len(rest) - start > PIECE_CHARS:
             line_end = rest.rfind("\n", start, start + PIECE_CHARS) + 1
             end = line_end or start + PIECE_CHARS
-            yield Piece(rest[start:end], last=False, position=tell())
+            yield Piece(rest[start:end], False, tell(), record, before)
+            before += end - start
             start = end
         rest = rest[start:]
-    yield Piece(rest, last=True, position=tell())
+    yield Piece(rest, True, tell(), record, before)
 
 
 def _first_line_not_utf8(path: Path) -> int:

@@ -35,15 +35,21 @@ def identity(path: Path, *more: Any) -> str:
     """
     stat = path.stat()
     times = stat.st_mtime_ns, stat.st_ctime_ns
-    about = [str(path.resolve()), stat.st_size, times, stat.st_ino, _pieces(path, stat.st_size)]
+    about = [
+        str(path.resolve()),
+        stat.st_size,
+        times,
+        stat.st_ino,
+        sampled_hash(path, stat.st_size),
+    ]
     return hashlib.sha256(json.dumps([*about, *more]).encode()).hexdigest()
 
 
-def _pieces(path: Path, size: int) -> str:
+def sampled_hash(path: Path, size: int, pieces: int = PIECES) -> str:
     """Return a hash of evenly spaced pieces of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for at in np.linspace(0, max(size - PIECE_BYTES, 0), PIECES, dtype=np.int64):
+        for at in np.linspace(0, max(size - PIECE_BYTES, 0), pieces, dtype=np.int64):
             file.seek(int(at))
             digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()

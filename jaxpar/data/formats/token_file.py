@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -99,7 +100,15 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
     return Scan(largest, largest_at, digest.hexdigest(), eos_at)
 
 
-def chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+class Sliced(Protocol):
+    """An array of which stretches can be read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice, /) -> np.ndarray: ...
+
+
+def chunks(tokens: Sliced) -> Iterator[tuple[int, np.ndarray]]:
     """Yield chunks of an array of tokens in order, each with the index of its first token."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         yield start, np.ascontiguousarray(tokens[start : start + CHUNK_TOKENS])

@@ -12,15 +12,18 @@ from jaxpar.data.formats.meta import (
     META_FILE,
     PREPARE,
     SPLITS,
+    STREAM_FILE,
     TEST,
     TRAIN,
     Meta,
     SplitMeta,
     documents_file,
+    parts_file,
     read_meta,
     targets_file,
     tokens_file,
 )
+from jaxpar.data.stream.tokens import StreamedTokens
 
 #: Documents to check for a common beginning.
 LOOKED_AT = 16
@@ -40,8 +43,8 @@ class TokenDataset:
     """One more than the largest token id that may occur."""
     fingerprint: str
     """Identity of the data, independent of its location."""
-    tokens: np.ndarray
-    """Unsigned or signed integers [num_tokens], memory-mapped."""
+    tokens: "np.ndarray | StreamedTokens"
+    """Unsigned or signed integers [num_tokens], memory-mapped; or tokenized when they are read."""
     document_offsets: np.ndarray
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
     file: Path
@@ -55,9 +58,10 @@ class TokenDataset:
     """Whether documents are marked. If not, all tokens are one document."""
 
     @classmethod
-    def open(cls, folder: str | Path, split: str = TRAIN) -> "TokenDataset":
+    def open(cls, folder: str | Path, split: str = TRAIN, workers: int = 0) -> "TokenDataset":
         """Memory-map a split of a dataset folder.
 
+        Args:     workers: processes that tokenize the text of a streamed dataset. 0: this one.
         Raises:   ConfigError("data.path", ...) if the folder is not a dataset, the split is empty,
                   the size of a file differs from meta.json, or a document ends before it starts.
         """
@@ -71,14 +75,22 @@ class TokenDataset:
             if split == TEST:
                 fix = "prepare it with --split 98,1,1, or use --evaluation.split val"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
+        streamed = (folder / STREAM_FILE).is_file()
+        stored = None if streamed else _map_tokens(folder, split, meta)
+        offsets = _map_offsets(folder, split, sizes)
+        tokens: np.ndarray | StreamedTokens
+        if stored is None:
+            tokens = StreamedTokens.open(folder, split, meta, workers, offsets)
+        else:
+            tokens = stored
         return cls(
             path=folder,
             split=split,
             vocab_size=meta.vocab_size,
             fingerprint=meta.fingerprint,
-            tokens=_map_tokens(folder, split, meta),
-            document_offsets=_map_offsets(folder, split, sizes),
-            file=folder / tokens_file(split),
+            tokens=tokens,
+            document_offsets=offsets,
+            file=folder / (parts_file if streamed else tokens_file)(split),
             meta=meta,
             targets=_map_targets(folder, split, sizes),
         )
@@ -122,10 +134,26 @@ class TokenDataset:
         starts = self.document_offsets[:-1][:LOOKED_AT]
         return all(self.tokens[i : i + len(ids)].tolist() == list(ids) for i in starts)
 
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return stretches of tokens: int32 [N, length].
+
+        Args:     starts: int64 [N], first tokens; start + length is at most num_tokens.
+        """
+        if isinstance(self.tokens, StreamedTokens):
+            return self.tokens.windows(starts, length).astype(np.int32)
+        return windows(self.tokens, starts, length)
+
     def place(self, token: int) -> str:
         """Return the place of a token, for an error."""
+        if isinstance(self.tokens, StreamedTokens):
+            return self.tokens.place(token)
         at = self.header_bytes + token * self.tokens.dtype.itemsize
         return f"token {token:,} of {self.file} (byte {at:,})"
+
+
+def windows(values: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Return stretches of an array: int32 [N, length]."""
+    return np.stack([values[start : start + length] for start in starts]).astype(np.int32)
 
 
 def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:

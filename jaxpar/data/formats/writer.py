@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +24,21 @@ from jaxpar.data.formats.meta import (
     token_dtype,
     tokens_file,
 )
+from jaxpar.data.formats.readers import Piece
 from jaxpar.data.tokenizer import Tokenizer
 
 #: Tokens to buffer before a write, so that counting them by vocabulary is efficient.
 FLUSH_TOKENS = 1 << 20
+
+
+class TextPart(NamedTuple):
+    """A part of a text, and its tokens."""
+
+    first: int
+    """Characters of the text before it."""
+    chars: int
+    ids: np.ndarray
+    """int32 [tokens]."""
 
 
 class SplitWriter:
@@ -35,7 +47,7 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, vocab_size: int, eos_id: int):
         self._folder, self._split, self._eos = folder, split, np.array([eos_id])
         self._dtype = token_dtype(vocab_size)
-        self._path = folder / tokens_file(split)
+        self._path = folder / self._file_of(split)
         self._path.touch()
         self._hash, self._targets_hash = hashlib.sha256(), hashlib.sha256()
         self._held: list[np.ndarray] = []
@@ -49,15 +61,15 @@ class SplitWriter:
         #: Number of occurrences of each token, int64 [vocab_size]; complete once closed.
         self.token_counts = np.zeros(vocab_size, np.int64)
 
-    def append(self, ids: np.ndarray, num_bytes: int, last: bool) -> None:
+    def append(self, piece: Piece, parts: Sequence[TextPart]) -> None:
         """Add a piece of a document, and the end of text after the last piece.
 
-        Args:     ids: integers [tokens].
-                  num_bytes: length of its text in UTF-8.
+        Args:     parts: its tokens, in order.
         """
-        self._hold(ids)
-        self.num_bytes += num_bytes
-        if last:
+        for part in parts:
+            self._hold(part.ids)
+        self.num_bytes += len(piece.text.encode("utf-8"))
+        if piece.last:
             self._hold(self._eos)
             self._offsets.append(self.num_tokens)
 
@@ -110,14 +122,22 @@ class SplitWriter:
         if self._held_tokens >= FLUSH_TOKENS:
             self._flush()
 
+    @staticmethod
+    def _file_of(split: str) -> str:
+        """Return the name of the file that `_store` appends to."""
+        return tokens_file(split)
+
+    def _store(self, stored: bytes) -> None:
+        with self._path.open("ab") as file:
+            file.write(stored)
+
     def _flush(self) -> None:
         if not self._held:
             return
         tokens = np.concatenate(self._held)
         self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
         stored = tokens.astype(self._dtype).tobytes()
-        with self._path.open("ab") as file:
-            file.write(stored)
+        self._store(stored)
         self._hash.update(stored)
         self._held, self._held_tokens = [], 0
 

@@ -74,15 +74,15 @@ def _readers(extensions: Sequence[str]) -> dict[str, Reader]:
 def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[Piece]:
     """Read all documents of the sources in order, as pieces of bounded length.
 
-    Returns:  pieces whose `position` counts the bytes of all sources.
+    Returns:  pieces whose `position` counts the bytes of all sources; `file` is their number.
     Raises:   ConfigError that names an unreadable file and line.
     """
     before = 0
-    for path, read, num_bytes in sources:
+    for number, (path, read, num_bytes) in enumerate(sources):
         try:
             with path.open("rb") as file:
                 for piece in read(file, path, options):
-                    yield piece._replace(position=before + piece.position)
+                    yield piece._replace(position=before + piece.position, file=number)
         except OSError as error:
             rule = f"cannot be read: {error.strerror or error}"
             fix = "check the file and its permissions"

@@ -1,7 +1,7 @@
 """Encode pieces of text in threads, in order and in bounded memory."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -10,26 +10,29 @@ from jaxpar.data.formats.readers import PIECE_CHARS
 from jaxpar.data.prepare.splits import SplitPiece
 from jaxpar.data.tokenizer import Tokenizer, one_thread_per_call
 
-Encoded = tuple[SplitPiece, np.ndarray]
 
-
-def encode_pieces(
-    pieces: Iterable[SplitPiece], tokenizer: Tokenizer, workers: int
-) -> Iterator[Encoded]:
+def encode_pieces[Result](
+    pieces: Iterable[SplitPiece],
+    tokenizer: Tokenizer,
+    workers: int,
+    finish: Callable[[str, np.ndarray], Result],
+) -> Iterator[tuple[SplitPiece, Result]]:
     """Yield the pieces with their token ids in order, at most two batches per thread ahead.
 
     Threads are enough, since encoders release the GIL. Unlike processes, they do not import the
     caller's main module again, and do not hang when one of them dies.
 
-    Args:     workers: number of threads.
-    Returns:  pairs of a piece and integers [tokens].
+    Args:     workers: number of threads. finish: called in a thread with the text of a piece and
+              its ids, int32 [tokens].
+    Returns:  pairs of a piece and what `finish` returns.
     """
 
-    def encode(batch: list[SplitPiece]) -> list[Encoded]:
-        ids = tokenizer.encode_batch([split_piece.piece.text for split_piece in batch])
-        return list(zip(batch, ids, strict=True))
+    def encode(batch: list[SplitPiece]) -> list[tuple[SplitPiece, Result]]:
+        texts = [split_piece.piece.text for split_piece in batch]
+        ids = tokenizer.encode_batch(texts)
+        return list(zip(batch, map(finish, texts, ids), strict=True))
 
-    waiting: deque[Future[list[Encoded]]] = deque()
+    waiting: deque[Future[list[tuple[SplitPiece, Result]]]] = deque()
     with one_thread_per_call():
         pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
         try:

@@ -3,6 +3,7 @@
 The result depends only on the documents and the options, not on the number of workers.
 """
 
+import functools
 import itertools
 import os
 import random
@@ -26,6 +27,8 @@ from jaxpar.data.prepare.splits import (
     check_no_split_is_empty,
     shares_of,
 )
+from jaxpar.data.stream.cutting import cut_text, one_part
+from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from jaxpar.runtime.option_classes import check_ranges
 
@@ -66,6 +69,9 @@ class PrepareOptions:
     None: each file is a document."""
     eos_token: str | None = None
     """End-of-text token of a tokenizer.json. None: try the usual names."""
+    stream: bool = False
+    """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
+    where it is."""
     overwrite: bool = False
     """Replace an existing dataset in the output folder."""
 
@@ -91,18 +97,26 @@ def _write(
     tokenizer: Tokenizer,
     progress: PreparationProgress,
 ) -> Meta:
-    vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     shares = shares_of(options.holdout, options.split)
-    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
     total = sum(source.num_bytes for source in sources)
     progress.log(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
     pieces = assign_splits(read_pieces(sources, _read_options(options)), shares)
-    for (split, piece), ids in encode_pieces(pieces, tokenizer, options.workers):
-        writers[split].append(ids, len(piece.text.encode("utf-8")), piece.last)
+    stream = options.stream
+    index = begin_index(folder, sources, options.text_field) if stream else None
+    make = IndexWriter if stream else SplitWriter
+    cut = functools.partial(cut_text if stream else one_part, tokenizer=tokenizer)
+    writers = {
+        split: make(folder, split, tokenizer.vocab_size, tokenizer.eos_id)
+        for split in shares.splits
+    }
+    for (split, piece), parts in encode_pieces(pieces, tokenizer, options.workers, cut):
+        writers[split].append(piece, parts)
         num_tokens = sum(writer.num_tokens for writer in writers.values())
         progress.advance(piece.position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
     _check_documents(splits, options)
+    if index is not None:
+        finish_index(index, shares.splits)
     return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)
 
 

@@ -23,18 +23,25 @@ class HopperLimits:
 
     compute_capability   The only NVIDIA compute capability.
     dtypes               Dtypes of rows and weights.
-    width_multiples      D and F, the two widths of an expert's matrix, are multiples of one of
-                         these. `rows_taken` and `rows_added` need a multiple of the first.
+    width_multiple       D and F, the two widths of an expert's matrix, are multiples of it: of a
+                         step through the dimension that a product sums over.
+    least_width          The least D and F: the narrowest tile of the result.
+    row_multiple         Widths of rows that are copied, summed, or activated are multiples of it.
     """
 
     compute_capability: str
     dtypes: tuple[str, ...]
-    width_multiples: tuple[int, ...]
+    width_multiple: int
+    least_width: int
+    row_multiple: int
 
 
-#: Tiles of the result have one of several widths (`pipeline.WIDTHS`), and divide its columns.
 HOPPER = HopperLimits(
-    compute_capability="9.0", dtypes=("bfloat16", "float16"), width_multiples=(128, 192)
+    compute_capability="9.0",
+    dtypes=("bfloat16", "float16"),
+    width_multiple=64,
+    least_width=128,
+    row_multiple=128,
 )
 
 
@@ -49,10 +56,9 @@ def refusal(D: int, F: int, dtype, platform: Platform | None = None) -> str | No
         return f"it needs compute capability {HOPPER.compute_capability} (Hopper), not {there}"
     if jnp.dtype(dtype).name not in HOPPER.dtypes:
         return f"it supports {' or '.join(HOPPER.dtypes)}, not {jnp.dtype(dtype).name}"
-    multiples = HOPPER.width_multiples
-    if any(all(width % multiple for multiple in multiples) for width in (D, F)):
-        words = " or ".join(map(str, multiples))
-        return f"widths must be multiples of {words}, and are {D} and {F}"
+    if any(width % HOPPER.width_multiple or width < HOPPER.least_width for width in (D, F)):
+        rule = f"multiples of {HOPPER.width_multiple} from {HOPPER.least_width} on"
+        return f"widths must be {rule}, and are {D} and {F}"
     return None
 
 
@@ -77,7 +83,7 @@ def refusal_in_float8(K: int, N: int, dtype, platform: Platform | None = None) -
 
 def moves_rows(width: int, dtype) -> bool:
     """Return whether the Hopper kernels copy and add up rows of this width."""
-    return width % HOPPER.width_multiples[0] == 0 and refusal(width, width, dtype) is None
+    return width % HOPPER.row_multiple == 0 and refusal(width, width, dtype) is None
 
 
 def tile_rows(D: int, F: int, dtype, platform: Platform | None = None) -> int:

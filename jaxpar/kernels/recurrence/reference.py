@@ -63,7 +63,7 @@ class _Chunks(NamedTuple):
 
 def delta_rule(q, k, v, log_decay, rate, begins, state, size: int):
     """`api.delta_rule`."""
-    q, k, v = _operands(q, k, v)
+    q, k, v = operands(q, k, v)
     x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
     rate = _by_group(in_chunks(rate, size)[..., None], k.shape[2])
     below = jnp.tril(rate * x.products(x.keys) * x.between, -1)
@@ -73,20 +73,21 @@ def delta_rule(q, k, v, log_decay, rate, begins, state, size: int):
     writes, keys = solved(rate * x.values), x.until_end * x.keys[:, :, :, None].astype(f32)
 
     chunks = reads, writes, keys.astype(dtype), x.of_chunk
-    before, written, state = _states(*chunks, _grouped(state, k.shape[2]))
+    before, written, state = states_between_chunks(*chunks, _grouped(state, k.shape[2]))
     out = in_sequence(x.out(before, written), q.shape[1])
     return out, state.reshape(v.shape[0], -1, *state.shape[3:])
 
 
 @jax.custom_vjp
-def _states(reads, writes, keys, of_chunk, state):
+def states_between_chunks(reads, writes, keys, of_chunk, state):
     """Run the sequential part of the delta rule: u = writes - reads S, S' = d S + keys^T u.
 
     Its derivative is written out, so that loops hold no more than what is sequential: of each chunk
     two products. All others follow for all chunks at once.
 
     Args:     reads, keys: [N, B, G, R, C, K]. writes: float32 [N, B, G, R, C, V]. of_chunk: float32
-              [N, B, G, R, 1, 1]. state: float32 [B, G, R, K, V].
+              [N, B, G, R, 1, 1], or [N, B, G, R, K, 1] for decays of each channel. state: float32
+              [B, G, R, K, V].
     Returns:  the states before chunks and u, in the dtype of keys; the last state, float32.
     """
 
@@ -103,7 +104,7 @@ def _states(reads, writes, keys, of_chunk, state):
 
 
 def _states_forward(reads, writes, keys, of_chunk, state):
-    before, written, last = _states(reads, writes, keys, of_chunk, state)
+    before, written, last = states_between_chunks(reads, writes, keys, of_chunk, state)
     return (before, written, last), (reads, keys, of_chunk, before, written)
 
 
@@ -124,16 +125,17 @@ def _states_backward(saved, cotangents):
     d_writes = d_written + product("nbgrik,nbgrkv->nbgriv", keys, after)
     d_reads = -product("nbgriv,nbgrkv->nbgrik", d_writes.astype(dtype), before)
     d_keys = product("nbgriv,nbgrkv->nbgrik", written, after)
-    d_of_chunk = jnp.sum(before.astype(f32) * after, axis=(-2, -1), keepdims=True)
+    alike = tuple(axis for axis in (-2, -1) if of_chunk.shape[axis] == 1)
+    d_of_chunk = jnp.sum(before.astype(f32) * after, axis=alike, keepdims=True)
     return d_reads.astype(dtype), d_writes, d_keys.astype(dtype), d_of_chunk, d_state
 
 
-_states.defvjp(_states_forward, _states_backward)
+states_between_chunks.defvjp(_states_forward, _states_backward)
 
 
 def state_space(q, k, v, log_decay, begins, state, size: int):
     """`api.state_space`."""
-    q, k, v = _operands(q, k, v)
+    q, k, v = operands(q, k, v)
     x, dtype = _chunks(q, k, v, log_decay, begins, size), k.dtype
     written = (x.until_end * x.values).astype(dtype)
     added = product("nbgjk,nbgrjv->nbgrkv", x.keys, written)
@@ -147,7 +149,8 @@ def state_space(q, k, v, log_decay, begins, state, size: int):
     return in_sequence(out, q.shape[1]), state.reshape(v.shape[0], -1, *state.shape[3:])
 
 
-def _operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the operands of products of arrays: in float32 if they are in float16."""
     return tuple(a.astype(f32) if a.dtype == jnp.float16 else a for a in arrays)
 
 

@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA
+from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model.recurrent import delta_net, mamba
+from jaxpar.model.recurrent import delta_net, kimi_delta, mamba
 from jaxpar.model.recurrent.convolution import causal_convolution
-from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
+from jaxpar.model.recurrent.delta_rule import delta_rule, delta_rule_by_channel, delta_step
 from jaxpar.model.recurrent.state_space import state_space, state_space_step
 from jaxpar.sharding.axes import TENSOR
 
@@ -93,8 +93,9 @@ def _later(held: State, mixed: jax.Array) -> jax.Array:
 
 
 def _within(positions: jax.Array, lengths: jax.Array, a: jax.Array) -> jax.Array:
-    """Return an array of [B, T, H] with 0 for padding."""
-    return jnp.where((positions < lengths[:, None])[..., None], a, 0.0)
+    """Return an array of [B, T, ...] with 0 for padding."""
+    there = positions < lengths[:, None]
+    return jnp.where(jnp.expand_dims(there, tuple(range(2, a.ndim))), a, 0.0)
 
 
 def _delta_net_prompt(
@@ -128,6 +129,37 @@ def _delta_net_sizes(m: ModelConfig, tensor: int) -> tuple[tuple[int, ...], int]
     return shape, sum(delta_net.column_sizes(m, tensor)[:3])
 
 
+def _kda_prompt(
+    h: NormOutput, w: Weights, positions: jax.Array, lengths: jax.Array, m: ModelConfig
+) -> tuple[jax.Array, State]:
+    projected = kimi_delta.split(kimi_delta.project(h, w), m)
+    mixed = causal_convolution(projected.mixed, w["kda_conv"], positions)
+    rates = kimi_delta.log_decay(projected, w, m), kimi_delta.rate(projected)
+    log_decay, rate = (_within(positions, lengths, a) for a in rates)
+    how = positions == 0, m.recurrent_chunk
+    out, matrix = delta_rule_by_channel(*kimi_delta.heads(mixed, m), log_decay, rate, *how)
+    tail = _latest(projected.mixed, lengths, m)
+    return kimi_delta.gated(out, projected.gate, w, m), State(matrix, tail)
+
+
+def _kda_token(
+    h: NormOutput, w: Weights, positions: jax.Array, held: State, m: ModelConfig
+) -> tuple[jax.Array, State]:
+    projected = kimi_delta.split(kimi_delta.project(h, w), m)
+    mixed = causal_convolution(projected.mixed, w["kda_conv"], positions, held.tail)
+    rates = kimi_delta.log_decay(projected, w, m), kimi_delta.rate(projected)
+    q, k, v, log_decay, rate = (a[:, 0] for a in (*kimi_delta.heads(mixed, m), *rates))
+    out, matrix = delta_step(q, k, v, log_decay, rate, held.matrix)
+    state = State(matrix, _later(held, projected.mixed))
+    return kimi_delta.gated(out[:, None], projected.gate, w, m), state
+
+
+def _kda_sizes(m: ModelConfig, tensor: int) -> tuple[tuple[int, ...], int]:
+    heads = m.linear_num_key_heads // tensor
+    shape = heads, m.linear_key_head_dim, m.linear_value_head_dim
+    return shape, sum(kimi_delta.column_sizes(m, tensor)[:3])
+
+
 def _mamba_prompt(
     h: NormOutput, w: Weights, positions: jax.Array, lengths: jax.Array, m: ModelConfig
 ) -> tuple[jax.Array, State]:
@@ -159,8 +191,12 @@ def _mamba_sizes(m: ModelConfig, tensor: int) -> tuple[tuple[int, ...], int]:
     return shape, sum(mamba.column_sizes(m, tensor)[1:4])
 
 
+_KDA = RecurrentKind(_kda_prompt, _kda_token, _kda_sizes, "kda_out")
+
 #: By the letters of `model.layer_pattern`.
 KINDS = {
     DELTA_NET: RecurrentKind(_delta_net_prompt, _delta_net_token, _delta_net_sizes, "delta_out"),
     MAMBA: RecurrentKind(_mamba_prompt, _mamba_token, _mamba_sizes, "mamba_out"),
+    KDA: _KDA,
+    KDA_DENSE: _KDA,
 }

@@ -11,7 +11,6 @@ grouped queries, H key heads serve equal numbers of value heads.
 Source:   Yang et al. 2024 (2412.06464), section 3.4.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule
+from jaxpar.model.recurrent.heads import delta_heads
 from jaxpar.model.recurrent.parameters import DELTA_PROJECTIONS
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -38,9 +38,6 @@ WEIGHTS = (
     *("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out"),
     *DELTA_PROJECTIONS,  # only adapters of these
 )
-
-#: Added to the squared length of queries and keys.
-_EPS = 1e-6
 
 
 class DeltaNetProjections(NamedTuple):
@@ -101,17 +98,7 @@ def heads(mixed: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array, jax.A
     Args:     mixed: float32 [B, T, C].
     Returns:  in the compute dtype.
     """
-    sizes = column_sizes(m, lax.axis_size(TENSOR))
-    q, k, v = jnp.split(jax.nn.silu(mixed), [sizes[0], 2 * sizes[0]], axis=-1)
-    by_head = lambda a, dim: a.reshape(*a.shape[:2], -1, dim)  # noqa: E731
-    q, k = (_unit(by_head(a, m.linear_key_head_dim)) for a in (q, k))
-    v = by_head(v, m.linear_value_head_dim)
-    q = q / math.sqrt(m.linear_key_head_dim)
-    return q.astype(m.dtype), k.astype(m.dtype), v.astype(m.dtype)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + _EPS)
+    return delta_heads(mixed, column_sizes(m, lax.axis_size(TENSOR))[0], m)
 
 
 def gates(

@@ -4,14 +4,18 @@
 
 a_t is a decay and b_t a rate, both between 0 and 1. S is [K, V], float32. The update replaces what
 the state returns for the key k_t by a mixture of that and v_t, so that a state of K columns can be
-rewritten rather than only added to.
+rewritten rather than only added to. In Kimi Delta Attention, a_t is a decay for each of the K
+channels, a diagonal matrix.
 
 `kernels/recurrence` computes chunks of tokens. Here is what a sharded sequence needs besides.
 
 G counts one tensor rank's key heads and H its heads, a multiple of G.
 
-Source:   Yang et al. 2024 (2412.06464), Gated Delta Networks, section 3.
+Source:   Yang et al. 2024 (2412.06464), Gated Delta Networks, section 3; Kimi Team 2025
+          (2510.26692), section 3.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,9 @@ import jax.numpy as jnp
 from jaxpar.kernels import recurrence
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.recurrence import is_split, state_before
+
+#: (values, the state before the first token) -> (outputs, the state after the last one).
+type Run = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @jax.named_scope("delta_rule")
@@ -45,13 +52,40 @@ def delta_rule(
     def run(v: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         return recurrence.delta_rule(q, k, v, log_decay, rate, begins, state, size, backend)
 
+    return _over_shards(run, k, v)
+
+
+@jax.named_scope("delta_rule")
+def delta_rule_by_channel(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    rate: jax.Array,
+    begins: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the recurrence with a decay for each channel, as `delta_rule`, by plain JAX.
+
+    Args:     q, k: [B, T/sequence, H, K]. log_decay: float32 [B, T/sequence, H, K]. Others, Returns
+              and Communication: as `delta_rule`.
+    """
+
+    def run(v: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return recurrence.delta_rule_by_channel(q, k, v, log_decay, rate, begins, state, size)
+
+    return _over_shards(run, k, v)
+
+
+def _over_shards(run: Run, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Run this shard of the sequence from the state after the shards before it."""
     state = varying(jnp.zeros((*v.shape[::2], k.shape[-1], v.shape[-1])))
     if is_split():
         state = state_before(_change(run, v, state), _apply, state)
     return run(v, state)
 
 
-def _change(run, v: jax.Array, state: jax.Array) -> jax.Array:
+def _change(run: Run, v: jax.Array, state: jax.Array) -> jax.Array:
     """Return how these tokens change a state: [B, H, K, K + V], a matrix beside what they add.
 
     The matrix is what becomes of each unit vector if nothing is written.
@@ -76,13 +110,14 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token.
 
-    Args:     q, k: [B, G, K]. v: [B, H, V]. log_decay, rate: float32 [B, H].
-              state: float32 [B, H, K, V].
+    Args:     q, k: [B, G, K]. v: [B, H, V]. log_decay, rate: float32 [B, H]. log_decay may be
+              [B, H, K], of each channel. state: float32 [B, H, K, V].
     Returns:  (float32 [B, H, V]; the new state).
     """
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     q, k = (jnp.repeat(a, v.shape[1] // a.shape[1], axis=1) for a in (q, k))
-    state = jnp.exp(log_decay)[..., None, None] * state
+    decay = jnp.exp(log_decay)
+    state = jnp.expand_dims(decay, tuple(range(decay.ndim, state.ndim))) * state
     write = rate[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
     state = state + k[..., :, None] * write[..., None, :]
     return jnp.einsum("bhkv,bhk->bhv", state, q), state

@@ -30,14 +30,23 @@ FUSED_DIMS: dict[str, int | None] = {
     "mamba_d": None,
     "mamba_norm": None,
     "mamba_out": -1,
+    "kda_in": -2,
+    "kda_conv": None,
+    "kda_f_b": -2,
+    "kda_g_b": -2,
+    "kda_a_log": None,
+    "kda_dt_bias": None,
+    "kda_norm": None,
+    "kda_out": -1,
 }
 
 #: Arrays that only recurrent layers have, and the fused ones made of others.
-OUTPUTS = ("delta_out", "mamba_out")
+OUTPUTS = ("delta_out", "mamba_out", "kda_out")
 
 #: The projections of the input, in the order of the fused matrices.
 DELTA_PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
 MAMBA_PROJECTIONS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")
+KDA_PROJECTIONS = ("kda_q", "kda_k", "kda_v", "kda_f_a", "kda_g_a", "kda_b")
 
 
 def delta_net_specs(
@@ -102,12 +111,57 @@ def mamba_specs(
     return blocks
 
 
+def kda_specs(
+    m: ModelConfig,
+    matrix: Callable[..., ParamSpec],
+    vector: Callable[..., ParamSpec],
+    deep: float,
+) -> Tree:
+    """Return the specs of Kimi Delta Attention's parameters. The arguments are those of
+    `delta_net_specs`.
+
+    Decays and output gates are products of two matrices each. The first, to a latent, is complete
+    over TENSOR, since all heads read it. The second is FSDP-sharded along the latent.
+    """
+    D, H, width = m.d_model, m.linear_num_key_heads, m.conv_kernel_size
+    K, V = m.linear_key_head_dim, m.linear_value_head_dim
+    blocks: Tree = {}
+    for name, size in {"q": K, "k": K, "v": V}.items():
+        blocks[f"kda_{name}"] = matrix((D, H, size), ("embed", "heads", "head_dim"), columns=2)
+        axes = ("heads", "head_dim", "head_dim")
+        kernel = matrix((H, size, width), axes, width**-0.5, columns=0)
+        blocks[f"kda_conv_{name}"] = kernel
+    blocks["kda_b"] = matrix((D, H), ("embed", "heads"))
+    for name, size in {"f": K, "g": V}.items():
+        blocks[f"kda_{name}_a"] = matrix((D, V), ("embed", "rank"))
+        axes = ("latent", "heads", "head_dim")
+        blocks[f"kda_{name}_b"] = matrix((V, H, size), axes, columns=2)
+    blocks["kda_a_log"] = vector((H,), ("heads",), "decay_rate")
+    blocks["kda_dt_bias"] = vector((H, K), ("heads", "head_dim"), "time_step")
+    blocks["kda_norm"] = vector((V,), ("head_dim",), "ones")
+    blocks["kda_out"] = matrix((H, V, D), ("heads", "head_dim", "embed"), deep)
+    return blocks
+
+
 def fuse(w: Tree, lead: tuple[int, ...]) -> Tree:
     """Return the arrays that the fused layout has in place of others of the same layer.
 
     Args:     w: one layer's arrays, or stacked ones. lead: their leading dims.
     """
-    return (_fuse_mamba if "mamba_out" in w else _fuse_delta_net)(w, lead)
+    of_kinds = {"mamba_out": _fuse_mamba, "delta_out": _fuse_delta_net, "kda_out": _fuse_kda}
+    return next(of_kind for name, of_kind in of_kinds.items() if name in w)(w, lead)
+
+
+def _fuse_kda(w: Tree, lead: tuple[int, ...]) -> Tree:
+    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
+    D, width = w["kda_b"].shape[-2], w["kda_conv_q"].shape[-1]
+    return {
+        "kda_in": jnp.concatenate([flat(n, D, -1) for n in KDA_PROJECTIONS], axis=-1),
+        "kda_conv": jnp.concatenate([flat(f"kda_conv_{n}", -1, width) for n in "qkv"], axis=-2),
+        "kda_f_b": flat("kda_f_b", w["kda_f_b"].shape[-3], -1),
+        "kda_g_b": flat("kda_g_b", w["kda_g_b"].shape[-3], -1),
+        "kda_out": flat("kda_out", -1, D),
+    }
 
 
 def _fuse_mamba(w: Tree, lead: tuple[int, ...]) -> Tree:

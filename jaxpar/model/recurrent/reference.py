@@ -17,6 +17,8 @@ STACKS = {
     "*": "layers",
     "G": "delta_layers",
     "M": "mamba_layers",
+    "K": "kda_layers",
+    "k": "kda_dense_layers",
     "-": "mlp_layers",
     "E": "moe_layers",
 }
@@ -81,6 +83,27 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
     return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
 
 
+def kimi_delta(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
+    """Compute Kimi Delta Attention without its projection to the residual stream.
+
+    Args, Returns: as `delta_net`.
+    Source:   Kimi Team 2025 (2510.26692).
+    """
+    begins = begins_of(segments)
+    q, k, v = (
+        jax.nn.silu(convolve(times(h, w, f"kda_{n}"), w[f"kda_conv_{n}"], begins)) for n in "qkv"
+    )
+    unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
+    step, gate = (jnp.tensordot(times(h, w, f"kda_{n}_a"), w[f"kda_{n}_b"], 1) for n in "fg")
+    step = jax.nn.softplus(step + w["kda_dt_bias"])
+    decay = jnp.exp(-jnp.exp(w["kda_a_log"])[:, None] * step)
+    rate = jax.nn.sigmoid(times(h, w, "kda_b"))
+    out = delta_rule(unit(q) / q.shape[-1] ** 0.5, unit(k), v, decay, rate, begins)
+    eps = m.norm_eps if m.linear_norm_eps is None else m.linear_norm_eps
+    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + eps)
+    return unit_rms * w["kda_norm"] * jax.nn.sigmoid(gate)
+
+
 def mamba(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute Mamba-2 without its projection to the residual stream.
 
@@ -125,17 +148,19 @@ def state_space(q, k, v, decay, begins) -> jax.Array:
 def delta_rule(q, k, v, decay, rate, begins, state=None) -> jax.Array:
     """Apply the gated delta rule to one token after the other.
 
-    Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H]. begins: bool [B, T].
-              state: [B, H, K, V] before the first token; None for zeros.
+    Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H]. decay may be
+              [B, T, H, K], of each channel. begins: bool [B, T]. state: [B, H, K, V] before the
+              first token; None for zeros.
     Returns:  [B, T, H, V].
     """
     B, _, H, K = q.shape
     state = jnp.zeros((B, H, K, v.shape[-1]), v.dtype) if state is None else state
+    decay = decay[..., None] if decay.ndim == 3 else decay
 
     def one(state, token):
         q, k, v, decay, rate, begins = token
         state = jnp.where(begins[:, None, None, None], 0.0, state)
-        state = decay[:, :, None, None] * state
+        state = decay[..., None] * state
         known = jnp.einsum("bhkv,bhk->bhv", state, k)
         state = state + jnp.einsum("bhk,bhv->bhkv", k, rate[:, :, None] * (v - known))
         return state, jnp.einsum("bhkv,bhk->bhv", state, q)

@@ -3,8 +3,14 @@
 from typing import NamedTuple
 
 from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, FEED_FORWARDS, is_recurrent
-from jaxpar.model.recurrent import delta_net, mamba
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    FEED_FORWARDS,
+    MAMBA,
+    has_kda,
+    is_recurrent,
+)
+from jaxpar.model.recurrent import delta_net, kimi_delta, mamba
 
 
 class Widths(NamedTuple):
@@ -29,9 +35,9 @@ def widths(m: ModelConfig, tensor: int) -> Widths:
     if m.layer_pattern in FEED_FORWARDS:
         return Widths(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if is_recurrent(m):
-        of_kind = delta_net if m.layer_pattern == DELTA_NET else mamba
+        of_kind = {DELTA_NET: delta_net, MAMBA: mamba}.get(m.layer_pattern, kimi_delta)
         columns = of_kind.column_sizes(m, tensor)
-        values = columns[3] if m.layer_pattern == DELTA_NET else columns[0]
+        values = columns[0] if m.layer_pattern == MAMBA else columns[2]
         return Widths(0.0, 0.0, sum(columns), values, sum(columns), 0.0)
     H, G = m.num_heads / tensor, m.num_kv_heads / tensor
     rotary = m.qk_rope_head_dim if m.kv_lora_rank else 0
@@ -53,6 +59,10 @@ def projections(m: ModelConfig, tensor: int) -> dict[str, list[Projection]]:
     """Return the matmuls of a layer's attention, by the name of what they compute."""
     w, D = widths(m, tensor), m.d_model
     output = {"wo": [Projection(w.out, D)]}
+    if has_kda(m):
+        after = m.linear_num_key_heads * (m.linear_key_head_dim + m.linear_value_head_dim) / tensor
+        of_latents = Projection(m.linear_value_head_dim, after)
+        return {"qkv": [Projection(D, w.value), of_latents]} | output
     if not m.kv_lora_rank:
         gate = w.query if m.attention_gate else 0.0
         return {"qkv": [Projection(D, w.query + w.key + w.value + gate)]} | output

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
+from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
@@ -379,9 +380,12 @@ def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
 
-    They move 20 bytes per parameter for gradients and weights, and read and write the moments. A
-    rule that needs matrices also iterates on them.
+    They move 20 bytes per parameter for gradients and weights, and read and write the moments.
+    With moments in 8 bits, another pass over gradients and moments finds the scales. A rule that
+    needs matrices also iterates on them.
     """
     weights, moments = state_bytes(cfg)
-    moved = (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value
-    return moved + matrices.iteration_seconds(cfg, gpu)
+    moved = 5 * weights * shard.trainable + 2 * moments
+    if uses_blocks(cfg.optimizer):
+        moved += weights * shard.trainable + moments
+    return moved / gpu.bandwidth.value + matrices.iteration_seconds(cfg, gpu)

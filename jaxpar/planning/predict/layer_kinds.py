@@ -6,7 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import dense_places, has_experts, has_feed_forward, kinds
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    dense_places,
+    has_experts,
+    has_feed_forward,
+    kinds,
+)
 from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 
@@ -78,10 +84,13 @@ def of_one_kind(cfg: Config, kind: str) -> Config:
 @functools.lru_cache(maxsize=32)
 def _model_of_one_kind(m: ModelConfig, kind: str) -> ModelConfig:
     width = m.d_ff if has_feed_forward(m, kind) else 0
+    of_kind = dataclasses.replace(m, layer_pattern=kind)
+    if kind != ATTENTION:
+        of_kind = dataclasses.replace(of_kind, kv_lora_rank=0)
     if has_experts(m, kind):
-        return dataclasses.replace(m, layer_pattern=kind)
+        return of_kind
     width = width and (m.dense_d_ff or width)
-    return dataclasses.replace(m, layer_pattern=kind, d_ff=width, num_experts=0)
+    return dataclasses.replace(of_kind, d_ff=width, num_experts=0)
 
 
 def shares_of_policies(cfg: Config) -> dict[str, float]:

@@ -8,12 +8,10 @@ import contextlib
 import hashlib
 import itertools
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
-
-import jax
-from jax._src import distributed  # JAX offers the key-value store nowhere else
 
 from jaxpar.config import ConfigError
 
@@ -51,12 +49,12 @@ class PeerFailed(Exception):
 
 def world_size() -> int:
     """Return the number of processes in this run. Starts no backend."""
-    return distributed.global_state.num_processes if _client() is not None else 1
+    return _state().num_processes if _client() is not None else 1
 
 
 def rank() -> int:
     """Return the index of this process, from 0. Starts no backend."""
-    return distributed.global_state.process_id if _client() is not None else 0
+    return _state().process_id if _client() is not None else 0
 
 
 def processes_here() -> int:
@@ -70,7 +68,15 @@ def process_name(process: int) -> str:
 
 
 def _client() -> Any:
-    return distributed.global_state.client
+    return _state().client if "jax" in sys.modules else None
+
+
+def _state() -> Any:
+    """Return JAX's state, which has the key-value store: it is offered nowhere else. The launcher,
+    which is not one of the processes, never imports JAX."""
+    from jax._src import distributed
+
+    return distributed.global_state
 
 
 def exchange(name: str, text: str, seconds: float) -> list[str]:
@@ -168,7 +174,9 @@ def leave(well: bool) -> None:
     if _client() is None:
         return
     if well:
-        distributed.global_state.preemption_sync_manager = stops.pop()  # which it shuts down too
+        import jax
+
+        _state().preemption_sync_manager = stops.pop()  # which it shuts down too
         with contextlib.suppress(RuntimeError):
             jax.distributed.shutdown()
         return

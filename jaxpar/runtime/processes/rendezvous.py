@@ -13,6 +13,7 @@ from jax._src import distributed  # JAX offers the key-value store nowhere else
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes import gloo
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
 from jaxpar.runtime.processes.peers import exchange, hosts, log, stops
@@ -102,6 +103,7 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     stops[:] = [distributed.global_state.preemption_sync_manager]
     distributed.global_state.preemption_sync_manager = None
     hosts[:] = exchange("hosts", socket.gethostname(), seconds)
+    gloo.listen_where_peers_connect(cluster, lambda own: exchange("gloo", own, seconds))
     many = f", {len(set(hosts))} hosts" if len(set(hosts)) > 1 else ""
     seen = f", GPUs {','.join(map(str, devices))}" if devices else ""
     return f"{cluster}{many}{seen}"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, RECURRENT
+from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA, RECURRENT
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape
 from jaxpar.step.compiled import FirstRunAlone
@@ -31,6 +31,17 @@ BOUND = 2e-2
 NAMES = ("out", "last", "dq", "dk", "dv", "d_log_decay", "d_rate", "d_state")
 
 PATH = "model.recurrent_backend"
+
+#: Names of the kinds of layers.
+TITLES = {
+    DELTA_NET: "Gated DeltaNet",
+    MAMBA: "Mamba-2",
+    KDA: "Kimi Delta Attention",
+    KDA_DENSE: "Kimi Delta Attention",
+}
+
+#: Kinds that are computed by plain JAX on all devices.
+WITHOUT_KERNELS = (KDA, KDA_DENSE)
 
 #: The program runs once. Autotuning it would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -99,13 +110,18 @@ def backends_of(cfg: Config) -> dict[str, str]:
     m = cfg.model
     try:
         return {
-            kind: recurrence.choose(m.recurrent_backend, shape_of(m, kind))
+            kind: recurrence.choose(_asked_for(m, kind), shape_of(m, kind))
             for kind in RECURRENT
             if kind in m.layer_pattern
         }
     except ValueError as error:
         fix = "use --model.recurrent-backend auto"
         raise ConfigError(PATH, m.recurrent_backend, str(error), fix) from error
+
+
+def _asked_for(m: ModelConfig, kind: str) -> str:
+    """Return `model.recurrent_backend`, or what there is for a kind without kernels."""
+    return "reference" if kind in WITHOUT_KERNELS else m.recurrent_backend
 
 
 def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
@@ -115,8 +131,10 @@ def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
     """
     m = cfg.model
     for kind, backend in backends_of(cfg).items():
-        name, shape = "Gated DeltaNet" if kind == DELTA_NET else "Mamba-2", shape_of(m, kind)
-        if backend == "reference":
+        name, shape = TITLES[kind], shape_of(m, kind)
+        if kind in WITHOUT_KERNELS:
+            log(f"kernels of {name}: reference (decays of each channel have no others)")
+        elif backend == "reference":
             why = recurrence.refusal(shape) or "no measurement on this kind of GPU"
             named = "as configured" if m.recurrent_backend == backend else f"not triton: {why}"
             log(f"kernels of {name}: reference ({named})")
@@ -128,7 +146,7 @@ def shape_of(m: ModelConfig, kind: str) -> Shape:
     """Return what a backend must support for layers of a kind."""
     of_delta_net = m.linear_key_head_dim, m.linear_value_head_dim
     of_mamba = m.mamba_state_size, m.mamba_head_dim
-    widths = of_delta_net if kind == DELTA_NET else of_mamba
+    widths = of_mamba if kind == MAMBA else of_delta_net
     return Shape(m.recurrent_chunk, *widths, m.dtype)
 
 

@@ -38,6 +38,8 @@ def recur_token_by_token() -> None:
     for name in ("qwen3_next", "qwen3_5", "olmo_hybrid"):
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
+    module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    module.chunk_kimi_delta_attention = module.recurrent_kimi_delta_attention
 
 
 def load(folder: Path):

@@ -10,7 +10,7 @@ from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import latents, patterns, ropes
+from jaxpar.convert.hf.keys import kimi_linear, latents, patterns, ropes
 from jaxpar.convert.hf.keys.patterns import FULL
 from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
@@ -26,6 +26,8 @@ SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 
 def fields(family: Family) -> set[str]:
     """Return the fields of ModelConfig that these keys set, in a family."""
+    if family.kimi_linear:
+        return {*kimi_linear.FIELDS, *latents.FIELDS}
     if not family.rope:
         return {"layer_pattern"} if family.letters else set()
     found = {"rope_theta", "rope_scaling"} | ({*latents.FIELDS} if family.latent else set())
@@ -52,6 +54,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     """
     if family.letters:
         return {"layer_pattern": patterns.read_letters(values, family.letters, num_layers)}
+    if family.kimi_linear:
+        return kimi_linear.read(values, num_layers) | latents.read(values)
     if not family.rope:
         return {}
     kinds = values.get("layer_types")
@@ -239,6 +243,8 @@ def write(m: ModelConfig, family: Family) -> Values:
     """Return the keys for a model, in both forms."""
     if family.letters:
         return patterns.write_letters(m)
+    if family.kimi_linear:
+        return kimi_linear.write(m) | latents.write(m)
     if not family.rope:
         return {}
     windows = _write_windows(m) if family.two_kinds else {}

@@ -60,7 +60,7 @@ def read_letters(values: Values, known: str, num_layers: int) -> str:
         rule = f"must have layers of {', of '.join(first)} and of {last}, and no other"
         rule += "".join(f" but of {_IN_WORDS[kind]}" for kind in known if kind not in needed)
         raise refuse(key, values.get(key), rule, "use a model with these kinds of layers")
-    return _period(given)
+    return period(given)
 
 
 def write_letters(m: ModelConfig) -> Values:
@@ -68,7 +68,7 @@ def write_letters(m: ModelConfig) -> Values:
     return {LETTERS: kinds(m)}
 
 
-def _period(letters: str) -> str:
+def period(letters: str) -> str:
     """Return the shortest pattern that is repeated."""
     count = len(letters)
     lengths = (n for n in range(1, count + 1) if count % n == 0)
@@ -92,7 +92,7 @@ def read(values: Values, num_layers: int) -> str:
     if DELTA_NET not in whole or ATTENTION not in whole:
         rule = f"must have layers with {FULL} and with {LINEAR}"
         raise refuse("layer_types", given, rule, "use a model with both")
-    return _period(whole)
+    return period(whole)
 
 
 def write(m: ModelConfig) -> Values:

@@ -64,7 +64,7 @@ def _call(xs, ws, scales, tiles, transpose: bool, expert_dim: int, dtype, launch
 def _kernel(s: _Shape, launch: Launch, *refs, **own):
     xs, ws = refs[: s.terms], refs[s.terms : 2 * s.terms]
     *scales, experts, used, out = refs[2 * s.terms :]
-    r, column_tiles, per_term = Refs(**own), s.N // s.width, s.K // s.step
+    r, column_tiles, per_term = Refs(**own), pipeline.tiles_across(s.N), s.K // s.step
     steps, row_tiles = per_term * s.terms, used[0]
     count, nth = pipeline.pieces_here(launch.ctas, row_tiles * column_tiles)
     where = lambda i: pipeline.place(nth(i), row_tiles, column_tiles)  # noqa: E731

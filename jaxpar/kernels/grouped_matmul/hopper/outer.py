@@ -28,14 +28,14 @@ def grouped_outer(
 ) -> jax.Array:
     """`api.grouped_outer` for bfloat16 or float16, widths of `capability.HOPPER`.
 
-    M need not be a multiple of a tile's rows: past its end, TMA reads zeros and writes nothing.
+    M and N need not be multiples of a tile's: past their ends, TMA reads zeros and writes nothing.
     (The interpreter needs full tiles.)
     """
     M, N, E = x.shape[1], y.shape[1], len(tiles.starts) - 1
     width = pipeline.width_of(N)
     shape = (E, M, N) if expert_dim == 0 else (M, E, N)
     if launch is None:
-        launch = Launch(ctas=-(-E * _row_tiles(M) * (N // width) // TILES_PER_CTA))
+        launch = Launch(ctas=-(-E * _row_tiles(M) * pipeline.tiles_across(N) // TILES_PER_CTA))
     fullest_first = jnp.argsort(tiles.starts[:-1] - tiles.starts[1:])
     return pipeline.call(
         functools.partial(_kernel, E, M, N, width, expert_dim, launch),
@@ -54,7 +54,7 @@ def _row_tiles(M: int) -> int:
 
 def _kernel(E: int, M: int, N: int, width: int, expert_dim: int, launch, *refs, **own):
     x, y, starts, fullest_first, out = refs
-    r, row_tiles, column_tiles = Refs(**own), _row_tiles(M), N // width
+    r, row_tiles, column_tiles = Refs(**own), _row_tiles(M), pipeline.tiles_across(N)
     per_expert = row_tiles * column_tiles
     count, nth = pipeline.pieces_here(launch.ctas, jnp.int32(E * per_expert))
 

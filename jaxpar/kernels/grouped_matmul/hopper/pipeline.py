@@ -52,8 +52,16 @@ DEFAULT = Launch()
 
 
 def width_of(columns: int) -> int:
-    """Return the width of a tile of the result: the largest that divides its columns."""
-    return next(width for width in WIDTHS if columns % width == 0)
+    """Return the width of a tile of the result: the one that pads columns least, then the widest.
+
+    Past the last column, TMA reads zeros and writes nothing.
+    """
+    return min(WIDTHS, key=lambda width: (-columns % width, -width))
+
+
+def tiles_across(columns: int) -> int:
+    """Return the number of tiles of the result side by side."""
+    return -(-columns // width_of(columns))
 
 
 def div(a, n):

@@ -1,0 +1,117 @@
+"""Copies text into Zstandard files of small frames, which can be read from many places."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import Range
+from jaxpar.config.rules.paths import check_path
+from jaxpar.data.formats.readers import (
+    MAX_LINE_BYTES,
+    ReadOptions,
+    import_pyarrow,
+    input_error,
+    json_lines,
+    read_jsonl,
+    read_text,
+)
+from jaxpar.data.prepare.documents import InputFile, find_sources
+from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.runtime.option_classes import check_ranges
+
+#: Bytes of text in a frame; a line is in one frame.
+FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReframeOptions:
+    """Copy text into .jsonl.zst files of small frames, for `prepare --stream`."""
+
+    input: tuple[str, ...]
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), or folders of them."""
+    output: str
+    """Folder for the copies. Each appears when it is complete."""
+    text_field: str = "text"
+    """Parquet or Arrow column with the text. Lines of JSON are copied as they are."""
+    level: Annotated[int, Range(1, 19, 3)] = 3
+    """Compression level of Zstandard."""
+
+
+def reframe(options: ReframeOptions, progress: PreparationProgress | None = None) -> str:
+    """Copy the documents of files. Returns: a summary of one line.
+
+    Raises:   ConfigError that names an option, or an unreadable file.
+    """
+    check_ranges(options)
+    progress = progress or PreparationProgress()
+    check_path("--output", options.output, "use a folder of this computer")
+    sources = find_sources(options.input)
+    targets = [_target(source, Path(options.output)) for source in sources]
+    for target in targets:
+        if target.exists() or targets.count(target) > 1:
+            rule = "exists" if target.exists() else "is the copy of two inputs"
+            raise ConfigError("--output", str(target), rule, "use another folder")
+    Path(options.output).mkdir(parents=True, exist_ok=True)
+    total, before, written = sum(source.num_bytes for source in sources), 0, 0
+    for source, target in zip(sources, targets, strict=True):
+        with source.path.open("rb") as file, _complete(target) as copy:
+            for frame in _frames(_lines(file, source, options.text_field)):
+                codec = import_pyarrow(target).Codec("zstd", options.level)
+                written += copy.write(codec.compress(frame, asbytes=True))
+                read = source.num_bytes if file.closed else file.tell()  # pyarrow closes it
+                progress.advance(before + read, total, 0)
+        before += source.num_bytes
+    return f"{options.output}: {len(targets):,} files, {written / 1e6:,.1f} MB"
+
+
+def _target(source: InputFile, folder: Path) -> Path:
+    if source.read is read_text:
+        rule, fix = "is text that needs no frames", "name only the other files"
+        raise input_error(str(source.path), rule, fix)
+    stem = source.path.name.split(".jsonl")[0].removesuffix(".parquet").removesuffix(".arrow")
+    return folder / f"{stem}.jsonl.zst"
+
+
+def _lines(file: BinaryIO, source: InputFile, text_field: str) -> Iterator[bytes]:
+    if source.read is read_jsonl:
+        for number, line in enumerate(json_lines(file, source.path), start=1):
+            if len(line) > MAX_LINE_BYTES:
+                rule, fix = f"is longer than {MAX_LINE_BYTES:,} bytes", "remove or split it"
+                raise input_error(f"{source.path}:{number}", rule, fix)
+            yield line if line.endswith(b"\n") else line + b"\n"
+        return
+    text = ""
+    for piece in source.read(file, source.path, ReadOptions(text_field)):
+        text += piece.text
+        if piece.last:
+            yield json.dumps({"text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
+            text = ""
+
+
+def _frames(lines: Iterator[bytes]) -> Iterator[bytes]:
+    held, size = list[bytes](), 0
+    for line in lines:
+        if held and size + len(line) > FRAME_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
+    if held:
+        yield b"".join(held)
+
+
+@contextmanager
+def _complete(target: Path) -> Iterator[BinaryIO]:
+    """Yield a file that is renamed to `target` at the end, or deleted if the block fails."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""Chooses the address on which Gloo listens: the collectives of CPU devices in several processes.
+
+By default Gloo takes the address of the host's own name. On many hosts /etc/hosts has 127.0.1.1
+there, and then no other host can connect.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
+
+from jaxpar.runtime.processes.detect import ProcessPlace, is_loopback
+
+#: Names an interface to listen on, as for PyTorch.
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def listen_where_peers_connect(
+    cluster: ProcessPlace, exchange: Callable[[str], list[str]]
+) -> str | None:
+    """Make Gloo listen on the interface by which this host reaches the coordinator.
+
+    Called once connected, and before JAX's backends start. `GLOO_SOCKET_IFNAME` names another
+    interface.
+
+    Args:     exchange: tells all processes a text, and returns the texts of all.
+    Returns:  the address or interface; None if there is no route, which leaves JAX's choice.
+    """
+    own = address_towards(cluster.host)
+    peers = [address for address in exchange(own or "") if address]
+    if own and is_loopback(own) and not is_loopback(cluster.host):
+        # The coordinator's name is this host's own: the way to a peer is the one peers come by.
+        own = next(filter(None, map(address_towards, _of_other_hosts(peers))), own)
+    if interface := os.environ.get(INTERFACE):
+        _register(interface=interface)
+        return interface
+    if own:
+        _register(hostname=own)
+    return own
+
+
+def address_towards(host: str) -> str | None:
+    """Return this host's address on the route to another; None without a route. Sends nothing."""
+    try:
+        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _of_other_hosts(addresses: list[str]) -> list[str]:
+    return [address for address in addresses if not is_loopback(address)]
+
+
+def _register(**where: str) -> None:
+    """Replace JAX's CPU backend by one whose Gloo listens there. JAX passes neither argument."""
+
+    def make_client():
+        client = distributed.global_state.client
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, **where)
+        return xla_bridge.make_cpu_client(gloo)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

@@ -1,0 +1,126 @@
+"""Runs over two hosts, each with its own address, name and link: what they do, and how they end."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.runtime import exit_codes
+from tests import ranks
+from tests.e2e.hosts.network import Network, require_namespaces
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+#: JAX's client aborts a process that its coordinator no longer answers.
+ABORTED = -6
+
+#: Seconds within which a run ends that has lost a host: heartbeats are sent every 50 s.
+TO_NOTICE = 75
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    require_namespaces()
+
+
+class Run:
+    """A run of one process a host, with two devices each."""
+
+    def __init__(self, network: Network, config: str, folder: Path, coordinator: str, *more: str):
+        self.logs = [folder / f"host{i}.log" for i in range(len(network.names))]
+        port = ranks.free_port()
+        self.processes: list[Any] = []
+        for i, log in enumerate(self.logs):
+            where = ["--cluster.coordinator", f"{coordinator}:{port}"]
+            where += ["--cluster.num-processes", str(len(self.logs)), "--cluster.process-id"]
+            command = [sys.executable, "-m", "jaxpar.train", config, "--run.cpu-devices", "2"]
+            with open(log, "a") as out:
+                command += [*where, str(i), *more]
+                self.processes.append(network.start(i, command, ranks.environment(), out))
+
+    def codes(self, seconds: float) -> list[int]:
+        """The exit codes of both, which end within so many seconds."""
+        until = time.monotonic() + seconds
+        try:
+            return [p.wait(max(until - time.monotonic(), 0.01)) for p in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def said(self, host: int) -> str:
+        return self.logs[host].read_text()
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    ranks.wait_for(lambda: max(ranks.losses_of(run), default=0) >= step)
+
+
+@pytest.mark.parametrize("own_names", [pytest.param("", marks=pytest.mark.slow), "127.0.1.1"])
+def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
+    """Also where a host's name is a loopback address to itself, as on Debian."""
+    config = write_ranks(tmp_path)
+    with Network(2, own_names) as network:
+        run = Run(network, config, tmp_path, network.names[0])
+        codes = run.codes(150)
+    assert codes == [exit_codes.EXIT_OK] * 2, run.said(0)[-2000:] + run.said(1)[-2000:]
+    assert ", 2 hosts" in run.said(0)
+    ranks.assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_cut_ends_the_run_and_the_next_one_goes_on(write_ranks, tmp_path, whole):
+    """No connection closes, so that nobody fails at once."""
+    config = write_ranks(tmp_path)
+    with Network(2) as network:
+        run = Run(network, config, tmp_path, network.addresses[0])
+        wait_for_step(tmp_path / "run", 8)
+        network.cut(1)
+        began = time.monotonic()
+        codes = run.codes(TO_NOTICE + 30)
+        assert time.monotonic() - began < TO_NOTICE
+        assert codes == [ABORTED] * 2, run.said(0)[-2000:] + run.said(1)[-2000:]
+        network.heal(1)
+        again = Run(network, config, tmp_path, network.addresses[0])
+        assert again.codes(150) == [exit_codes.EXIT_OK] * 2, again.said(0)[-2000:]
+    ranks.assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_slow_link_changes_no_number(write_ranks, tmp_path, whole):
+    config = write_ranks(tmp_path)
+    with Network(2) as network:
+        run = Run(network, config, tmp_path, network.addresses[0])
+        wait_for_step(tmp_path / "run", 4)
+        for host in 0, 1:
+            network.limit(host, "2mbit")
+        assert run.codes(250) == [exit_codes.EXIT_OK] * 2, run.said(0)[-2000:]
+    ranks.assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_host(lost, write_ranks, tmp_path):
+    """The coordinator's death aborts the others at once; another one's fails their collectives."""
+    config = write_ranks(tmp_path)
+    with Network(2) as network:
+        run = Run(network, config, tmp_path, network.addresses[0])
+        wait_for_step(tmp_path / "run", 8)
+        run.processes[lost].kill()
+        began = time.monotonic()
+        codes = run.codes(TO_NOTICE)
+        assert time.monotonic() - began < 20
+    assert codes[lost] == -9 and codes[1 - lost] in (1, ABORTED), codes
+
+
+@pytest.mark.slow
+def test_a_coordinator_without_a_name(write_ranks, tmp_path):
+    config = write_ranks(tmp_path)
+    with Network(2) as network:
+        limit = ("--cluster.connect-seconds", "10")
+        run = Run(network, config, tmp_path, "no-such-host.invalid", *limit)
+        codes = run.codes(120)
+    assert set(codes) == {1}, run.said(0)[-2000:] + run.said(1)[-2000:]
