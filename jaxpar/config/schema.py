@@ -248,8 +248,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down. 0: no clipping."""
     first_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Storage dtype of the first moment. bfloat16 uses stochastic rounding; 8bit stores codes with
-    a scale for each block, for adamw and lion."""
+    """Storage dtype of the first moment. bfloat16: rounded stochastically; 8bit: in blocks."""
     second_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Storage dtype of adamw's second moment."""
     moment_block: int = 128
@@ -260,6 +259,8 @@ class OptimizerConfig:
     """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
+    offload_masters: bool = False
+    """Keep the float32 master weights in host memory too; a step copies them in model.dtype."""
     muon_momentum: float = 0.95
     """Decay rate of muon's momentum. beta1 and beta2 apply to the parameters that AdamW updates."""
     muon_nesterov: bool = True

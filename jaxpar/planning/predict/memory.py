@@ -44,6 +44,8 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     weights, optimizer = state_bytes(cfg)
     if cfg.optimizer.offload:
         optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
+    if cfg.optimizer.offload_masters:  # the weights of the step, and the masters of a slice
+        weights = weights * shard.width // 4 + weights // max(shard.layers, 1)
     moments = [_at_loss, _at_end]
     moments += [_at_start] * _sends(cfg, shard)
     moments += [_at_update] * bool(matrices.exchanged_of(cfg))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.runtime import exit_codes
 from tests import ranks
-from tests.hosts.network import Network, require_namespaces
+from tests.e2e.hosts.network import Network, require_namespaces
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
