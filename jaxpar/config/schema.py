@@ -46,7 +46,7 @@ class TrainConfig:
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
     num_tokens: int = 0
-    """Length of the run in tokens with padding; sets num_steps, rounded up. 0: num_steps decides."""
+    """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
     num_epochs: float = 0.0
     """Length of the run in passes over the training text, such as 1.5, but not over a mixture: sets
     num_tokens once the data is open. 0: num_tokens or num_steps decides."""
