@@ -49,12 +49,10 @@ class TrainConfig:
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
     num_tokens: int = 0
-    """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
-    decides."""
+    """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
     num_epochs: float = 0.0
-    """Length of the run in passes over the training text, such as 1.5: sets num_tokens once the
-    data is open. Not for mixtures, whose sources have passes of their own. 0: num_tokens or
-    num_steps decides."""
+    """Length of the run in passes over the training text, such as 1.5, but not over a mixture: sets
+    num_tokens once the data is open. 0: num_tokens or num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
     batch_schedule: str = ""
@@ -109,8 +107,7 @@ class DataConfig:
     prefetch: int = 2
     """Batches to prepare in the background, ahead of the current step."""
     tokenize_workers: int = 2
-    """Processes that tokenize streamed datasets (`data prepare --stream`), for each process of the
-    run. 0: none, the process itself tokenizes."""
+    """Processes that tokenize streamed datasets, for each process of the run. 0: it does itself."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
