@@ -6,12 +6,8 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
-<<<<<<< HEAD
 from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
-from jaxpar.config.model_schema import ModelConfig, RopeScaling
-=======
 from jaxpar.config.model_schema import ModelConfig, MupConfig, RopeScaling
->>>>>>> d93a38f17b392eeaeae9366def0655ee325d2d4a
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
