@@ -1,5 +1,6 @@
 """The model section of the configuration (`schema.py`)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,23 @@ class RopeScaling:
     """longrope: divisors of the frequencies for longer sequences."""
     turning: float = 1.0
     """proportional: share of the pairs of dims that turn, the first ones (Gemma 4: 0.25)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """Maximal update parametrization: hyperparameters of a narrow base model hold for wide ones."""
+
+    base_width: int = 256
+    """d_model of the base model (Cerebras, Megatron: mup_base_hidden_size). Initial weights,
+    learning rates and logits depend on d_model / base_width."""
+    base_d_ff: int | None = None
+    """d_ff of the base model. None: in the proportion of d_model."""
+    base_head_dim: int | None = None
+    """head_dim of the base model. Scores are multiplied by sqrt(base_head_dim) / head_dim in place
+    of 1 / sqrt(head_dim). None: head_dim, so that wider models have more heads."""
+    base_depth: int | None = None
+    """num_layers of the base model: also multiply the outputs of attention and feed-forward by
+    base_depth / num_layers (CompleteP). None: factors do not depend on the depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +287,9 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Cap the magnitude of attention scores: softcap * tanh(score / softcap) (Gemma 2: 50). None:
     no cap."""
+    mup: MupConfig | None = None
+    """Maximal update parametrization (µP): the best learning rate does not depend on the width
+    (docs/mup.md). Setting one of its fields enables it. None: the standard parametrization."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
@@ -317,9 +338,44 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """The factor of attention scores."""
-        if self.attention_multiplier is not None:
-            return self.attention_multiplier
-        return (self.query_scale_dim or self.head_dim) ** -0.5
+        plain = self.attention_multiplier
+        if plain is None:
+            plain = (self.query_scale_dim or self.head_dim) ** -0.5
+        return plain * self.mup_score_factor
+
+    @property
+    def mup_score_factor(self) -> float:
+        """µP's factor of attention scores, beside that of the standard parametrization."""
+        if self.mup is None or self.mup.base_head_dim is None:
+            return 1.0
+        narrower = self.mup.base_head_dim / self.head_dim
+        is_constant = self.attention_multiplier is not None or self.query_scale_dim is not None
+        return narrower if is_constant else math.sqrt(narrower)
+
+    @property
+    def width_multiplier(self) -> float:
+        """µP's ratio of d_model to that of the base model; 1 without µP."""
+        return 1.0 if self.mup is None else self.d_model / self.mup.base_width
+
+    @property
+    def depth_multiplier(self) -> float:
+        """µP's ratio of num_layers to that of the base model; 1 without `base_depth`."""
+        return self.num_layers / self.base_depth
+
+    @property
+    def base_depth(self) -> int:
+        """The number of layers for which initial weights of outputs are."""
+        return (self.mup and self.mup.base_depth) or self.num_layers
+
+    @property
+    def logits_divisor(self) -> float:
+        """The number by which logits are divided."""
+        return self.logits_scaling * self.width_multiplier
+
+    @property
+    def branch_factor(self) -> float:
+        """The factor of what attention and feed-forward add to the residual stream."""
+        return self.residual_multiplier / self.depth_multiplier
 
     @property
     def value_dim(self) -> int:

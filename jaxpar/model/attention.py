@@ -118,6 +118,8 @@ def positioned(
         q = q * (m.attention_multiplier * math.sqrt(m.head_dim))
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
+    if m.mup_score_factor != 1:
+        q = q * m.mup_score_factor
     if context.query_scale is not None:
         q = (q * context.query_scale).astype(q.dtype)
     rope = context.rope

@@ -128,7 +128,7 @@ class Branch:
         out = linear.add_bias(out, vectors.get(self.bias or ""))
         last = vectors.get(self.post_norm)
         out = _added_by_norm(out) if last is None else norm(out, last, m)
-        x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
+        x = x + (out if m.branch_factor == 1 else out * m.branch_factor)
         scale = vectors.get(self.scale or "")
         if scale is not None:  # in float32, for its gradient: a sum over all tokens
             x = (x.astype(jnp.float32) * scale).astype(x.dtype)

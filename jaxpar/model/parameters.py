@@ -26,6 +26,7 @@ from jaxpar.config.layout.layer_kinds import (
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.mup.widths import scaled
 from jaxpar.model.recurrent.parameters import delta_net_specs, kda_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
@@ -39,7 +40,7 @@ def param_specs(
 
     Weights are initialized from a normal distribution with standard deviation `init_std`. The two
     matrices that write to the residual stream use init_std / sqrt(2 L), so that its variance does
-    not grow with depth (GPT-2, section 2.3).
+    not grow with depth (GPT-2, section 2.3). µP changes both (`mup/widths.py`).
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
     a stack of their own, "dense_layers"; so are the layers of each kind of `model.layer_pattern`.
@@ -59,6 +60,7 @@ def param_specs(
         specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
+    specs = scaled(m, specs)
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
@@ -71,7 +73,7 @@ def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:
 def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool = False) -> Tree:
     """Return the specs of `count` stacked layers of one kind."""
     D, F = m.d_model, m.d_ff
-    deep = m.init_std / math.sqrt(2 * m.num_layers)
+    deep = m.init_std / math.sqrt(2 * m.base_depth)
 
     def matrix(shape, axes, std=m.init_std, columns=1):
         shape, axes = (count, *shape), ("layer", *axes)

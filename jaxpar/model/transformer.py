@@ -265,7 +265,7 @@ def token_loss(
 def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute the input of the head from the last residual stream: its norm, scaled."""
     h = norm.named_norm(x, top, "final_norm", m)
-    return h if m.logits_scaling == 1 else h * (1 / m.logits_scaling)
+    return h if m.logits_divisor == 1 else h * (1 / m.logits_divisor)
 
 
 def logits_at(

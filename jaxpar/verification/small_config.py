@@ -128,6 +128,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.positions == "learned":
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _score_factors(m, head_dim)
+    values |= _base_model(m, d_model, d_ff, head_dim, values["model.num_layers"])
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
@@ -159,6 +160,25 @@ def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
         most = head_dim**-0.5 if m.qk_norm else factor
         found["model.attention_multiplier"] = min(factor, most)
     return found
+
+
+def _base_model(
+    m: ModelConfig, d_model: int, d_ff: int, head_dim: int, layers: int
+) -> dict[str, Any]:
+    """Return the sizes of µP's base model, with the ratios to those of the model."""
+    if m.mup is None:
+        return {}
+    sizes = {
+        "base_width": (m.mup.base_width, d_model / m.d_model),
+        "base_d_ff": (m.mup.base_d_ff, d_ff / m.d_ff),
+        "base_head_dim": (m.mup.base_head_dim, head_dim / m.head_dim),
+        "base_depth": (m.mup.base_depth, layers / m.num_layers),
+    }
+    return {
+        f"model.mup.{name}": max(round(size * smaller), 1)
+        for name, (size, smaller) in sizes.items()
+        if size is not None
+    }
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float, sharded: int) -> dict[str, Any]:

@@ -16,16 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, DistillConfig, LoraConfig, replace, value_of
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.config.serialize import to_json
-from jaxpar.config.validate import resolve
 from jaxpar.data.taught.cache import About
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters
 from jaxpar.step.forward import make_teacher_step
-
-FIELD = "distill.teacher"
 
 
 class Teacher:
@@ -43,7 +41,7 @@ class Teacher:
             raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
         self.step, there = _found(folder)
         self.folder, self._lora = folder, there.lora
-        self.cfg = _config_of(cfg, there)
+        self.cfg = config_of_teacher(cfg, there)
         d, self._top_k = cfg.distill, cfg.distill.top_k
         self._program = make_teacher_step(
             self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
@@ -100,33 +98,3 @@ def check_kept(cfg: Config, about: About) -> str:
         fix = "use that teacher, or keep what this one says in another folder"
         raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
     return f"{about.teacher_name}, by {cfg.distill.cache}"
-
-
-def _config_of(student: Config, there: Config) -> Config:
-    """Return the config with which a teacher runs: its own model, and all else of the student.
-
-    Raises:   ConfigError if the vocabularies differ, or the mesh does not divide the teacher.
-    """
-    path = "model.vocab_size"
-    if value_of(there, path) != value_of(student, path):
-        rule = f"has a model of {value_of(there, path):,} tokens, and the student's has "
-        rule += f"{value_of(student, path):,}"
-        raise ConfigError(FIELD, student.distill.teacher, rule, "use models of one tokenizer")
-    parallel = dataclasses.replace(
-        student.parallel, layers_per_stage="", remat_layers="", layer_loop="unroll"
-    )
-    model = dataclasses.replace(there.model, dtype=student.model.dtype)
-    cfg = dataclasses.replace(
-        student, model=model, lora=LoraConfig(), parallel=parallel, distill=DistillConfig()
-    )
-    try:
-        return resolve(cfg, _devices(student))
-    except ConfigError as error:
-        rule = f"has a model that this mesh cannot run: {error.field} {error.rule}"
-        fix = "use another mesh, or another teacher"
-        raise ConfigError(FIELD, student.distill.teacher, rule, fix) from error
-
-
-def _devices(cfg: Config) -> int:
-    p = cfg.parallel
-    return p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
