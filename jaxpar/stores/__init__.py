@@ -6,6 +6,7 @@ A run trains in a folder on its host, `run.dir`. A thread uploads what appears t
     steps     checkpoints, each complete or absent          parts     files that grow, as parts
     files     the other files of a run                      sessions  who wrote a run last
     mirror    the thread that uploads                       fetching  downloads a run
+    reading   lets commands read a run
 """
 
 MAY_IMPORT = ("config", "runtime")

@@ -14,15 +14,19 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import is_address, local_folder, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.run_lock import RunLock
 from jaxpar.runtime.progress import size
 from jaxpar.stores import steps
 from jaxpar.stores.files import download_files
 from jaxpar.stores.objects import Altered, Missing, Objects
 from jaxpar.stores.parts import GROWING, joined, length, ranges
-from jaxpar.stores.sessions import last_session, sessions_of
+from jaxpar.stores.sessions import last_session, note, require_same_run, sessions_of
 
 #: Folder of a run for checkpoints that another session's have replaced.
 SUPERSEDED = "superseded"
+
+#: Seconds that a command waits for another one that downloads the same run.
+READERS_SECONDS = 3600.0
 
 
 class StepsDamaged(RunError):
@@ -36,21 +40,28 @@ def fetch(
     log: Callable[[str], None],
     step: int | None = None,
     reading: bool = False,
+    checkpoints: bool = True,
 ) -> None:
     """Bring a run's folder up to date with the store: files, growing files, and one checkpoint.
 
     Args:     mark: the file of a checkpoint that differs between any two. step: the checkpoint to
               download. None: the newest that is intact, unless the folder has a newer one that the
               store's last session wrote. reading: the folder is only a copy of the store.
+              checkpoints: whether to look at them.
     Raises:   StepsDamaged; ConfigError if there is no such step; StoreError.
     """
     last = last_session(objects)
     if not last:
         return
     ours = not reading and last in sessions_of(folder)
+    if not ours and not reading:
+        require_same_run(objects, folder)
+        note(folder, "downloaded", objects.address)
     download_files(objects, folder, objects.names(), again=not ours)
     for name in GROWING:
-        _fetch_growing(objects, folder, name, ours)
+        _fetch_growing(objects, folder, name, ours, reading)
+    if not checkpoints:
+        return
     complete = steps.complete_steps(objects)
     if not ours:
         _supersede(objects, folder, complete, mark, reading)
@@ -65,7 +76,7 @@ def fetch(
         _fetch_newest(objects, folder, [step], set(), log)
 
 
-def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool) -> None:
+def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool, reading: bool) -> None:
     """Write a growing file as it is in the store, unless the folder has more of it."""
     parts = ranges(objects, name)
     here = (folder / name).stat().st_size if (folder / name).is_file() else 0
@@ -73,6 +84,9 @@ def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool) -> Non
         content, damage = joined(objects, name)
         if damage:
             _warn(f"{objects.address}: {damage}. {name} goes on from {len(content):,} bytes")
+        before = (folder / name).read_bytes() if here and not reading else b""
+        if not content.startswith(before):
+            _set_aside(objects, folder, folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write(folder / name, content)
 
@@ -94,12 +108,18 @@ def _supersede(
         if reading:
             shutil.rmtree(place, ignore_errors=True)
             continue
-        aside = folder / SUPERSEDED
-        aside.mkdir(exist_ok=True)
-        names = (f"{step}" if n == 0 else f"{step}-{n}" for n in range(10_000))
-        to = next(aside / name for name in names if not (aside / name).exists())
-        place.rename(to)
-        _warn(f"{place} is not a checkpoint of {objects.address}; it was moved to {to}")
+        _set_aside(objects, folder, place)
+
+
+def _set_aside(objects: Objects, folder: Path, place: Path) -> None:
+    """Move a file or a checkpoint to RUN/superseded, with a warning."""
+    aside = folder / SUPERSEDED
+    aside.mkdir(exist_ok=True)
+    numbers = ("" if number == 0 else f"-{number}" for number in range(10_000))
+    names = (aside / f"{place.name}{number}" for number in numbers)
+    to = next(name for name in names if not name.exists())
+    place.rename(to)
+    _warn(f"{place} is not that of {objects.address}; it was moved to {to}")
 
 
 def _fetch_newest(
@@ -132,21 +152,26 @@ def _fetch_newest(
 
 
 def for_reading(
-    field: str, text: str, mark: str, log: Callable[[str], None], step: int | None = None
+    field: str,
+    text: str,
+    log: Callable[[str], None],
+    step: int | None = None,
+    checkpoints: bool = True,
 ) -> Path:
-    """Return a folder of this host with a run of a store, to read it. Takes no lease.
+    """Return a folder of this host with a copy of a run, to read it. Takes no lease.
 
-    It has the run's files and a single checkpoint. Later calls download what has changed.
+    It has the run's files and a checkpoint. Later calls download what has changed.
 
-    Args:     field: the argument with the address. step: the checkpoint. None: the latest.
+    Args:     field: the argument with the address. step: the checkpoint. None: the newest intact
+              one. checkpoints: whether to download any.
     Raises:   ConfigError for an address without a run; as `fetch`.
     """
     address = read_address(field, text)
-    objects = Objects(address, field)
-    folder = local_folder(address, "read")
+    objects, folder = Objects(address, field), local_folder(address, "read")
     if not last_session(objects):
         raise _no_run(field, text)
-    fetch(objects, folder, mark, log, step, reading=True)
+    with RunLock(folder, READERS_SECONDS, log):  # another command may be downloading it
+        fetch(objects, folder, steps.MARK, log, step, reading=True, checkpoints=checkpoints)
     return folder
 
 

@@ -17,6 +17,10 @@ from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
 STEPS, COMPLETE = "checkpoints", "complete"
 
+#: The file that a checkpoint has once it is finished, `checkpoint.integrity.FILES`. It differs
+#: between any two.
+MARK = "jaxpar_files.json"
+
 #: Files of a checkpoint that are sent or received at the same time.
 FILES_AT_ONCE = 8
 
