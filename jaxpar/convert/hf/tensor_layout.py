@@ -109,7 +109,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "U": kinds(m).count(FEED_FORWARD),
         "O": kinds(m).count(EXPERTS),
         "T": kinds(m).count(KDA),
-        "R": kinds(m).count(KDA_DENSE),
+        "y": kinds(m).count(KDA_DENSE),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
