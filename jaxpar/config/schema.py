@@ -8,7 +8,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.config.metrics_schema import MetricsConfig
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
@@ -18,7 +18,10 @@ class RunConfig:
     """The run folder, initial weights and devices."""
 
     dir: str = "runs/default"
-    """Run folder, for metrics and checkpoints. The run resumes if it has a checkpoint."""
+    """Run folder, or an address, s3://BUCKET/PREFIX. The run resumes if it has a checkpoint."""
+    store: str = ""
+    """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
+    is downloaded where it is missing (docs/object_stores.md). Empty: none."""
     init_from: str = ""
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
@@ -46,12 +49,10 @@ class TrainConfig:
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
     num_tokens: int = 0
-    """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
-    decides."""
+    """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
     num_epochs: float = 0.0
-    """Length of the run in passes over the training text, such as 1.5: sets num_tokens once the
-    data is open. Not for mixtures, whose sources have passes of their own. 0: num_tokens or
-    num_steps decides."""
+    """Length of the run in passes over the training text, such as 1.5, but not over a mixture: sets
+    num_tokens once the data is open. 0: num_tokens or num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
     batch_schedule: str = ""
@@ -106,8 +107,7 @@ class DataConfig:
     prefetch: int = 2
     """Batches to prepare in the background, ahead of the current step."""
     tokenize_workers: int = 2
-    """Processes that tokenize streamed datasets (`data prepare --stream`), for each process of the
-    run. 0: none, the process itself tokenizes."""
+    """Processes that tokenize streamed datasets, for each process of the run. 0: it does itself."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
@@ -341,19 +341,6 @@ class EvaluationConfig:
     """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
-
-    start: int = 0
-    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
-    for it."""
-    num_steps: int = 2
-    """Steps per profile. More than 20 are written as several profiles of at most 20."""
-    every: int = 0
-    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
