@@ -8,7 +8,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.config.metrics_schema import MetricsConfig
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
@@ -18,7 +18,10 @@ class RunConfig:
     """The run folder, initial weights and devices."""
 
     dir: str = "runs/default"
-    """Run folder, for metrics and checkpoints. The run resumes if it has a checkpoint."""
+    """Run folder, or an address, s3://BUCKET/PREFIX. The run resumes if it has a checkpoint."""
+    store: str = ""
+    """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
+    is downloaded where it is missing (docs/object_stores.md). Empty: none."""
     init_from: str = ""
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
@@ -225,8 +228,7 @@ class OptimizerConfig:
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
     word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
-    steps."""
+    """Steps of linear warm-up from 0; for a tenth of the steps in a run that is not longer."""
     warmup_fraction: float = 0.0
     """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
     decay_steps: int = 0
@@ -303,11 +305,9 @@ class GuardConfig:
     """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
-    """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
-    17."""
+    """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
-    """At a loss spike: report it (tell), or return to the last checkpoint and skip the batches of
-    the spike (rewind)."""
+    """At a loss spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
     spike_deviations: float = 10.0
     """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
     the median if that is more."""
@@ -341,19 +341,6 @@ class EvaluationConfig:
     """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
-
-    start: int = 0
-    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
-    for it."""
-    num_steps: int = 2
-    """Steps per profile. More than 20 are written as several profiles of at most 20."""
-    every: int = 0
-    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)

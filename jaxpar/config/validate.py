@@ -42,10 +42,11 @@ from jaxpar.config.rules.model import (
     layer_kinds,
     model,
 )
-from jaxpar.config.rules.mtp import multi_token_prediction
+from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
+from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
@@ -130,7 +131,7 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
+    of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
     objectives = (evaluation, best, dpo, distillation, qk_clip)
     for rule in first + others + of_models + objectives:
         rule(cfg)

@@ -261,9 +261,8 @@ def loss_gradients_and_loads(
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, objective.count_labels(batch)
-    params = weights_on_device(params, cfg)
     count = objective.count(batch, cfg) if cfg.dpo.beta else num_tokens
-    trainable, frozen = split(varying(params), parameters.specs_of(cfg))
+    trainable, frozen = split(varying(weights_on_device(params, cfg)), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
     weights = weights_of_step(shards, cfg)
     if frozen:

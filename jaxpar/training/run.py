@@ -37,6 +37,7 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
+from jaxpar.stores.mirror import Mirror
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
@@ -90,6 +91,7 @@ class Run:
         self._of_sizes = list(self._kernels_of_sizes())
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
+        self.mirror: Mirror | None = None
         self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 

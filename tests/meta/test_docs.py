@@ -33,6 +33,7 @@ from jaxpar.runtime.processes import launcher
 from jaxpar.sweeps.command import read_command as read_sweep_command
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
+from jaxpar.verification.coordinates.command import read_command as read_mup_command
 from jaxpar.verification.replay import ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +140,8 @@ def check_command(words: list[str]) -> None:
             options, overrides = verification_command.parse_options(args)
             cfg = parse_overrides(load_config(options.config), overrides, program)
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
+        case "jaxpar.mup":
+            read_mup_command(args, "")
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":

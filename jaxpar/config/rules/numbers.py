@@ -55,7 +55,8 @@ def numbers(cfg: Config) -> None:
         _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
 
     for path in field_types():
-        if path.startswith("model.rope_scaling.") and cfg.model.rope_scaling is None:
+        section = path.rpartition(".")[0]
+        if section in field_types() and value_of(cfg, section) is None:
             continue
         if isinstance(value_of(cfg, path), float):
             require(math.isfinite(value_of(cfg, path)), path, "must be finite")

@@ -14,6 +14,7 @@ from jaxpar.planning.predict.attention import (
     flops_per_pair,
     projections,
     received_width,
+    reference_work,
     widths,
 )
 from jaxpar.planning.predict.hardware import Gpu
@@ -163,6 +164,9 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
         return 0.0
     if is_recurrent(m):
         return _recurrence(cfg, shard, gpu, repeated)
+    if m.head_dim > max(rates.ATTENTION):
+        flops, moved = reference_work(cfg, shard.rows, 3 + ("attention" in repeated))
+        return flops / matmul_rate(cfg, gpu, float8=False) + moved / elementwise_rate(gpu)
     pairs = attended_pairs(cfg) / p.sequence
     flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)

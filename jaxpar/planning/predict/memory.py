@@ -26,7 +26,7 @@ from jaxpar.config.remat_policies import (
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.qk_clip.logits import QUERIES
 from jaxpar.planning.predict import experts, matrices, teacher
-from jaxpar.planning.predict.attention import widths
+from jaxpar.planning.predict.attention import widths, widths_of_layers
 from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.postponed import postponed_bytes
@@ -371,8 +371,8 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0
     if p.sequence > 1 and p.context == "allgather":
-        w = widths(m, p.tensor)
-        keys = shard.rows * cfg.data.seq_len * (w.key + w.value) * shard.width
+        widest = max(w.key + w.value for w in widths_of_layers(m, p.tensor))
+        keys = shard.rows * cfg.data.seq_len * widest * shard.width
     return 2 * stream + batch + keys + _largest_logits(cfg, shard)
 
 
