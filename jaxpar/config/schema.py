@@ -8,7 +8,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.config.metrics_schema import MetricsConfig
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
@@ -54,6 +54,9 @@ class TrainConfig:
     num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    global_batch_tokens: int = 0
+    """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
+    of data.seq_len. 0: global_batch_size decides."""
     batch_schedule: str = ""
     """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
     global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
@@ -343,19 +346,6 @@ class EvaluationConfig:
     """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
-
-    start: int = 0
-    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
-    for it."""
-    num_steps: int = 2
-    """Steps per profile. More than 20 are written as several profiles of at most 20."""
-    every: int = 0
-    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
