@@ -6,7 +6,7 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
-from jaxpar.config.metrics_schema import ProfileConfig
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig, MupConfig, RopeScaling
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
@@ -17,7 +17,6 @@ from jaxpar.config.schema import (
     EvaluationConfig,
     GuardConfig,
     LoraConfig,
-    MetricsConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,

@@ -1,4 +1,4 @@
-"""The sections `metrics` and `profile` of a config: sinks, records, and traces of steps."""
+"""The sections `metrics` and `profile` of a config: sinks, what is recorded and traced."""
 
 from dataclasses import dataclass
 

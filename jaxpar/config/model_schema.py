@@ -9,9 +9,10 @@ from typing import Literal
 class RopeScaling:
     """Stretches the rotary embedding's frequencies to a longer context than that of training."""
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "proportional"] = "llama3"
     """How. llama3: divide low frequencies by factor (Llama 3.1). linear: all of them. yarn: those
-    of the last dims. longrope: each by a number of its own (Phi-3)."""
+    of the last dims. longrope: each by a number of its own (Phi-3). proportional: all of them, and
+    only the first pairs of dims turn (Gemma 4)."""
     factor: float = 8.0
     """Factor by which the context length grows."""
     original_max_position: int = 8192
@@ -39,6 +40,8 @@ class RopeScaling:
     one for each pair of rotated dims, separated by commas."""
     long_factors: str = ""
     """longrope: divisors of the frequencies for longer sequences."""
+    turning: float = 1.0
+    """proportional: share of the pairs of dims that turn, the first ones (Gemma 4: 0.25)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +68,11 @@ class ModelConfig:
     num_layers: int = 4
     """Number of transformer layers."""
     layer_pattern: str = ""
-    """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). K: Kimi Delta Attention; k: the same, with a dense feed-forward in a model
-    with experts (Kimi Linear: kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with
-    experts. Other layers have no feed-forward beside these two (Nemotron-H). Empty: attention in
-    all layers."""
+    """Kinds of layers, a letter each, repeated over the model. *: attention. A: global attention
+    with heads of its own (Gemma 4: one after five *). G: Gated DeltaNet (Qwen3-Next: GGG*). K: Kimi
+    Delta Attention; k: the same, with a dense feed-forward in a model with experts (Kimi Linear:
+    kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers have
+    no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -78,6 +81,13 @@ class ModelConfig:
     """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
+    global_head_dim: int | None = None
+    """Layers of kind A: width of one head (Gemma 4: 512). None: head_dim."""
+    global_num_kv_heads: int | None = None
+    """Layers of kind A: number of key and value heads. None: num_kv_heads."""
+    global_keys_as_values: bool = False
+    """Layers of kind A: values are the projected keys, without the norm and the rotary embedding of
+    keys, and have no projection of their own (Gemma 4)."""
     kv_lora_rank: int = 0
     """Width of the latent from which multi-head latent attention computes keys and values (MLA,
     DeepSeek: 512). Each head then has its own keys. 0: keys and values are projections of the
@@ -183,6 +193,8 @@ class ModelConfig:
     qk_norm_over: Literal["head", "all"] = "head"
     """What qk_norm normalizes. head: each head, with one gain for all heads (Qwen3). all: the heads
     of a token together, each with its own gain (OLMoE)."""
+    value_norm: bool = False
+    """RMSNorm without a gain over each head's values (Gemma 4)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False
@@ -199,12 +211,12 @@ class ModelConfig:
     first token sees only itself. None: no chunks."""
     global_every: int = 0
     """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks
-    (Llama 4: 4). 0: all layers are the same."""
+    (Llama 4: 4). 0: no such layers, or those of kind A in layer_pattern."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
     local_rope_scaling: bool = True
-    """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
-    of global_every (Gemma 3, OLMo 3)."""
+    """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in global layers
+    (Gemma 3, OLMo 3)."""
     linear_num_key_heads: int = 4
     """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads. Kimi
     Delta Attention: all heads."""
@@ -260,6 +272,8 @@ class ModelConfig:
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
     embedding_multiplier: float = 1.0
     """Multiply embeddings by this (Granite)."""
+    layer_scale: bool = False
+    """Multiply the residual stream after each layer by a trained number of the layer (Gemma 4)."""
     residual_multiplier: float = 1.0
     """Multiply the outputs of attention and feed-forward by this before the residual addition
     (Granite)."""

@@ -28,6 +28,7 @@ from jaxpar.config.rules.memory import (
     average,
     blocks_of_moments,
     moments,
+    offloaded_masters,
     offloaded_moments,
     remat,
 )
@@ -120,6 +121,7 @@ def _each_rule(cfg: Config) -> None:
         schedule,
         moments,
         offloaded_moments,
+        offloaded_masters,
         average,
         latent_attention,
         rope,

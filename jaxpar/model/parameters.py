@@ -12,6 +12,7 @@ from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
     FEED_FORWARDS,
+    GLOBAL,
     KDA,
     KDA_DENSE,
     MAMBA,
@@ -20,6 +21,7 @@ from jaxpar.config.layout.layer_kinds import (
     has_feed_forward,
     kinds,
     norms_of,
+    of_kind,
 )
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
@@ -52,8 +54,8 @@ def param_specs(
     specs = blocks_with_top(m, layers(of_kinds.count(ATTENTION) - m.dense_layers))
     dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
     for kind in sorted(set(of_kinds) - {ATTENTION}):
-        of_kind = m if has_experts(m, kind) else dense
-        specs[STACKS[kind]] = _layers(of_kind, of_kinds.count(kind), kind, spread=spread)
+        of_these = m if has_experts(m, kind) else dense
+        specs[STACKS[kind]] = _layers(of_these, of_kinds.count(kind), kind, spread=spread)
     if m.dense_layers:
         specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
@@ -96,7 +98,9 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
     elif has_mixer and m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
     elif has_mixer:
-        blocks = _attention(m, matrix, vector, deep)
+        blocks = _attention(of_kind(m, kind), matrix, vector, deep)
+        if kind == GLOBAL and m.global_keys_as_values:
+            del blocks["wv"]
     pre_norms, post_norms = norms_of(m, kind)
     if pre_norms:
         norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
@@ -107,6 +111,8 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
         blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
     if not feeds_forward:
         return blocks
+    if m.layer_scale:
+        blocks["layer_scale"] = vector((), (), "ones")
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep, spread)
     else:

@@ -186,9 +186,13 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
         m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
-    if m.global_every == 0:
+    own_heads = bool(m.layer_pattern) and m.layer_pattern[i % len(m.layer_pattern)] == "A"
+    if m.global_every == 0 and "A" not in m.layer_pattern:
         return alike
-    if i % m.global_every == m.global_every - 1:
+    if own_heads:
+        G, K = m.global_num_kv_heads or m.num_kv_heads, m.global_head_dim or m.head_dim
+        alike = dataclasses.replace(alike, num_kv_heads=G, head_dim=K)
+    if own_heads or (m.global_every and i % m.global_every == m.global_every - 1):
         return dataclasses.replace(alike, sliding_window=None, attention_chunk=None)
     scaling = m.rope_scaling if m.local_rope_scaling else None
     theta = m.local_rope_theta or m.rope_theta
@@ -204,7 +208,7 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=
     h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
     out = _feed_forward(h, w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
-    return x + m.residual_multiplier / _deeper(m) * out
+    return (x + m.residual_multiplier / _deeper(m) * out) * w.get("layer_scale", 1.0)
 
 
 def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
@@ -223,7 +227,9 @@ def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=N
 
 
 def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
-    q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
+    of = {"q": "wq", "k": "wk", "v": "wv" if "wv" in w else "wk"}
+    q, k, v = (_times(h, w, name) + w.get("b" + n, 0.0) for n, name in of.items())
+    v = _norm(v, 1.0 - m.norm_offset, m) if m.value_norm else v
     no_rope = m.nope_every and m.rope_fraction == 0
     if m.qk_norm and m.qk_norm_gain:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)

@@ -13,6 +13,7 @@ GROUPS = {
     },
     "train": {
         "train": "train a model, or resume a run",
+        "distill": "keep what a teacher says of the training data, for a distillation",
         "sweep": "train at every point of a grid, and rank the runs",
         "launch": "train with several processes on this host, and restart them on a failure",
     },

@@ -20,13 +20,17 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called, require_unicode
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.limits import Range
-from jaxpar.config.rules.paths import refuse_address
+from jaxpar.config.rules.paths import is_address, refuse_address
 from jaxpar.runtime.options import check_range
 from jaxpar.runtime.terminal import drawing
 
 #: Options that hold a path, beside all positional arguments. Others may hold a text, such as a
 #: prompt, which can be an address.
 PATHS = {"data", "include_path", "input", "json", "output", "plot"}
+
+#: Marks an argument that may also be the address of a run in an object store
+#: (`stores.reading.with_local_runs`).
+OR_ADDRESS = "or the address of a run"
 
 _READERS = tyro.constructors.ConstructorRegistry()
 
@@ -106,7 +110,7 @@ def refuse_addresses(options: Any) -> None:
         name = (metavar or field.name.upper()).strip("[ ").split()[0] if positional else option
         value = getattr(options, field.name)
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str):
+            if isinstance(text, str) and not (OR_ADDRESS in about and is_address(text)):
                 refuse_address(name, text, "use a path on this host")
 
 

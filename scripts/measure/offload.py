@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": dict.fromkeys(_BOTH, "bfloat16"),
     "8bit": dict.fromkeys(_BOTH, "8bit"),
     "host": {"optimizer.offload": True},
+    "masters-host": {"optimizer.offload": True, "optimizer.offload_masters": True},
     "8bit-host": dict.fromkeys(_BOTH, "8bit") | {"optimizer.offload": True},
 }
 
@@ -164,7 +165,8 @@ def main(argv: Sequence[str]) -> None:
         rows[kind] = row
         print(line_of(kind, row), flush=True)
         if options.card:
-            json_output.write("--card", options.card, card | {"rows": rows})
+            what = {"what": "optimizer_state"}
+            json_output.write("--card", options.card, what | card | {"rows": rows})
 
 
 if __name__ == "__main__":

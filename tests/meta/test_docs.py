@@ -130,7 +130,7 @@ def check_command(words: list[str]) -> None:
     """Read a command line as its program would, without running it."""
     program, *args = (w for w in words if w not in ("--help", "--print-config"))
     match program:
-        case "jaxpar.train":
+        case "jaxpar.train" | "jaxpar.distill":
             read_config(args, program, None, model_from=any_model)
         case "jaxpar.bench":
             bench.read_command(args)

@@ -4,7 +4,7 @@ from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.shares import shares_of_steps
-from jaxpar.config.rules.paths import check_path, check_run_folder
+from jaxpar.config.rules.paths import FIELD, check_path, check_run_folder, read_address
 
 
 def places(cfg: Config) -> None:
@@ -17,6 +17,8 @@ def places(cfg: Config) -> None:
     others = (*of_run, "data.held_out", "distill.teacher")
     for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
         check_path(path, name, "use " + flag(path, default_of(path)))
+    if cfg.run.store:
+        read_address(FIELD, cfg.run.store)
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
 
 
