@@ -150,7 +150,8 @@ class ModelConfig:
     token k places after the next one, in training and for drafts in jaxpar.sample; train.mtp_loss
     weighs their losses."""
     vocab_size: int = 512
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the tokenizer's vocabulary. 0: that of the training data,
+    rounded up to a multiple of 128, and of what the mesh divides it by."""
     rope_theta: float = 500_000.0
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None

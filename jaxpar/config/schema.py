@@ -55,6 +55,9 @@ class TrainConfig:
     num_tokens once the data is open. 0: num_tokens or num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    global_batch_tokens: int = 0
+    """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
+    of data.seq_len. 0: global_batch_size decides."""
     batch_schedule: str = ""
     """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
     global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps

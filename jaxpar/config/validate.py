@@ -10,6 +10,7 @@ from jaxpar.config import Config
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
+    fill_batch,
     fill_data_axis,
     fill_deterministic,
     fill_microbatches,
@@ -41,6 +42,7 @@ from jaxpar.config.rules.model import (
     float8_matmuls,
     layer_kinds,
     model,
+    vocabulary,
 )
 from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
@@ -63,17 +65,17 @@ from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """Check every rule and fill in `train.num_steps` for `train.num_tokens`, `parallel.data = -1`,
-    ZeRO-1 if weights are not sharded, and the number of microbatches for `train.micro_batch_size`;
-    deterministic attention for `run.deterministic`; and the shares of steps in a learning rate by
-    tokens.
+    """Check every rule and fill in `train.global_batch_size` for `train.global_batch_tokens`,
+    `train.num_steps` for `train.num_tokens`, `parallel.data = -1`, ZeRO-1 if weights are not
+    sharded, and the number of microbatches for `train.micro_batch_size`; deterministic attention
+    for `run.deterministic`; and the shares of steps in a learning rate by tokens.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the first broken rule.
     """
     check_types(cfg)
-    cfg = fill_steps(cfg)
+    cfg = fill_steps(fill_batch(cfg))
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
     _divides(cfg)
@@ -88,6 +90,7 @@ def check(cfg: Config) -> None:
     Raises:   ConfigError for the first broken rule.
     """
     check_types(cfg)
+    cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
         return
@@ -110,6 +113,7 @@ def _divides(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     first = (
         numbers,
+        vocabulary,
         places,
         initial_weights,
         data,

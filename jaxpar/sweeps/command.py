@@ -54,7 +54,10 @@ class Sweep:
 
 
 def read_command(
-    argv: Sequence[str], doc: str | None = None, model_from: ModelReader | None = None
+    argv: Sequence[str],
+    doc: str | None = None,
+    model_from: ModelReader | None = None,
+    fill: Callable[[Config], Config] | None = None,
 ) -> Sweep:
     """Read a command line. `--help` prints the help and exits.
 
@@ -85,6 +88,7 @@ def read_command(
         example = f"{as_called(PROGRAM)} quickstart --grid optimizer.learning_rate=1e-3,3e-3"
         raise ConfigError(what, "", "is missing", f"use {example}")
     base = parse_overrides(load_config(options.config), overrides, PROGRAM, model_from=model_from)
+    base = fill(base) if fill else base
     check(base)
     points = points_of(base, options.grid)
     for path in points[0].values:

@@ -9,7 +9,7 @@ import jaxpar.mup as program
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates.activations import KINDS, Magnitudes, measure
+from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
 from jaxpar.verification.coordinates.command import widths_of
 from jaxpar.verification.coordinates.growth import Growth, chart, growth, table, verdicts
 from jaxpar.verification.coordinates.wider import prepared, widened
@@ -51,13 +51,13 @@ def test_only_mup_passes(devices):
     assert [(one, one.verdict()) for one in mup if one.verdict() != "flat"] == []
 
 
-def of_powers(size: float, change: float) -> dict[int, Magnitudes]:
-    """Magnitudes that are powers of the width, except the embedding's."""
+def of_powers(size: float, change: float) -> dict[int, ActivationSizes]:
+    """ActivationSizes that are powers of the width, except the embedding's."""
 
     def at(width: int, power: float) -> dict[str, float]:
         return dict.fromkeys(KINDS, 0.5 * width**power) | {"embedding": 2.0}
 
-    return {w: Magnitudes(at(w, 0), at(w, size), at(w, change)) for w in (64, 128, 512)}
+    return {w: ActivationSizes(at(w, 0), at(w, size), at(w, change)) for w in (64, 128, 512)}
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,15 @@ def factors(cfg: Config) -> None:
     require(ok, cfg, path, rule, flag(path, None), flag(other, None))
 
 
+def vocabulary(cfg: Config) -> None:
+    """Check that the vocabulary has a size. That of the data was filled in before, if at all."""
+    path, size = "model.vocab_size", cfg.model.vocab_size
+    require(size >= 0, cfg, path, "must not be negative", flag(path, default_of(path)))
+    rule = "is that of the training data, which jaxpar.train, jaxpar.sweep and Trainer read, but "
+    rule += "not this program"
+    require(size > 0, cfg, path, rule, flag(path, default_of(path)))
+
+
 def model(cfg: Config) -> None:
     """Check norms of queries and keys, and the sliding window."""
     path, needed = "model.pre_norms", "model.post_norms"

@@ -22,7 +22,7 @@ KINDS = ("embedding", "attention", "feed-forward", "last layer", "logits")
 
 
 @dataclass(frozen=True)
-class Magnitudes:
+class ActivationSizes:
     """Mean magnitudes at one width, by kind."""
 
     start: dict[str, float]
@@ -54,7 +54,7 @@ def activations(params: Any, batch: Batch, cfg: Config) -> dict[str, jax.Array]:
     return dict(zip(KINDS, found, strict=True))
 
 
-def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> Magnitudes:
+def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> ActivationSizes:
     """Train some steps on one batch, and return the sizes of activations, averaged over seeds.
 
     Args:     cfg: resolved for the mesh of one device.
@@ -76,7 +76,7 @@ def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> Magnitudes:
         end = forward(to_logical(state, cfg).params, batch)
         change = {kind: end[kind] - start[kind] for kind in KINDS}
         rows.append((mean(start), mean(end), mean(change)))
-    return Magnitudes(*map(_mean_over_seeds, zip(*rows, strict=True)))
+    return ActivationSizes(*map(_mean_over_seeds, zip(*rows, strict=True)))
 
 
 def _mean_over_seeds(rows: tuple[dict[str, float], ...]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from jaxpar.runtime.options import Parser, check_file
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates.activations import Magnitudes, measure
+from jaxpar.verification.coordinates.activations import ActivationSizes, measure
 from jaxpar.verification.coordinates.growth import TOLERANCE, chart, growth, table, verdicts
 from jaxpar.verification.coordinates.wider import prepared, widened
 
@@ -100,7 +100,7 @@ def check_coordinates(options: argparse.Namespace, asked: Config) -> int:
     runtime.start(Config(run=asked.run))
     title, under = _conditions(options, cfg)
     print(f"{title}: {under}", flush=True)
-    found: dict[int, Magnitudes] = {}
+    found: dict[int, ActivationSizes] = {}
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
         for width, of_width in configs.items():

@@ -9,7 +9,7 @@ import numpy as np
 from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import Scale
 from jaxpar.charts.standalone import svg_file
-from jaxpar.verification.coordinates.activations import KINDS, Magnitudes
+from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes
 
 #: Exponents up to this are noise, and the way to the limit of infinite width.
 TOLERANCE = 0.3
@@ -37,7 +37,7 @@ class Growth:
         return "flat"
 
 
-def growth(found: Mapping[int, Magnitudes]) -> list[Growth]:
+def growth(found: Mapping[int, ActivationSizes]) -> list[Growth]:
     """Return the exponents of each kind, by least squares in logarithms.
 
     Args:     found: the sizes at two or more widths.
@@ -62,7 +62,7 @@ def verdicts(exponents: list[Growth], tolerance: float) -> list[str]:
     return [f"{what}: {', '.join(kinds)}" for what, kinds in by_verdict.items() if kinds]
 
 
-def table(found: Mapping[int, Magnitudes], exponents: list[Growth], tolerance: float) -> str:
+def table(found: Mapping[int, ActivationSizes], exponents: list[Growth], tolerance: float) -> str:
     """Return the sizes after the last step as a table: a row for each kind."""
     title = ["", *map(str, found), "exponent", "of the change", ""]
     rows = [title]
@@ -83,7 +83,7 @@ def table(found: Mapping[int, Magnitudes], exponents: list[Growth], tolerance: f
     return "\n".join(map(line, rows))
 
 
-def chart(found: Mapping[int, Magnitudes], title: str, under: str) -> bytes:
+def chart(found: Mapping[int, ActivationSizes], title: str, under: str) -> bytes:
     """Draw the sizes against the width as an SVG file, both on logarithmic axes."""
     values = [sizes.end[kind] for sizes in found.values() for kind in KINDS]
     widths = list(found)
