@@ -141,7 +141,7 @@ PLAIN = Family(
         *of_stack("delta_layers", "J", (*_NORMS, *_DELTA_NET, *_FEED_FORWARD)),
         *of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
         *of_stack("kda_layers", "T", (*_NORMS, *_KIMI_DELTA, *_FEED_FORWARD)),
-        *of_stack("kda_dense_layers", "R", (*_NORMS, *_KIMI_DELTA, *_DENSE)),
+        *of_stack("kda_dense_layers", "d", (*_NORMS, *_KIMI_DELTA, *_DENSE)),
         *of_stack("mlp_layers", "U", _DENSE),
         *of_stack("moe_layers", "O", _FEED_FORWARD),
     ),

@@ -115,7 +115,6 @@ def _combinations(cfg: Config) -> None:
     said = f"does not support {PATH}, which is {cfg.model.layer_pattern}"
     reasons = (
         ("model.dense_layers", "both split the layers into stacks"),
-        ("model.matmul_dtype", "projections of recurrent layers are not rounded"),
         ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
         ("parallel.layers_per_stage", "stages have whole periods"),
         ("parallel.remat_group", "a scan's step has a period of layers"),

@@ -25,7 +25,7 @@ own letters: g key heads of width k, each with r value heads of width v, togethe
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
 of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
 the layer of Kimi Delta Attention, which has the heads of Gated DeltaNet and latents of width l, and
-R such a layer with a dense feed-forward.
+d such a layer with a dense feed-forward. R is the rank of adapters.
 """
 
 import math
@@ -102,7 +102,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "U": kinds(m).count(FEED_FORWARD),
         "O": kinds(m).count(EXPERTS),
         "T": kinds(m).count(KDA),
-        "R": kinds(m).count(KDA_DENSE),
+        "d": kinds(m).count(KDA_DENSE),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
@@ -182,7 +182,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPUOTR"):
+    for letter in set(index) & set("LJMPUOTd"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

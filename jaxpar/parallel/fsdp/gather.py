@@ -165,15 +165,15 @@ def float8_scales(
 ) -> Any:
     """Compute the e4m3 scale of each matrix: a power of two, from its largest magnitude.
 
-    Args:     tree: tuples of dicts of shards. dims_of: returns the arrays of a dict to scale, by
-              name, with the dims that share a scale. dtype: compute dtype.
+    Args:     tree: tuples and lists of dicts of shards. dims_of: returns the arrays of a dict to
+              scale, by name, with the dims that share a scale. dtype: compute dtype.
     Returns:  dicts of float32 arrays without those dims, the same on each device of FSDP_AXES.
     Communication: one all-reduce over FSDP_AXES for all layers, of one value per matrix.
     """
 
     def largest(w: Any) -> Any:
-        if isinstance(w, tuple):
-            return tuple(map(largest, w))
+        if isinstance(w, (tuple, list)):
+            return type(w)(map(largest, w))
         return {n: float8.max_magnitude(w[n].astype(dtype), d) for n, d in dims_of(w).items()}
 
     numbers, restore = ravel_pytree(largest(tree))
