@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from jaxpar.inference.evaluate import EvaluateOptions, evaluate
 from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
+from jaxpar.stores.reading import with_local_runs
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    evaluate(read_options(EvaluateOptions, argv, "jaxpar.evaluate", __doc__))
+    options = read_options(EvaluateOptions, argv, "jaxpar.evaluate", __doc__)
+    evaluate(with_local_runs(options, print))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 
 from collections.abc import Sequence
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import Config, ModelConfig
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
@@ -24,9 +24,18 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     return shape.model_from(named, family, like)
 
 
+def _with_vocabulary(cfg: Config) -> Config:
+    """`jaxpar.training.vocabulary.with_vocabulary`, which imports JAX too."""
+    if cfg.model.vocab_size:
+        return cfg
+    from jaxpar.training.vocabulary import with_vocabulary
+
+    return with_vocabulary(cfg)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    launcher = Launcher(*read_command(argv, __doc__, model_from))
+    launcher = Launcher(*read_command(argv, __doc__, model_from, _with_vocabulary))
     children.on_signals(launcher.stop)
     with output_may_be_lost():
         return launcher.run()

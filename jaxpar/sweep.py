@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from jaxpar.convert.shape import model_from
 from jaxpar.runtime.program import run_program
 from jaxpar.sweeps.command import read_command, sweep
+from jaxpar.training.vocabulary import with_vocabulary
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    return sweep(read_command(argv, __doc__, model_from))
+    return sweep(read_command(argv, __doc__, model_from, with_vocabulary))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ from jaxpar.convert.shape import model_from
 from jaxpar.execution.decisions import explain
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program
+from jaxpar.stores.fetching import with_local_config
 from jaxpar.training.first_run import prepare_quickstart
 from jaxpar.training.start import run_to_end
+from jaxpar.training.vocabulary import with_vocabulary
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
+    args = with_local_config(argv)
     cfg, environment = rendezvous.join(
-        read_config(argv, "jaxpar.train", __doc__, explain, model_from)
+        read_config(args, "jaxpar.train", __doc__, explain, model_from, with_vocabulary)
     )
     prepare_quickstart(cfg)
     return run_to_end(cfg, environment)

@@ -14,6 +14,7 @@ from jaxpar.inference.generation import Sampling
 from jaxpar.inference.load import LoadedModel, load
 from jaxpar.inference.texts import continuations
 from jaxpar.report.outline import outline
+from jaxpar.training.vocabulary import with_vocabulary
 
 
 def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -25,6 +26,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
     """
     args = [f"--{path}={value}" for path, value in (overrides or {}).items()]
     cfg = parse_overrides(config_file.load_config(name), args, "", model_from=model_from)
+    cfg = with_vocabulary(cfg)
     check(cfg)
     return cfg
 

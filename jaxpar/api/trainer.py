@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT
+from jaxpar.config.resolve import fill_batch
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
@@ -36,6 +37,7 @@ from jaxpar.training.first_run import prepare_quickstart
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
+from jaxpar.training.vocabulary import with_vocabulary
 
 
 class Trainer:
@@ -52,6 +54,7 @@ class Trainer:
         Raises:   ConfigError as `python -m jaxpar.train`.
         """
         startup.begin_now()
+        cfg = fill_batch(with_vocabulary(cfg))
         check(cfg)
         self._environment: list[str] = []
         if peers.world_size() == 1:  # otherwise an earlier trainer has joined the others

@@ -150,7 +150,8 @@ def restore_params(
     Args:     cfg: `load_config(run_dir)` with the parallel section of `mesh`.
               step: a saved step. None: the latest. weights: those that are trained, or
               their moving average.
-    Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
+    Returns:  the parameters in running order, float32, sharded as `state.state_shardings`, on the
+              device.
     Raises:   ConfigError when the model differs from the checkpoint's, or it has no such weights,
               before an array is read; Damaged when a parameter is missing, or differs from what was
               saved.
@@ -158,7 +159,9 @@ def restore_params(
     saved = read_saved(run_dir, step)
     check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
     require_weights(run_dir, saved, weights)
-    with_average = replace(cfg, **{"optimizer.ema_decay": 0.5 * (weights == AVERAGED)})
+    average = 0.5 * (weights == AVERAGED)
+    fields = {"optimizer.offload_masters": False, "optimizer.ema_decay": average}
+    with_average = replace(cfg, **fields)
     target = abstract_weights(_with_saved_dtypes(with_average, saved), mesh)
     loaded = {"params": {}} | _load_whole(run_dir, saved, target, partial=True)
     state = to_running(TrainState(step=(), opt_state=(), **loaded), cfg)

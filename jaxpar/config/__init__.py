@@ -6,7 +6,8 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
-from jaxpar.config.model_schema import ModelConfig, RopeScaling
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
+from jaxpar.config.model_schema import ModelConfig, MupConfig, RopeScaling
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
@@ -16,10 +17,8 @@ from jaxpar.config.schema import (
     EvaluationConfig,
     GuardConfig,
     LoraConfig,
-    MetricsConfig,
     OptimizerConfig,
     ParallelConfig,
-    ProfileConfig,
     RunConfig,
     TrainConfig,
 )
@@ -37,6 +36,7 @@ __all__ = [
     "LoraConfig",
     "MetricsConfig",
     "ModelConfig",
+    "MupConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",

@@ -19,7 +19,8 @@ from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
-from jaxpar.config.resolve import fill_steps
+from jaxpar.config.resolve import fill_batch, fill_steps
+from jaxpar.config.rules.paths import with_store
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
@@ -31,6 +32,7 @@ def read_config(
     doc: str | None,
     explain: Callable[[Config], str] | None = None,
     model_from: ModelReader | None = None,
+    fill: Callable[[Config], Config] | None = None,
 ) -> Config:
     """Read and check the config of a command line `CONFIG [--section.field value ...]`.
 
@@ -39,7 +41,8 @@ def read_config(
 
     Args:     prog: the program's module, such as "jaxpar.train". explain: what --print-config says
               about the config, printed to standard error, so that the JSON can be piped.
-              model_from: reads the model that `--model.from` names.
+              model_from: reads the model that `--model.from` names. fill: fills in fields from the
+              data, before the config is checked.
     Raises:   ConfigError for an unknown config or field, or as `validate.check`.
     """
     args, program = list(argv), as_called(f"python -m {prog}")
@@ -56,7 +59,8 @@ def read_config(
         sys.exit(0)
     print_config = "--print-config" in args
     args = [arg for arg in args if arg != "--print-config"]
-    cfg = parse_overrides(base, args, program, model_from=model_from)
+    cfg = with_store(parse_overrides(base, args, program, model_from=model_from))
+    cfg = fill(cfg) if fill else cfg
     check(cfg)
     if print_config:
         print(to_json(cfg), end="", flush=True)
@@ -110,7 +114,22 @@ def parse_overrides(
     for path, text in given:
         cfg = replace(cfg, **{path: _read(text, field_types()[path])})
         check_types(cfg)
-    return fill_steps(_with_length(cfg, {path for path, _ in given}))
+    paths = {path for path, _ in given}
+    return fill_steps(fill_batch(_with_length(_with_batch(cfg, paths), paths)))
+
+
+def _with_batch(cfg: Config, given: set[str]) -> Config:
+    """Let the sequences of a step on a command line replace the tokens of a step in a config.
+
+    Raises:   ConfigError if the command line has both.
+    """
+    sequences, tokens = "train.global_batch_size", "train.global_batch_tokens"
+    if sequences not in given:
+        return cfg
+    if tokens in given and cfg.train.global_batch_tokens:
+        rule = f"sets {sequences}, which is given as well"
+        raise ConfigError(tokens, cfg.train.global_batch_tokens, rule, "use one of both")
+    return replace(cfg, **{tokens: 0})
 
 
 def _with_length(cfg: Config, given: set[str]) -> Config:

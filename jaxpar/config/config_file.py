@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
+from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.serialize import from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ def load_config(name: str) -> Config:
     Raises:   ConfigError if the config does not exist or fails, or if its get_config() does not
               return a Config.
     """
+    refuse_address("CONFIG", name, "use the name of a config, a .py file or a run folder")
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file() and Path(name).is_dir():
         return load_run(name)

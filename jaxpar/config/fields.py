@@ -94,6 +94,7 @@ ALIASES = {
     **dict.fromkeys(("b2", "adam_beta2"), "optimizer.beta2"),
     **dict.fromkeys(("epsilon", "adam_eps"), "optimizer.eps"),
     **dict.fromkeys(("bs", "batch", "batch_size", "gbs"), "train.global_batch_size"),
+    **dict.fromkeys(("batch_tokens", "total_batch_size"), "train.global_batch_tokens"),
     **dict.fromkeys(("steps", "max_steps", "iters", "train_iters"), "train.num_steps"),
     **dict.fromkeys(("accum", "grad_accum", "ga"), "parallel.num_microbatches"),
     **dict.fromkeys(("layers", "n_layer", "n_layers", "depth"), "model.num_layers"),

@@ -1,4 +1,4 @@
-"""The section `metrics` of a config: sinks, and what is recorded."""
+"""The sections `metrics` and `profile` of a config: sinks, what is recorded and traced."""
 
 from dataclasses import dataclass
 
@@ -20,3 +20,16 @@ class MetricsConfig:
     gpus: bool = True
     """Record power, clocks, energy per token, memory and errors of GPUs, if nvidia-ml-py is
     installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
+
+    start: int = 0
+    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
+    for it."""
+    num_steps: int = 2
+    """Steps per profile. More than 20 are written as several profiles of at most 20."""
+    every: int = 0
+    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""

@@ -1,5 +1,6 @@
 """The model section of the configuration (`schema.py`)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,9 +9,10 @@ from typing import Literal
 class RopeScaling:
     """Stretches the rotary embedding's frequencies to a longer context than that of training."""
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "proportional"] = "llama3"
     """How. llama3: divide low frequencies by factor (Llama 3.1). linear: all of them. yarn: those
-    of the last dims. longrope: each by a number of its own (Phi-3)."""
+    of the last dims. longrope: each by a number of its own (Phi-3). proportional: all of them, and
+    only the first pairs of dims turn (Gemma 4)."""
     factor: float = 8.0
     """Factor by which the context length grows."""
     original_max_position: int = 8192
@@ -38,6 +40,25 @@ class RopeScaling:
     one for each pair of rotated dims, separated by commas."""
     long_factors: str = ""
     """longrope: divisors of the frequencies for longer sequences."""
+    turning: float = 1.0
+    """proportional: share of the pairs of dims that turn, the first ones (Gemma 4: 0.25)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """Maximal update parametrization: hyperparameters of a narrow base model hold for wide ones."""
+
+    base_width: int = 256
+    """d_model of the base model (Cerebras, Megatron: mup_base_hidden_size). Initial weights,
+    learning rates and logits depend on d_model / base_width."""
+    base_d_ff: int | None = None
+    """d_ff of the base model. None: in the proportion of d_model."""
+    base_head_dim: int | None = None
+    """head_dim of the base model. Scores are multiplied by sqrt(base_head_dim) / head_dim in place
+    of 1 / sqrt(head_dim). None: head_dim, so that wider models have more heads."""
+    base_depth: int | None = None
+    """num_layers of the base model: also multiply the outputs of attention and feed-forward by
+    base_depth / num_layers (CompleteP). None: factors do not depend on the depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +68,11 @@ class ModelConfig:
     num_layers: int = 4
     """Number of transformer layers."""
     layer_pattern: str = ""
-    """Kinds of layers, a letter each, repeated over the model. *: attention. G: Gated DeltaNet
-    (Qwen3-Next: GGG*). K: Kimi Delta Attention; k: the same, with a dense feed-forward in a model
-    with experts (Kimi Linear: kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with
-    experts. Other layers have no feed-forward beside these two (Nemotron-H). Empty: attention in
-    all layers."""
+    """Kinds of layers, a letter each, repeated over the model. *: attention. A: global attention
+    with heads of its own (Gemma 4: one after five *). G: Gated DeltaNet (Qwen3-Next: GGG*). K: Kimi
+    Delta Attention; k: the same, with a dense feed-forward in a model with experts (Kimi Linear:
+    kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers have
+    no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
@@ -60,6 +81,13 @@ class ModelConfig:
     """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
+    global_head_dim: int | None = None
+    """Layers of kind A: width of one head (Gemma 4: 512). None: head_dim."""
+    global_num_kv_heads: int | None = None
+    """Layers of kind A: number of key and value heads. None: num_kv_heads."""
+    global_keys_as_values: bool = False
+    """Layers of kind A: values are the projected keys, without the norm and the rotary embedding of
+    keys, and have no projection of their own (Gemma 4)."""
     kv_lora_rank: int = 0
     """Width of the latent from which multi-head latent attention computes keys and values (MLA,
     DeepSeek: 512). Each head then has its own keys. 0: keys and values are projections of the
@@ -122,7 +150,8 @@ class ModelConfig:
     token k places after the next one, in training and for drafts in jaxpar.sample; train.mtp_loss
     weighs their losses."""
     vocab_size: int = 512
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the tokenizer's vocabulary. 0: that of the training data,
+    rounded up to a multiple of 128, and of what the mesh divides it by."""
     rope_theta: float = 500_000.0
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -164,6 +193,8 @@ class ModelConfig:
     qk_norm_over: Literal["head", "all"] = "head"
     """What qk_norm normalizes. head: each head, with one gain for all heads (Qwen3). all: the heads
     of a token together, each with its own gain (OLMoE)."""
+    value_norm: bool = False
+    """RMSNorm without a gain over each head's values (Gemma 4)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False
@@ -180,12 +211,12 @@ class ModelConfig:
     first token sees only itself. None: no chunks."""
     global_every: int = 0
     """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks
-    (Llama 4: 4). 0: all layers are the same."""
+    (Llama 4: 4). 0: no such layers, or those of kind A in layer_pattern."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
     local_rope_scaling: bool = True
-    """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in the global layers
-    of global_every (Gemma 3, OLMo 3)."""
+    """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in global layers
+    (Gemma 3, OLMo 3)."""
     linear_num_key_heads: int = 4
     """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads. Kimi
     Delta Attention: all heads."""
@@ -241,6 +272,8 @@ class ModelConfig:
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
     embedding_multiplier: float = 1.0
     """Multiply embeddings by this (Granite)."""
+    layer_scale: bool = False
+    """Multiply the residual stream after each layer by a trained number of the layer (Gemma 4)."""
     residual_multiplier: float = 1.0
     """Multiply the outputs of attention and feed-forward by this before the residual addition
     (Granite)."""
@@ -255,6 +288,9 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Cap the magnitude of attention scores: softcap * tanh(score / softcap) (Gemma 2: 50). None:
     no cap."""
+    mup: MupConfig | None = None
+    """Maximal update parametrization (µP): the best learning rate does not depend on the width
+    (docs/mup.md). Setting one of its fields enables it. None: the standard parametrization."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
@@ -303,9 +339,44 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """The factor of attention scores."""
-        if self.attention_multiplier is not None:
-            return self.attention_multiplier
-        return (self.query_scale_dim or self.head_dim) ** -0.5
+        plain = self.attention_multiplier
+        if plain is None:
+            plain = (self.query_scale_dim or self.head_dim) ** -0.5
+        return plain * self.mup_score_factor
+
+    @property
+    def mup_score_factor(self) -> float:
+        """µP's factor of attention scores, beside that of the standard parametrization."""
+        if self.mup is None or self.mup.base_head_dim is None:
+            return 1.0
+        narrower = self.mup.base_head_dim / self.head_dim
+        is_constant = self.attention_multiplier is not None or self.query_scale_dim is not None
+        return narrower if is_constant else math.sqrt(narrower)
+
+    @property
+    def width_multiplier(self) -> float:
+        """µP's ratio of d_model to that of the base model; 1 without µP."""
+        return 1.0 if self.mup is None else self.d_model / self.mup.base_width
+
+    @property
+    def depth_multiplier(self) -> float:
+        """µP's ratio of num_layers to that of the base model; 1 without `base_depth`."""
+        return self.num_layers / self.base_depth
+
+    @property
+    def base_depth(self) -> int:
+        """The number of layers for which initial weights of outputs are."""
+        return (self.mup and self.mup.base_depth) or self.num_layers
+
+    @property
+    def logits_divisor(self) -> float:
+        """The number by which logits are divided."""
+        return self.logits_scaling * self.width_multiplier
+
+    @property
+    def branch_factor(self) -> float:
+        """The factor of what attention and feed-forward add to the residual stream."""
+        return self.residual_multiplier / self.depth_multiplier
 
     @property
     def value_dim(self) -> int:

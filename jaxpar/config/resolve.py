@@ -14,6 +14,22 @@ _OTHER_AXES = tuple(
 )
 
 
+def fill_batch(cfg: Config) -> Config:
+    """Set `train.global_batch_size` for `train.global_batch_tokens`, in place of it.
+
+    Raises:   ConfigError if the tokens are not whole sequences.
+    """
+    path, t, length = "train.global_batch_tokens", cfg.train, cfg.data.seq_len
+    if t.global_batch_tokens <= 0 or length <= 0:  # the rules of numbers report these
+        return cfg
+    rows, rest = divmod(t.global_batch_tokens, length)
+    rule = f"must be a multiple of data.seq_len = {length}"
+    nearest = max(round(t.global_batch_tokens / length), 1) * length
+    require(rest == 0, cfg, path, rule, flag(path, nearest))
+    filled = dataclasses.replace(t, global_batch_size=rows, global_batch_tokens=0)
+    return dataclasses.replace(cfg, train=filled)
+
+
 def fill_steps(cfg: Config) -> Config:
     """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set.
 

@@ -8,7 +8,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.config.metrics_schema import MetricsConfig
+from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 
@@ -18,7 +18,10 @@ class RunConfig:
     """The run folder, initial weights and devices."""
 
     dir: str = "runs/default"
-    """Run folder, for metrics and checkpoints. The run resumes if it has a checkpoint."""
+    """Run folder, or an address, s3://BUCKET/PREFIX. The run resumes if it has a checkpoint."""
+    store: str = ""
+    """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
+    is downloaded where it is missing (docs/object_stores.md). Empty: none."""
     init_from: str = ""
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
@@ -46,14 +49,15 @@ class TrainConfig:
     num_steps: int = 1000
     """Total optimizer steps, over all resumes."""
     num_tokens: int = 0
-    """Length of the run in tokens, padding included: sets num_steps, rounded up. 0: num_steps
-    decides."""
+    """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
     num_epochs: float = 0.0
-    """Length of the run in passes over the training text, such as 1.5: sets num_tokens once the
-    data is open. Not for mixtures, whose sources have passes of their own. 0: num_tokens or
-    num_steps decides."""
+    """Length of the run in passes over the training text, such as 1.5, but not over a mixture: sets
+    num_tokens once the data is open. 0: num_tokens or num_steps decides."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    global_batch_tokens: int = 0
+    """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
+    of data.seq_len. 0: global_batch_size decides."""
     batch_schedule: str = ""
     """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
     global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
@@ -106,8 +110,7 @@ class DataConfig:
     prefetch: int = 2
     """Batches to prepare in the background, ahead of the current step."""
     tokenize_workers: int = 2
-    """Processes that tokenize streamed datasets (`data prepare --stream`), for each process of the
-    run. 0: none, the process itself tokenizes."""
+    """Processes that tokenize streamed datasets, for each process of the run. 0: it does itself."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""
@@ -228,8 +231,7 @@ class OptimizerConfig:
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
     word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
-    steps."""
+    """Steps of linear warm-up from 0; for a tenth of the steps in a run that is not longer."""
     warmup_fraction: float = 0.0
     """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
     decay_steps: int = 0
@@ -251,8 +253,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down. 0: no clipping."""
     first_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Storage dtype of the first moment. bfloat16 uses stochastic rounding; 8bit stores codes with
-    a scale for each block, for adamw and lion."""
+    """Storage dtype of the first moment. bfloat16: rounded stochastically; 8bit: in blocks."""
     second_moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Storage dtype of adamw's second moment."""
     moment_block: int = 128
@@ -263,6 +264,8 @@ class OptimizerConfig:
     """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
+    offload_masters: bool = False
+    """Keep the float32 master weights in host memory too; a step copies them in model.dtype."""
     muon_momentum: float = 0.95
     """Decay rate of muon's momentum. beta1 and beta2 apply to the parameters that AdamW updates."""
     muon_nesterov: bool = True
@@ -305,11 +308,9 @@ class GuardConfig:
     """Reactions to non-finite values, loss spikes and corruption."""
 
     max_skips: int = 3
-    """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
-    17."""
+    """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
-    """At a loss spike: report it (tell), or return to the last checkpoint and skip the batches of
-    the spike (rewind)."""
+    """At a loss spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
     spike_deviations: float = 10.0
     """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
     the median if that is more."""
@@ -343,19 +344,6 @@ class EvaluationConfig:
     """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
-
-    start: int = 0
-    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
-    for it."""
-    num_steps: int = 2
-    """Steps per profile. More than 20 are written as several profiles of at most 20."""
-    every: int = 0
-    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)

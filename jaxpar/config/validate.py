@@ -10,6 +10,7 @@ from jaxpar.config import Config
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
+    fill_batch,
     fill_data_axis,
     fill_deterministic,
     fill_microbatches,
@@ -27,6 +28,7 @@ from jaxpar.config.rules.memory import (
     average,
     blocks_of_moments,
     moments,
+    offloaded_masters,
     offloaded_moments,
     remat,
 )
@@ -40,11 +42,13 @@ from jaxpar.config.rules.model import (
     float8_matmuls,
     layer_kinds,
     model,
+    vocabulary,
 )
-from jaxpar.config.rules.mtp import multi_token_prediction
+from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
+from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
@@ -61,17 +65,17 @@ from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """Check every rule and fill in `train.num_steps` for `train.num_tokens`, `parallel.data = -1`,
-    ZeRO-1 if weights are not sharded, and the number of microbatches for `train.micro_batch_size`;
-    deterministic attention for `run.deterministic`; and the shares of steps in a learning rate by
-    tokens.
+    """Check every rule and fill in `train.global_batch_size` for `train.global_batch_tokens`,
+    `train.num_steps` for `train.num_tokens`, `parallel.data = -1`, ZeRO-1 if weights are not
+    sharded, and the number of microbatches for `train.micro_batch_size`; deterministic attention
+    for `run.deterministic`; and the shares of steps in a learning rate by tokens.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the first broken rule.
     """
     check_types(cfg)
-    cfg = fill_steps(cfg)
+    cfg = fill_steps(fill_batch(cfg))
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
     _divides(cfg)
@@ -86,6 +90,7 @@ def check(cfg: Config) -> None:
     Raises:   ConfigError for the first broken rule.
     """
     check_types(cfg)
+    cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
         return
@@ -108,6 +113,7 @@ def _divides(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     first = (
         numbers,
+        vocabulary,
         places,
         initial_weights,
         data,
@@ -115,6 +121,7 @@ def _each_rule(cfg: Config) -> None:
         schedule,
         moments,
         offloaded_moments,
+        offloaded_masters,
         average,
         latent_attention,
         rope,
@@ -128,7 +135,7 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_models = (experts, layer_kinds, attention_function, lora, multi_token_prediction)
+    of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
     objectives = (evaluation, best, dpo, distillation, qk_clip)
     for rule in first + others + of_models + objectives:
         rule(cfg)

@@ -12,4 +12,4 @@ torch_names       names in its files              torch_model       the model in
 selfcheck         compares logits
 """
 
-MAY_IMPORT = ("config", "runtime", "sharding", "model", "step", "data", "checkpoint")
+MAY_IMPORT = ("config", "runtime", "sharding", "model", "step", "data", "checkpoint", "stores")

@@ -23,8 +23,9 @@ from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.option_classes import read_subcommand
+from jaxpar.runtime.option_classes import OR_ADDRESS, read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.stores.reading import with_local_runs
 
 type Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -86,7 +87,7 @@ class FromMegatron:
 class ToHf:
     """Convert a checkpoint to the folder of a published model."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
@@ -109,7 +110,7 @@ class ToHf:
 class ToPeft:
     """Convert a run's adapters to a PEFT folder, without their base model."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Folder of a run with lora.rank."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
@@ -132,7 +133,7 @@ class ToPeft:
 class ToTorch:
     """Convert a checkpoint to a PyTorch state_dict, which jaxpar/convert/torch_model.py loads."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder."""
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
     """File to write, along with a .json file of the model's fields; both must be new."""
@@ -198,6 +199,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read_run[T: ToHf | ToPeft | ToTorch](options: T, convert: Callable[[T, int], None]) -> None:
     """Convert the checkpoint that the options name, or the latest intact one."""
+    options = with_local_runs(options, log)
     step = checkpoint.step_of(options.run, options.step)
     read_whole(options.run, step, functools.partial(convert, options))
 

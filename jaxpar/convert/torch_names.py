@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxpar.config import ModelConfig
-from jaxpar.convert.hf.entries import of_dense_layers, of_stack
+from jaxpar.convert.hf.entries import of_dense_layers, of_global_layers, of_stack
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.tensor_layout import Entry
 
@@ -114,6 +114,7 @@ _FEED_FORWARD = (
     Entry("layers/w_shared_gate", _LAYER + "mlp.shared.gate.weight", "LDS", "S D"),
     Entry("layers/w_shared_up", _LAYER + "mlp.shared.up.weight", "LDS", "S D"),
     Entry("layers/w_shared_down", _LAYER + "mlp.shared.down.weight", "LSD", "D S"),
+    Entry("layers/layer_scale", _LAYER + "layer_scale", "L", "1"),
     Entry("layers/w_shared_router", _LAYER + "mlp.shared_gate.weight", "LD", "1 D"),
     Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate.weight", "LEDF", "F D"),
     Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up.weight", "LEDF", "F D"),
@@ -138,10 +139,11 @@ PLAIN = Family(
     entries=(
         *(*_TOP, *_NORMS, *_ATTENTION, *_FEED_FORWARD),
         *of_dense_layers((*_NORMS, *_ATTENTION, *_FEED_FORWARD)),
+        *of_global_layers((*_NORMS, *_ATTENTION, *_FEED_FORWARD)),
         *of_stack("delta_layers", "J", (*_NORMS, *_DELTA_NET, *_FEED_FORWARD)),
         *of_stack("mamba_layers", "M", (*_NORMS, *_MAMBA, *_FEED_FORWARD)),
         *of_stack("kda_layers", "T", (*_NORMS, *_KIMI_DELTA, *_FEED_FORWARD)),
-        *of_stack("kda_dense_layers", "d", (*_NORMS, *_KIMI_DELTA, *_DENSE)),
+        *of_stack("kda_dense_layers", "y", (*_NORMS, *_KIMI_DELTA, *_DENSE)),
         *of_stack("mlp_layers", "U", _DENSE),
         *of_stack("moe_layers", "O", _FEED_FORWARD),
     ),

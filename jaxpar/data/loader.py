@@ -171,6 +171,16 @@ class Loader:
         order = self._order[length]
         return packed if order is None else jax.tree.map(lambda x_NT: x_NT[:, order], packed)
 
+    def sequences(self, source: int, indices: np.ndarray) -> Batch:
+        """Return a global batch of some sequences of a source, like `batch`.
+
+        Args:     indices: int64 [global_batch_size], the same in every process.
+        """
+        size, length = self.sizes.at(0).rows, self._cfg.data.seq_len
+        own = indices[self._rows[size]]
+        packed = pack(*self._sequences_at(source, own, length))
+        return self._place(0, self._ordered(packed, length))
+
     def first_labeled(self) -> int | None:
         """Return the first batch in the first epoch that has a label, or None.
 
@@ -209,9 +219,14 @@ class Loader:
         self, source: int, numbers: np.ndarray, pieces: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Return the arguments of `pack` for a source: tokens, document begins, ignored tokens."""
-        sequence, dataset = self._sequences[source], self.sources[source].dataset
-        data, begins, ignored = self._cfg.data, None, None
-        indices = sequence(numbers) * (data.seq_len // length) + pieces
+        indices = self._sequences[source](numbers) * (self._cfg.data.seq_len // length) + pieces
+        return self._sequences_at(source, indices, length)
+
+    def _sequences_at(
+        self, source: int, indices: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Return the same of stretches of a source in the order of its text."""
+        data, dataset, begins, ignored = self._cfg.data, self.sources[source].dataset, None, None
         stretch = dataset.windows(indices * length, length + 1)
         _check_tokens(stretch, indices, dataset)
         if data.document_mask:
@@ -253,7 +268,8 @@ class Loader:
                 local = np.searchsorted(rows, first)
                 return x_NT[local : local + end - first, index[1]]
 
-            return jax.make_array_from_callback(tuple(shape), self._sharding, shard)
+            whole = *shape, *x_NT.shape[2:]
+            return jax.make_array_from_callback(whole, self._sharding, shard)
 
         return jax.tree.map(to_devices, host)
 

@@ -15,7 +15,7 @@ from jaxpar.config.rules.limits import DEVICES, STEP, Range
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.inference.generation import Sampling, generate
 from jaxpar.inference.load import LoadedModel, load
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.terminal import write_generated
@@ -28,7 +28,7 @@ HELP = "/reset starts over, /system TEXT sets the instruction, /quit ends (also 
 class DialogueOptions:
     """Talk with the model of a run or of a published folder."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder, or folder of a published model."""
     system: str = ""
     """Instruction before the conversation. Empty: none."""

@@ -16,7 +16,7 @@ from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.follow import follow
 from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.text_loss import text_loss
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
 
@@ -25,7 +25,7 @@ from jaxpar.runtime.stages import stage
 class EvaluateOptions:
     """Score a model on text, and on tasks of the Evaluation Harness."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder, or folder of a published model."""
     tasks: tuple[str, ...] = ()
     """Names of tasks of the Evaluation Harness."""

@@ -1,7 +1,8 @@
 """Adapts a loaded model to EleutherAI's Evaluation Harness (`lm_eval`, an optional package)."""
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
@@ -90,37 +91,92 @@ class HarnessModel(TemplateLM):
         return totals.tolist()
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Generate text after each context, up to the first of its stop strings."""
-        done = []
-        for request in tqdm(requests, desc="Writing", disable=disable_tqdm):
-            context, how = request.args
-            done.append(self._write(context, dict(how)))
-        return done
+        """Generate text after each context, up to the first of its stop strings.
 
-    def _write(self, context: str, how: dict[str, Any]) -> str:
-        until = how.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        most = int(how.get("max_gen_toks", MAX_TOKENS))
-        warm = float(how.get("temperature", 0.0)) if how.get("do_sample") else 0.0
-        sampling = Sampling(
-            temperature=warm, top_k=int(how.get("top_k", 0)), top_p=float(how.get("top_p", 1.0))
-        )
+        Greedy texts are written in batches, of contexts of similar lengths. A sampled text depends
+        on its row in a batch, and is therefore in the first row of its own.
+        """
+        wanted = [_Wanted.of(*request.args) for request in requests]
+        prompts = [self._prompt(one.context) for one in wanted]
+        texts = [""] * len(wanted)
+        with tqdm(total=len(wanted), desc="Writing", disable=disable_tqdm) as progress:
+            for batch in self._batches(wanted, prompts):
+                rows = [prompts[i] for i in batch]
+                stops = [wanted[i].until for i in batch]
+                how = wanted[batch[0]]
+                for i, text in zip(batch, self._write(rows, stops, how), strict=True):
+                    texts[i] = text
+                progress.update(len(batch))
+        return texts
+
+    def _prompt(self, context: str) -> list[int]:
         # As the text grows, the sliding window leaves out the start of the prompt.
-        prompt = self.tok_encode(context)[-self.seq_len :] or [self.eot_token_id]
-        m, ids = self.model, []
-        for (new,) in generate(
+        return self.tok_encode(context)[-self.seq_len :] or [self.eot_token_id]
+
+    def _batches(
+        self, wanted: Sequence["_Wanted"], prompts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the numbers of requests that can be written together, long prompts first."""
+        kind = lambda i: (wanted[i].sampled, wanted[i].max_tokens)  # noqa: E731
+        order = sorted(range(len(wanted)), key=lambda i: (*kind(i), -len(prompts[i])))
+        for (sampled, _), group in itertools.groupby(order, key=kind):
+            yield from itertools.batched(group, 1 if sampled else self.rows)
+
+    def _write(
+        self, prompts: list[list[int]], stops: Sequence[Sequence[str]], how: "_Wanted"
+    ) -> list[str]:
+        """Write texts after prompts, until each has one of its stop strings."""
+        m = self.model
+        rows = 1 if how.sampled else self.rows  # one shape, for one program
+        padding = [[self.eot_token_id]] * (rows - len(prompts))
+        ids: list[list[int]] = [[] for _ in prompts]
+        for new in generate(
             m.weights,
             m.cfg,
             m.mesh,
-            [prompt],
-            sampling,
-            max_tokens=most,
+            [*prompts, *padding],
+            how.sampling,
+            max_tokens=how.max_tokens,
             vocab_size=m.tokenizer.vocab_size,
             stop={self.eot_token_id},
         ):
-            ids += new
-            text = m.tokenizer.decode(ids)
-            ends = [text.index(stop) for stop in until if stop in text]
-            if ends:
-                return text[: min(ends)]
-        return m.tokenizer.decode(ids)
+            for row, more in zip(ids, new, strict=False):
+                row += more
+            texts = [m.tokenizer.decode(row) for row in ids]
+            ended = [end_of(text, until) for text, until in zip(texts, stops, strict=True)]
+            if all(end is not None for end in ended):
+                break
+        return [text[:end] for text, end in zip(texts, ended, strict=True)]
+
+
+class _Wanted(NamedTuple):
+    """A request to write text."""
+
+    context: str
+    until: tuple[str, ...]
+    max_tokens: int
+    sampling: Sampling
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn, and are not the likeliest."""
+        return self.sampling.temperature > 0
+
+    @classmethod
+    def of(cls, context: str, how: dict[str, Any]) -> "_Wanted":
+        """Read the arguments of a request of the harness."""
+        until = how.get("until") or []
+        until = (until,) if isinstance(until, str) else tuple(until)
+        most, sampling = int(how.get("max_gen_toks", MAX_TOKENS)), Sampling(temperature=0.0)
+        if how.get("do_sample"):
+            sampling = Sampling(
+                temperature=float(how.get("temperature", 0.0)),
+                top_k=int(how.get("top_k", 0)),
+                top_p=float(how.get("top_p", 1.0)),
+            )
+        return cls(context, until, most, sampling)
+
+
+def end_of(text: str, until: Sequence[str]) -> int | None:
+    """Return where the first of some stop strings begins in a text; None if there is none."""
+    return min((text.index(stop) for stop in until if stop in text), default=None)

@@ -20,7 +20,7 @@ from jaxpar.inference.load import load
 from jaxpar.inference.memory import check_cache
 from jaxpar.inference.speculative import generation as speculative
 from jaxpar.monitoring.samples import write_sample
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.terminal import write_generated
@@ -33,7 +33,7 @@ MAX_TOKENS = 1 << 20
 class SampleOptions:
     """Generate text with the model of a run or of a published folder."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder, or folder of a published model."""
     prompt: tuple[str, ...] = ("def ",)
     """Texts to continue, as one batch. A single text is printed as it is generated."""

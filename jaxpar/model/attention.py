@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ModelConfig, registry
+from jaxpar.config.layout.layer_kinds import of_kind
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
@@ -24,8 +25,8 @@ type Weights = dict[str, Any]
 
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
 WEIGHTS = (
-    *("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "w_attn_gate", "wo"),
-    logits.MAXIMUM,
+    *("wq", "wk", "wv", "wqkv", "wqk", "bqkv", "q_norm", "k_norm", "sinks"),
+    *("w_attn_gate", "wo", logits.MAXIMUM),
 )
 
 
@@ -34,7 +35,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
     Communication: that of `context_attention` over SEQUENCE, and of `positioned`.
     """
-    m = ex.cfg.model
+    m = of_kind(ex.cfg.model, context.kind)
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
     q, k = positioned(q, k, w, context, m)
     q = logits.recorded(q, k, w, context.mask, context.rows)
@@ -72,14 +73,20 @@ def _gate(h: NormOutput, w: Weights) -> jax.Array:
 
 @jax.named_scope("qkv")
 def qkv(h: NormOutput, w: Weights, m: ModelConfig) -> list[jax.Array]:
-    """Compute queries [B, T, H, K], keys and values [B, T, G, K] by one column-parallel matmul."""
+    """Compute queries [B, T, H, K], keys and values [B, T, G, K] by one column-parallel matmul.
+
+    Without a projection of values, they are the keys (`model.global_keys_as_values`).
+    """
     tensor = lax.axis_size(TENSOR)
     H, G, K = m.num_heads // tensor, m.num_kv_heads // tensor, m.head_dim
-    (y,) = products(h.operand, [w["wqkv"]], "attn_norm")
+    name, of = ("wqkv", ("wq", "wk", "wv")) if "wqkv" in w else ("wqk", ("wq", "wk"))
+    (y,) = products(h.operand, [w[name]], "attn_norm")
     y = h.scaled(_one_gradient(linear.add_bias(y, w.get("bqkv"))))
-    parts = zip(jnp.split(y, [H * K, (H + G) * K], axis=-1), ("wq", "wk", "wv"), strict=True)
+    parts = zip(jnp.split(y, [H * K, (H + G) * K][: len(of) - 1], axis=-1), of, strict=True)
     by_head = lambda y: y.reshape(*y.shape[:2], -1, K)  # noqa: E731
-    return [by_head(lora.add(part, h.operand, w, name)) for part, name in parts]
+    q, k, *v = (by_head(lora.add(part, h.operand, w, name)) for part, name in parts)
+    values = v[0] if v else k
+    return [q, k, norm.unit(values, m) if m.value_norm else values]
 
 
 @jax.custom_vjp
@@ -111,6 +118,8 @@ def positioned(
         q = q * (m.attention_multiplier * math.sqrt(m.head_dim))
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
+    if m.mup_score_factor != 1:
+        q = q * m.mup_score_factor
     if context.query_scale is not None:
         q = (q * context.query_scale).astype(q.dtype)
     rope = context.rope

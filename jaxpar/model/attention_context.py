@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import is_recurrent
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    GLOBAL,
+    has_global_layers,
+    is_recurrent,
+    of_kind,
+)
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.rope import Tables, nope_query_scale, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
@@ -28,6 +34,8 @@ class AttentionContext:
     """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
     nope_query_scale: jax.Array | None = None
     """The same for layers without a rotary embedding; None without `nope_query_beta`."""
+    kind: str = flax.struct.field(pytree_node=False, default=ATTENTION)
+    """The letter of these layers, which gives the shape of their heads (`layer_kinds.of_kind`)."""
     chunk: int | None = flax.struct.field(pytree_node=False, default=None)
     """`model.attention_chunk` of these layers. The mask's segments are then chunks."""
     in_global: "AttentionContext | None" = None
@@ -58,11 +66,12 @@ def attention_context(
     describe = functools.partial(
         _describe, batch, cfg, max_segments, length=length, lengths=lengths
     )
-    if not m.global_every:
+    if not has_global_layers(m):
         return describe(m)
-    local = describe(_of_local_layers(m))
-    everywhere = describe(dataclasses.replace(m, sliding_window=None, attention_chunk=None))
-    return dataclasses.replace(local, in_global=everywhere)
+    kind = GLOBAL if GLOBAL in m.layer_pattern else ATTENTION
+    of_global = dataclasses.replace(of_kind(m, kind), sliding_window=None, attention_chunk=None)
+    local, everywhere = describe(_of_local_layers(m)), describe(of_global)
+    return dataclasses.replace(local, in_global=dataclasses.replace(everywhere, kind=kind))
 
 
 def _of_local_layers(m: ModelConfig) -> ModelConfig:

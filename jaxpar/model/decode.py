@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ModelConfig, registry
-from jaxpar.config.layout.layer_kinds import ATTENTION, RECURRENT, kinds, num_attention_layers
+from jaxpar.config.layout.layer_kinds import ATTENTIONS, RECURRENT, kinds, of_kind
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
@@ -73,7 +73,7 @@ class Cache:
 def cache_specs(m: ModelConfig) -> Cache:
     """Return how the arrays of a cache are split over a mesh."""
     of_heads = PartitionSpec(None, None, TENSOR)
-    slots = tuple(of_heads if kind == ATTENTION else None for kind in kinds(m))
+    slots = tuple(of_heads if kind in ATTENTIONS else None for kind in kinds(m))
     states = tuple(recurrent.SPEC if kind in RECURRENT else None for kind in kinds(m))
     return Cache(slots, slots, states)
 
@@ -81,11 +81,12 @@ def cache_specs(m: ModelConfig) -> Cache:
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
     """Return the bytes of the cache on one device.
 
-    Keys and values are 2 L B S G K / tensor numbers, for L layers with attention. In latent
-    attention, L B S (Rkv + R). The states of recurrent layers do not depend on S.
+    Keys and values are 2 B S G K / tensor numbers for each layer with attention. In latent
+    attention, B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    of_token = sum(heads * dim for heads, dim in _slot(m, tensor))
-    held = num_attention_layers(m) * rows * slots * of_token * jnp.dtype(m.dtype).itemsize
+    with_attention = (of_kind(m, kind) for kind in kinds(m) if kind in ATTENTIONS)
+    of_token = sum(heads * dim for layer in with_attention for heads, dim in _slot(layer, tensor))
+    held = rows * slots * of_token * jnp.dtype(m.dtype).itemsize
     states = (
         recurrent.state_bytes(m, kind, rows, tensor) for kind in kinds(m) if kind in RECURRENT
     )
@@ -103,9 +104,13 @@ def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
     zeros = lambda shape: jnp.zeros((rows, slots, *shape), m.dtype)  # noqa: E731
+    tensor = lax.axis_size(TENSOR)
     keys, values = (
-        tuple(zeros(shape) if kind == ATTENTION else None for kind in kinds(m))
-        for shape in _slot(m, lax.axis_size(TENSOR))
+        tuple(
+            zeros(_slot(of_kind(m, kind), tensor)[i]) if kind in ATTENTIONS else None
+            for kind in kinds(m)
+        )
+        for i in (0, 1)
     )
     empty = functools.partial(recurrent.empty_state, m, rows=rows)
     states = tuple(empty(kind) if kind in RECURRENT else None for kind in kinds(m))
@@ -249,7 +254,7 @@ def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfi
     branch = branches(w)[0]
     h = _normalized(x, w, branch.norm, m)
     attend = _latent if m.kv_lora_rank else _grouped
-    out, held = attend(h, w, context, held, first, m, alone)
+    out, held = attend(h, w, context, held, first, of_kind(m, context.kind), alone)
     side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
     partial = row_parallel(side_by_side, w, "wo", "attn_out")
     return branch.add(x, lax.psum(partial, TENSOR), w, m), held

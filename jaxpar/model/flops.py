@@ -7,7 +7,8 @@ recomputation.
     full     6 N + 12 L H K T: as if every token attended to every other (torchtitan's MFU column).
 
 In latent attention, values have another width than keys, and K is the mean of both. L counts the
-layers with attention. Recurrent layers have a term that does not depend on T.
+layers with attention; global layers with heads of their own have another K. Recurrent layers have a
+term that does not depend on T.
 
 N counts the parameters used in matmuls: all except the tables of embeddings, which are looked up,
 and the experts to which a token is not routed. Modules of multi-token prediction count as layers,
@@ -17,13 +18,14 @@ that figures stay comparable.
 
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
+    ATTENTIONS,
     DELTA_NET,
     KDA,
     KDA_DENSE,
     MAMBA,
     kinds,
     kinds_with_experts,
-    num_attention_layers,
+    of_kind,
 )
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
@@ -58,9 +60,8 @@ def train_flops_per_token(
 
     With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
-    mean_dim = (model.head_dim + model.value_dim) / 2
-    layers = num_attention_layers(model) + model.mtp_depth
-    attention = layers * model.num_heads * mean_dim * seq_len
+    mean_dims = ((m.head_dim + m.value_dim) / 2 for m in _with_attention(model))
+    attention = model.num_heads * sum(mean_dims) * seq_len
     matmuls = 6 * num_matmul_params(model)
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
@@ -90,5 +91,10 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     """
     if model.sliding_window is not None or model.attention_chunk is not None:
         return None
-    of_heads = model.num_heads * (8 * model.head_dim + 6 * model.value_dim)
-    return (num_attention_layers(model) + model.mtp_depth) * of_heads * seq_len / 2
+    of_heads = sum(8 * m.head_dim + 6 * m.value_dim for m in _with_attention(model))
+    return model.num_heads * of_heads * seq_len / 2
+
+
+def _with_attention(m: ModelConfig) -> list[ModelConfig]:
+    """Return the model with the heads of each layer that has attention, and of each module."""
+    return [of_kind(m, kind) for kind in kinds(m) if kind in ATTENTIONS] + [m] * m.mtp_depth

@@ -37,6 +37,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "attn_norm_bias": None,
     "attn_post_norm": None,
     "wqkv": -2,
+    "wqk": -2,
     "wq": -2,
     "wq_a": -2,
     "q_a_norm": None,
@@ -72,6 +73,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_up": None,
     "w_down": -1,
     "b_down": None,
+    "layer_scale": None,
     **recurrent.FUSED_DIMS,
 }
 
@@ -271,7 +273,8 @@ def _fuse_attention(w: Tree, lead: tuple[int, ...]) -> Tree:
             out[n] = flat(n, w[n].shape[-3], -1)
     else:
         D = w["wq"].shape[-3]
-        out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
+        fused, names = ("wqkv", ("wq", "wk", "wv")) if "wv" in w else ("wqk", ("wq", "wk"))
+        out[fused] = jnp.concatenate([flat(n, D, -1) for n in names], axis=-1)
     if "w_attn_gate" in w:
         out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
     return out | {"wo": flat("wo", -1, w["wo"].shape[-1])}

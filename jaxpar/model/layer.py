@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ModelConfig
@@ -82,6 +83,8 @@ class Branch:
     """Result of `dispatch` -> input of `collect`. No communication over TENSOR."""
     bias: str | None
     post_norm: str
+    scale: str | None = None
+    """Name of the number that multiplies the stream after the branch, if the layer has it."""
     saved_as: str | None = None
     """Remat name of the residual stream after the branch."""
     weights: tuple[str, ...] = ()
@@ -101,7 +104,7 @@ class Branch:
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:
         """Select this branch's weights: (norms and bias, matrices with their adapters)."""
-        around = {self.norm, f"{self.norm}_bias", self.bias, self.post_norm}
+        around = {self.norm, f"{self.norm}_bias", self.bias, self.post_norm, self.scale}
         vectors = {name: a for name, a in w.items() if name in around}
         matrices = {name: a for name, a in w.items() if lora.matrix_of(name) in self.weights}
         return vectors, matrices
@@ -118,11 +121,17 @@ class Branch:
         return norm_of_stream(x, vectors, self.norm, ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
-        """Add the branch's output and its bias to x, after a norm if the layer has one of it."""
+        """Add the branch's output and its bias to x, after a norm if the layer has one of it.
+
+        The last branch of a layer then scales the stream, with `model.layer_scale`.
+        """
         out = linear.add_bias(out, vectors.get(self.bias or ""))
         last = vectors.get(self.post_norm)
         out = _added_by_norm(out) if last is None else norm(out, last, m)
-        x = x + (out if m.residual_multiplier == 1 else out * m.residual_multiplier)
+        x = x + (out if m.branch_factor == 1 else out * m.branch_factor)
+        scale = vectors.get(self.scale or "")
+        if scale is not None:  # in float32, for its gradient: a sum over all tokens
+            x = (x.astype(jnp.float32) * scale).astype(x.dtype)
         return named(x, self.saved_as) if self.saved_as else x
 
 
@@ -169,6 +178,7 @@ FEED_FORWARD = Branch(
     weights=feed_forward.WEIGHTS,
     bias="b_down",
     post_norm="mlp_post_norm",
+    scale="layer_scale",
 )
 EXPERTS = dataclasses.replace(
     FEED_FORWARD,
@@ -189,6 +199,7 @@ TWO_MATRICES = dataclasses.replace(
 #: The branches that mix tokens, by a weight that each has.
 MIXERS = {
     "wqkv": ATTENTION,
+    "wqk": ATTENTION,
     "wkv_a": LATENT_ATTENTION,
     "delta_in": DELTA_NET,
     "mamba_in": MAMBA,

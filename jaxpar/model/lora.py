@@ -78,12 +78,16 @@ def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
         axes=(*of.axes[:cut], "rank"),
         std=1 / math.sqrt(3 * fan_in),
         columns=1,
+        widths=(of.widths[0], 1.0),
+        gradient=of.gradient,
     )
     b = ParamSpec(
         shape=(of.shape[0], rank, *of.shape[cut:]),
         axes=(of.axes[0], "rank", *of.axes[cut:]),
         init="zeros",
         columns=len(of.shape) - cut,
+        widths=(1.0, of.widths[1]),
+        gradient=of.gradient,
     )
     return {name + A: a, name + B: b}
 

@@ -12,6 +12,7 @@ from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
     DELTA_NET,
     FEED_FORWARDS,
+    GLOBAL,
     KDA,
     KDA_DENSE,
     MAMBA,
@@ -20,10 +21,12 @@ from jaxpar.config.layout.layer_kinds import (
     has_feed_forward,
     kinds,
     norms_of,
+    of_kind,
 )
 from jaxpar.model import lora
 from jaxpar.model.latent_attention import parameters as latent_attention
 from jaxpar.model.mtp import parameters as mtp
+from jaxpar.model.mup.widths import scaled
 from jaxpar.model.recurrent.parameters import delta_net_specs, kda_specs, mamba_specs
 from jaxpar.sharding.params import ParamSpec, on_every_stage, split
 
@@ -37,7 +40,7 @@ def param_specs(
 
     Weights are initialized from a normal distribution with standard deviation `init_std`. The two
     matrices that write to the residual stream use init_std / sqrt(2 L), so that its variance does
-    not grow with depth (GPT-2, section 2.3).
+    not grow with depth (GPT-2, section 2.3). µP changes both (`mup/widths.py`).
 
     The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
     a stack of their own, "dense_layers"; so are the layers of each kind of `model.layer_pattern`.
@@ -51,12 +54,13 @@ def param_specs(
     specs = blocks_with_top(m, layers(of_kinds.count(ATTENTION) - m.dense_layers))
     dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
     for kind in sorted(set(of_kinds) - {ATTENTION}):
-        of_kind = m if has_experts(m, kind) else dense
-        specs[STACKS[kind]] = _layers(of_kind, of_kinds.count(kind), kind, spread=spread)
+        of_these = m if has_experts(m, kind) else dense
+        specs[STACKS[kind]] = _layers(of_these, of_kinds.count(kind), kind, spread=spread)
     if m.dense_layers:
         specs["dense_layers"] = on_every_stage(_layers(dense, m.dense_layers))
     if m.mtp_depth:
         specs["mtp"] = mtp.specs(m, layers(m.mtp_depth))
+    specs = scaled(m, specs)
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
@@ -69,7 +73,7 @@ def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:
 def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool = False) -> Tree:
     """Return the specs of `count` stacked layers of one kind."""
     D, F = m.d_model, m.d_ff
-    deep = m.init_std / math.sqrt(2 * m.num_layers)
+    deep = m.init_std / math.sqrt(2 * m.base_depth)
 
     def matrix(shape, axes, std=m.init_std, columns=1):
         shape, axes = (count, *shape), ("layer", *axes)
@@ -94,7 +98,9 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
     elif has_mixer and m.kv_lora_rank:
         blocks = latent_attention.specs(m, matrix, gain, deep)
     elif has_mixer:
-        blocks = _attention(m, matrix, vector, deep)
+        blocks = _attention(of_kind(m, kind), matrix, vector, deep)
+        if kind == GLOBAL and m.global_keys_as_values:
+            del blocks["wv"]
     pre_norms, post_norms = norms_of(m, kind)
     if pre_norms:
         norms = [f"{name}_norm" for name in branches if name == "attn" or not m.shared_norm]
@@ -105,6 +111,8 @@ def _layers(m: ModelConfig, count: int, kind: str = ATTENTION, *, spread: bool =
         blocks |= {f"{name}_post_norm": gain((D,), ("norm",)) for name in branches}
     if not feeds_forward:
         return blocks
+    if m.layer_scale:
+        blocks["layer_scale"] = vector((), (), "ones")
     if m.num_experts:
         blocks |= _experts(m, matrix, vector, deep, spread)
     else:

@@ -136,7 +136,7 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, on_scores=None):
 
 def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
     """Return (used, share, logits) of a layer's router."""
-    after = x if m.parallel_block else _after_attention(x, w, positions, segments, m)
+    after = x if m.parallel_block else after_attention(x, w, positions, segments, m)
     logits = _router_logits(_before(after, w, "mlp_norm", m), w)
     _, used, share = router(logits, w.get("router_bias", 0.0), m)
     return used, share, logits
@@ -145,7 +145,16 @@ def _router_of(x, w: Tree, positions, segments, m: ModelConfig):
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
     """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
     logits = _stream_norm(x, top, "final_norm", m) @ _head(top) / m.logits_scaling
-    return _softcapped(logits, m.logits_softcap)
+    return _softcapped(logits / _wider(m), m.logits_softcap)
+
+
+def _wider(m: ModelConfig) -> float:
+    """Return how much wider a model is than µP's base model."""
+    return m.d_model / m.mup.base_width if m.mup else 1.0
+
+
+def _deeper(m: ModelConfig) -> float:
+    return m.num_layers / m.mup.base_depth if m.mup and m.mup.base_depth else 1.0
 
 
 def _head(top: Tree) -> jax.Array:
@@ -177,9 +186,13 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
         m = dataclasses.replace(m, pre_norms=True, post_norms=False) if recurs else m
     fraction = 0.0 if m.nope_every and i % m.nope_every == m.nope_every - 1 else m.rope_fraction
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None, rope_fraction=fraction)
-    if m.global_every == 0:
+    own_heads = bool(m.layer_pattern) and m.layer_pattern[i % len(m.layer_pattern)] == "A"
+    if m.global_every == 0 and "A" not in m.layer_pattern:
         return alike
-    if i % m.global_every == m.global_every - 1:
+    if own_heads:
+        G, K = m.global_num_kv_heads or m.num_kv_heads, m.global_head_dim or m.head_dim
+        alike = dataclasses.replace(alike, num_kv_heads=G, head_dim=K)
+    if own_heads or (m.global_every and i % m.global_every == m.global_every - 1):
         return dataclasses.replace(alike, sliding_window=None, attention_chunk=None)
     scaling = m.rope_scaling if m.local_rope_scaling else None
     theta = m.local_rope_theta or m.rope_theta
@@ -189,16 +202,17 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=None) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     before = x
-    x = _after_attention(x, w, positions, segments, m, on_scores)
+    x = after_attention(x, w, positions, segments, m, on_scores)
     if "w_down" not in w:
         return x
     h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
     out = _feed_forward(h, w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
-    return x + m.residual_multiplier * out
+    return (x + m.residual_multiplier / _deeper(m) * out) * w.get("layer_scale", 1.0)
 
 
-def _after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
+def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
+    """Apply the first branch of a layer, attention or a recurrence; arguments as `block`."""
     if not w.keys() & {"wo", *_RECURRENT}:
         return x
     h = _before(x, w, "attn_norm", m)
@@ -209,11 +223,13 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=
     else:
         o = of_kind(h, w, positions, segments, m, on_scores)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
-    return x + m.residual_multiplier * o
+    return x + m.residual_multiplier / _deeper(m) * o
 
 
 def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
-    q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
+    of = {"q": "wq", "k": "wk", "v": "wv" if "wv" in w else "wk"}
+    q, k, v = (_times(h, w, name) + w.get("b" + n, 0.0) for n, name in of.items())
+    v = _norm(v, 1.0 - m.norm_offset, m) if m.value_norm else v
     no_rope = m.nope_every and m.rope_fraction == 0
     if m.qk_norm and m.qk_norm_gain:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)

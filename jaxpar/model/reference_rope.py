@@ -23,6 +23,8 @@ def frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
         return inv
     if s.kind == "linear":
         return inv / s.factor
+    if s.kind == "proportional":  # turns the first pairs, and the others not
+        return inv / s.factor if j < math.floor(s.turning * half) else 0.0
     if s.kind == "yarn":
         return _yarn_frequency(j, half, inv, m)
     if s.kind == "longrope":

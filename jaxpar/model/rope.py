@@ -29,6 +29,8 @@ def rope_frequencies(model: ModelConfig, length: int | jax.Array = 1) -> jax.Arr
             return _stretch(plain, s)
         case RopeScaling(kind="linear") as s:
             return plain / s.factor
+        case RopeScaling(kind="proportional") as s:
+            return _proportional(plain, s)
         case RopeScaling(kind="yarn") as s:
             return _yarn(plain, s, model)
         case s if isinstance(length, int):
@@ -47,6 +49,15 @@ def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
     ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     keep = jnp.clip(ramp, 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / s.factor)
+
+
+def _proportional(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
+    """Divide all frequencies by `factor`, and let only the first pairs turn.
+
+    The angles are those of all dims: the pairs that turn are no narrower rotary embedding.
+    """
+    pairs = len(frequencies)
+    return jnp.where(jnp.arange(pairs) < int(s.turning * pairs), frequencies / s.factor, 0.0)
 
 
 def _yarn(frequencies: jax.Array, s: RopeScaling, model: ModelConfig) -> jax.Array:
@@ -75,7 +86,7 @@ def attention_factor(s: RopeScaling | None) -> float:
 
     Source:   YaRN (2309.00071), section 3.4; LongRoPE (2402.13753), as published with Phi-3.
     """
-    if s is None or s.kind in ("llama3", "linear"):
+    if s is None or s.kind in ("llama3", "linear", "proportional"):
         return 1.0
     if s.attention_factor is not None:
         return s.attention_factor

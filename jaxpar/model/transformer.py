@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config.layout.layer_kinds import ATTENTION, GLOBAL
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
@@ -156,14 +157,16 @@ def runs_of_layers(
         return [(chunk, context)]
     local = dataclasses.replace(context, in_global=None)
     last_of = lambda every, i: every > 0 and (i + 1) % every == 0  # noqa: E731
+    pattern = m.layer_pattern or ATTENTION
+    is_global = lambda i: last_of(m.global_every, i) or pattern[i % len(pattern)] == GLOBAL  # noqa: E731
 
     def kind(at: tuple[int, dict]) -> tuple[bool, bool, tuple[Branch, ...]]:
         i, w = at
-        return last_of(m.global_every, i), last_of(m.nope_every, i), branches(w)
+        return is_global(i), last_of(m.nope_every, i), branches(w)
 
     runs: list[tuple[tuple, AttentionContext]] = []
-    for (is_global, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
-        of_run = context.in_global if is_global else local
+    for (everywhere, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
+        of_run = context.in_global if everywhere else local
         assert of_run is not None
         of_run = _without_rope(of_run) if no_rope else of_run
         runs.append((tuple(w for _, w in group), of_run))
@@ -262,7 +265,7 @@ def token_loss(
 def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
     """Compute the input of the head from the last residual stream: its norm, scaled."""
     h = norm.named_norm(x, top, "final_norm", m)
-    return h if m.logits_scaling == 1 else h * (1 / m.logits_scaling)
+    return h if m.logits_divisor == 1 else h * (1 / m.logits_divisor)
 
 
 def logits_at(
@@ -328,7 +331,9 @@ def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext)
 
     def one(x: jax.Array, w: Tree | list[Tree], context: AttentionContext) -> jax.Array:
         if isinstance(w, list):  # the layers of a period
-            return functools.reduce(lambda x, w: one(x, w, context), w, x)
+            runs = runs_of_layers(tuple(w), context, ex.cfg)
+            alike = ((w, of_run) for layers, of_run in runs for w in layers)
+            return functools.reduce(lambda x, of_layer: one(x, *of_layer), alike, x)
         y, used = block(x, _weights(w), context), w.get(IN_USE)
         return y if used is None else optional.select(used, y, x)
 

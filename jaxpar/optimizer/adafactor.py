@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.optimizer.matrices import Matrices
+from jaxpar.optimizer.widths import of_widths
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.params import ParamSpec, flat
 
@@ -98,7 +99,7 @@ def adafactor(
     Args:     mask: where weight decay applies.
     """
     decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
-    scaled = scale_by_adafactor(cfg, matrices)
+    scaled = of_widths(scale_by_adafactor(cfg, matrices), matrices.specs)
     return optax.chain(scaled, decay, optax.scale_by_learning_rate(rate))
 
 

@@ -2,9 +2,9 @@
 
 An update is always computed in float32 on the device. Between steps, moments may be stored as
 stochastically rounded bfloat16 or in 8 bits (`optimizer.first_moment_dtype`,
-`second_moment_dtype`), and in pinned host memory (`optimizer.offload`). A step then fetches,
-updates and returns them layer by layer, so that only one layer's moments are on the device at a
-time.
+`second_moment_dtype`), and in pinned host memory (`optimizer.offload`), and the master weights too
+(`optimizer.offload_masters`). A step then fetches, updates and returns them layer by layer, so that
+only one layer's are on the device at a time.
 """
 
 import math
@@ -33,7 +33,7 @@ from jaxpar.optimizer.blockwise import (
 from jaxpar.optimizer.dynamic_code import DynamicCode
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
-from jaxpar.parallel.host_offload import Space
+from jaxpar.parallel.host_offload import Space, in_host_memory
 from jaxpar.sharding.hashing import hash_uint32, places
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 
@@ -221,9 +221,10 @@ def _update(
     scales = opt_state
     if uses_blocks(cfg.optimizer):
         # A pass for the scales, and one that computes the same again: without the barrier, XLA
-        # would keep the float32 moments of the first one in memory.
+        # would keep the float32 moments of the first one in memory. Gradients have none, since it
+        # would make XLA write those that are clipped or cast within the update.
         scales = map_moments(_new_scales, advance(grads, opt_state)[1], opt_state)
-        grads, opt_state, scales = lax.optimization_barrier((grads, opt_state, scales))
+        opt_state, scales = lax.optimization_barrier((opt_state, scales))
     updates, exact = advance(grads, opt_state)
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
 
@@ -275,23 +276,23 @@ def _in_slices(
     slices = max(n for n in range(1, most + 1) if lengths % n == 0)
 
     def part(a: jax.Array, i: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(a, i * (len(a) // slices), len(a) // slices)
+        rows = lax.dynamic_slice_in_dim(a, i * (len(a) // slices), len(a) // slices)
+        return jax.device_put(rows, Space.Device) if in_host_memory(a) else rows
 
     def put(a: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        new = jax.device_put(new, Space.Host) if in_host_memory(a) else new
         return lax.dynamic_update_slice_in_dim(a, new, i * len(new), 0)
 
     def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
         # Every slice belongs to the same step, so counts come from before the loop.
-        fetch = lambda a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
-        fetched = lambda _, __, ___, kept: jax.tree.map(fetch, kept)  # noqa: E731
+        fetched = lambda _, __, ___, kept: here(kept)  # noqa: E731
         kept = map_moments(fetched, opt_state, carry[1])
         local = here(grads), kept, here(carry[0]), here(rows)
         new, kept = _update(cfg, specs, step, ok, *local, rates=rates)
-        back = lambda a, new: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
-        returned = lambda _, __, new, kept: jax.tree.map(back, kept, new)  # noqa: E731
-        put_back = map_moments(returned, kept, carry[1])
-        return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), put_back
+        back = lambda tree, new: jax.tree.map(lambda a, b: put(a, b, i), tree, new)  # noqa: E731
+        returned = lambda _, __, new, kept: back(kept, new)  # noqa: E731
+        return back(carry[0], new), map_moments(returned, kept, carry[1])
 
     return lax.fori_loop(0, slices, body, (params, opt_state))
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.optimizer.matrices import Matrices, is_matrix
+from jaxpar.optimizer.widths import of_widths, scale_by_adam
 from jaxpar.sharding.params import ParamSpec, map_specs
 
 #: a, b and c of the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X (Jordan et al.). They maximize
@@ -46,9 +47,10 @@ def muon(
         decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
         return optax.chain(rule, decay, optax.scale_by_learning_rate(rate))
 
+    specs = matrices.specs
     rules = {
         "muon": decayed(scale_by_muon(cfg, matrices), lambda i: cfg.muon_lr_ratio * rate(i)),
-        "adamw": decayed(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps), rate),
+        "adamw": decayed(of_widths(scale_by_adam(cfg, specs), specs), rate),
     }
     labels = jax.tree.map(lambda is_one: "muon" if is_one else "adamw", matrices.mask())
     return optax.partition(rules, labels)
@@ -69,7 +71,7 @@ def scale_by_muon(cfg: OptimizerConfig, matrices: Matrices) -> optax.GradientTra
         return orthogonalize(x, cfg.muon_steps, cfg.eps)
 
     def scaled(spec: ParamSpec, x: Any) -> Any:
-        return scale(spec.matrix, cfg) * x.astype(jnp.float32) if is_matrix(spec) else x
+        return scale(spec, cfg) * x.astype(jnp.float32) if is_matrix(spec) else x
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
@@ -108,15 +110,18 @@ def orthogonalize(x: jax.Array, steps: int, eps: float) -> jax.Array:
     return x.mT if flip else x
 
 
-def scale(shape: tuple[int, int], cfg: OptimizerConfig) -> float:
+def scale(spec: ParamSpec, cfg: OptimizerConfig) -> float:
     """Return the factor of the orthogonalized update of a matrix.
 
     rms: the update's RMS is that of AdamW's, so AdamW's learning rate and weight decay carry over.
     width: its norm from RMS to RMS is at least 1.
 
-    Args:     shape: of the whole matrix, rows (inputs) and columns (outputs).
+    In µP, that norm is the same at all widths: that of the base model's matrix.
+
+    Source:   Yang et al. 2023 (2310.17813), condition 1, for µP.
     """
-    rows, columns = shape
+    rows, columns = (n / wider for n, wider in zip(spec.matrix, spec.widths, strict=True))
+    of_base = math.sqrt(max(1.0, columns / rows))
     if cfg.muon_scale == "rms":
-        return ADAMW_RMS * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, columns / rows))
+        of_base = ADAMW_RMS * math.sqrt(max(rows, columns))
+    return of_base * math.sqrt(spec.widths[1] / spec.widths[0])

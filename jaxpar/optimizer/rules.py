@@ -18,6 +18,7 @@ from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.muon import muon
 from jaxpar.optimizer.rate_table import schedule_of
 from jaxpar.optimizer.schedules import learning_rate
+from jaxpar.optimizer.widths import of_widths, scale_by_adam
 from jaxpar.sharding.params import decay_mask
 
 type Transformation = optax.GradientTransformation
@@ -29,12 +30,13 @@ class Rule:
 
     make     (cfg, rate, mask) -> the optax transformation. Unless it is elementwise, it also takes
              `Matrices`.
-    needs    "elements": it may be given any shards. "sums": it sums over dims of all shards.
-             "matrices": it needs whole matrices.
+    needs    "elements": it may be given any shards. "widths": the same, and it reads the widths of
+             the parameters. "sums": it sums over dims of all shards. "matrices": it needs whole
+             matrices.
     """
 
     make: Callable[..., Transformation]
-    needs: Literal["elements", "sums", "matrices"] = "elements"
+    needs: Literal["elements", "widths", "sums", "matrices"] = "elements"
 
     def transformation(
         self, cfg: OptimizerConfig, rate: optax.Schedule, specs: Any, *, sharded: bool
@@ -73,33 +75,38 @@ def make_optimizer(
     return rule_of(cfg.name).transformation(cfg, rate, specs, sharded=sharded)
 
 
-def adamw(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
-    """Return AdamW. The arguments of this and the following are those of registered rules."""
-    return optax.adamw(
-        rate,
-        b1=cfg.beta1,
-        b2=cfg.beta2,
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-        mask=mask,
-    )
+def adamw(
+    cfg: OptimizerConfig, rate: optax.Schedule, mask: Any, matrices: Matrices
+) -> Transformation:
+    """Return AdamW."""
+    specs = matrices.specs
+    return _decayed(cfg, of_widths(scale_by_adam(cfg, specs), specs), rate, mask)
 
 
-def lion(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
+def lion(
+    cfg: OptimizerConfig, rate: optax.Schedule, mask: Any, matrices: Matrices
+) -> Transformation:
     """Return Lion."""
-    return optax.lion(rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask)
+    direction = optax.scale_by_lion(cfg.beta1, cfg.beta2)
+    return _decayed(cfg, of_widths(direction, matrices.specs), rate, mask)
+
+
+def _decayed(
+    cfg: OptimizerConfig, direction: Transformation, rate: optax.Schedule, mask: Any
+) -> Transformation:
+    decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
 
 
 def sgd(cfg: OptimizerConfig, rate: optax.Schedule, mask: Any) -> Transformation:
-    """Return stochastic gradient descent with momentum."""
-    decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
-    return optax.chain(optax.trace(decay=cfg.beta1), decay, optax.scale_by_learning_rate(rate))
+    """Return stochastic gradient descent with momentum. The arguments are those of added rules."""
+    return _decayed(cfg, optax.trace(decay=cfg.beta1), rate, mask)
 
 
 #: The built-in values of `optimizer.name`.
 RULES = {
-    "adamw": Rule(adamw),
-    "lion": Rule(lion),
+    "adamw": Rule(adamw, needs="widths"),
+    "lion": Rule(lion, needs="widths"),
     "sgd": Rule(sgd),
     "muon": Rule(muon, needs="matrices"),
     "adafactor": Rule(adafactor, needs="sums"),

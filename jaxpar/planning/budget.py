@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.config.lists.step_sizes import step_sizes, without_schedules
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
@@ -178,7 +179,8 @@ def inference_memory(cfg: Config, cluster: Cluster, rows: int, slots: int) -> li
     width = jnp.dtype(m.dtype).itemsize
     found = []
     for tensor in (t for t in (1, 2, 4, 8, 16) if t <= min(cluster.per_host, cluster.num_gpus)):
-        if m.num_kv_heads % tensor or m.d_ff % tensor or m.vocab_size % tensor:
+        kv_heads = (one.num_kv_heads for one in of_masks(m))
+        if any(n % tensor for n in kv_heads) or m.d_ff % tensor or m.vocab_size % tensor:
             continue
         weights = width * num_params(m) / tensor
         each = cache_bytes(m, 1, slots, tensor)

@@ -33,6 +33,7 @@ from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
+from jaxpar.planning.predict.teacher import check_teacher
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime.options import Parser
@@ -153,6 +154,7 @@ def read_command(argv: Sequence[str], model_from: ModelReader | None = None) -> 
         return Asked(options, "", Config(), Config(), cluster, {})
     first = [] if options.config is None else [options.config]
     cfg = read_config([*first, *rest], "jaxpar.plan", __doc__, model_from=model_from)
+    check_teacher(cfg)
     base = load_config(options.config)
     return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
 

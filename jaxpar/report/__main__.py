@@ -23,9 +23,10 @@ from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
-from jaxpar.runtime.option_classes import read_options
+from jaxpar.runtime.option_classes import OR_ADDRESS, read_options
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.stages import stage
+from jaxpar.stores.reading import with_local_runs
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
@@ -35,7 +36,9 @@ MAX_RUNS = 21
 class ReportOptions:
     """Options of the report."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]"), OR_ADDRESS
+    ]
     """Run folders."""
     output: str | None = None
     """File to write. None: report.html in the run's folder, or here for several runs."""
@@ -125,7 +128,7 @@ def _write(path: Path, content: bytes) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
     options = read_options(ReportOptions, argv, "jaxpar.report", __doc__)
-    output, runs = report(options)
+    output, runs = report(with_local_runs(options, print, checkpoints=False))
     for run in runs:
         remark = "" if run.series else ", no metrics yet"
         print(f"read       {run.name}: {run.last_step:,} steps{remark}")

@@ -13,6 +13,7 @@ GROUPS = {
     },
     "train": {
         "train": "train a model, or resume a run",
+        "distill": "keep what a teacher says of the training data, for a distillation",
         "sweep": "train at every point of a grid, and rank the runs",
         "launch": "train with several processes on this host, and restart them on a failure",
     },
@@ -30,6 +31,7 @@ GROUPS = {
     },
     "check jaxpar": {
         "verify": "compare meshes with the reference model on one device",
+        "mup": "check that activations do not grow with the width of a model",
         "bench": "measure training, attention, matmuls and the loss on this machine",
     },
 }

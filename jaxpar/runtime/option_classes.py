@@ -20,8 +20,17 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called, require_unicode
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.limits import Range
+from jaxpar.config.rules.paths import is_address, refuse_address
 from jaxpar.runtime.options import check_range
 from jaxpar.runtime.terminal import drawing
+
+#: Options that hold a path, beside all positional arguments. Others may hold a text, such as a
+#: prompt, which can be an address.
+PATHS = {"data", "include_path", "input", "json", "output", "plot"}
+
+#: Marks an argument that may also be the address of a run in an object store
+#: (`stores.reading.with_local_runs`).
+OR_ADDRESS = "or the address of a run"
 
 _READERS = tyro.constructors.ConstructorRegistry()
 
@@ -72,6 +81,7 @@ def _read(
                 read(told | more)  # prints the help, and exits
         fix = f"see {prog} --help"
         raise ConfigError("command line", " ".join(argv), _reason(errors.getvalue()), fix) from None
+    refuse_addresses(options)
     check_ranges(options)
     return options
 
@@ -82,6 +92,26 @@ def _reason(box: str) -> str:
     is_rule = lambda line: not line.strip("─-")  # noqa: E731
     above_help = itertools.takewhile(lambda x: not is_rule(x), itertools.dropwhile(is_rule, inside))
     return " ".join(" ".join(above_help).split()).rstrip(".") or "cannot be read"
+
+
+def refuse_addresses(options: Any) -> None:
+    """Check that the paths of a dataclass of options are no addresses, such as s3://bucket/run.
+
+    Raises:   ConfigError that names the argument or option.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        about = getattr(hints[field.name], "__metadata__", ())
+        metavar = next((word for one in about if (word := getattr(one, "metavar", None))), None)
+        positional = any(one is tyro.conf.Positional for one in about)
+        if not positional and field.name not in PATHS:
+            continue
+        option = "--" + field.name.replace("_", "-")
+        name = (metavar or field.name.upper()).strip("[ ").split()[0] if positional else option
+        value = getattr(options, field.name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not (OR_ADDRESS in about and is_address(text)):
+                refuse_address(name, text, "use a path on this host")
 
 
 def check_ranges(options: Any) -> None:

@@ -9,7 +9,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
 from jaxpar.config.numerals import whole_number
 from jaxpar.config.rules.limits import REPEATS, Range
-from jaxpar.config.rules.paths import check_path
+from jaxpar.config.rules.paths import check_path, refuse_address
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +78,7 @@ def check_file(option: str, path: str | None) -> None:
     Args:     path: the value of the option; None if it is not set.
     Raises:   ConfigError that names the option.
     """
+    refuse_address(option, path or "", f"use {option} runs/card.json")
     if path and Path(path).is_dir():
         fix = f"use {option} {Path(path) / 'card.json'}"
         raise ConfigError(option, path, "is a folder, not a file", fix)

@@ -37,6 +37,10 @@ class ParamSpec:
     embeddings are."""
     trainable: bool = True
     """Whether training updates it. A frozen parameter has no gradient and no moments."""
+    widths: tuple[float, float] = (1.0, 1.0)
+    """In µP, rows and columns of a matrix relative to those of the base model."""
+    gradient: float = 1.0
+    """In µP, size of the gradients relative to those of the base model."""
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):

@@ -27,6 +27,10 @@ class FixedInput:
     def __call__(self, *args: Any) -> Any:
         return self._program(*args, self._placed)
 
+    def with_value(self, value: np.ndarray) -> "FixedInput":
+        """Return the same program, with another value of the same shape."""
+        return FixedInput(self._program, value, self._sharding)
+
     def lower(self, *args: Any) -> "FixedInput":
         """As `jax.stages.Wrapped.lower`."""
         like = jax.ShapeDtypeStruct(self._value.shape, self._value.dtype, sharding=self._sharding)

@@ -44,8 +44,8 @@ class Drift:
 class ReplicaCheck:
     """Finds copies that differ in the running state.
 
-    Every process must call it. With `optimizer.offload`, it does not check the moments, which would
-    have to be copied to the device.
+    Every process must call it. It does not check moments and master weights in host memory
+    (`optimizer.offload`, `offload_masters`), which would have to be copied to the device.
 
     Communication: one all-reduce of 8 bytes for each device and array.
     """
@@ -84,6 +84,7 @@ class ReplicaCheck:
 
 def _looked_at(state: TrainState, cfg: Config) -> Any:
     left_out = {"opt_state"} if cfg.optimizer.offload else set()
+    left_out |= {"params"} if cfg.optimizer.offload_masters else set()
     return {name: part for name, part in state.saved.items() if name not in left_out}
 
 

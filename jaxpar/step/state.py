@@ -40,7 +40,8 @@ class TrainState:
     step: Any
     """int32 scalar: number of optimizer steps taken."""
     params: Any
-    """float32 master weights, with the structure of `parameters.specs_of`."""
+    """float32 master weights, with the structure of `parameters.specs_of`; in host memory with
+    `optimizer.offload_masters`."""
     opt_state: Any
     """optax state. Moments have the shapes and shardings of the trainable parameters."""
     guard: Any = ()
@@ -119,11 +120,19 @@ def state_specs(cfg: Config) -> TrainState:
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
-    """Return the state's NamedShardings. With `optimizer.offload`, moments are in host memory."""
+    """Return the state's NamedShardings.
+
+    With `optimizer.offload`, moments are in host memory; with `optimizer.offload_masters`, the
+    trainable parameters too.
+    """
     tree = shardings(mesh, state_specs(cfg))
     if not cfg.optimizer.offload:
         return tree
     move = lambda sharding: sharding.with_memory_kind("pinned_host")  # noqa: E731
+    if cfg.optimizer.offload_masters:
+        trainable, frozen = split(tree.params, specs_of(cfg))
+        params = join(jax.tree.map(move, trainable), frozen)
+        tree = dataclasses.replace(tree, params=params)
     on_host = lambda _, __, kept: jax.tree.map(move, kept)  # noqa: E731
     return dataclasses.replace(tree, opt_state=moments.map_moments(on_host, tree.opt_state))
 
@@ -175,6 +184,8 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
 def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     """Return the state at step 0 with the given parameters, in running order."""
     to = state_shardings(cfg, mesh)
+    if cfg.optimizer.offload_masters:
+        params = jax.device_put(params, to.params)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
     scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731

@@ -49,6 +49,7 @@ from jaxpar.step.expert_loads import (
     rows_of_all_layers,
 )
 from jaxpar.step.fixed_input import with_rates
+from jaxpar.step.host_masters import weights_on_device
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
@@ -261,7 +262,7 @@ def loss_gradients_and_loads(
     """
     cfg, num_tokens = ex.cfg, objective.count_labels(batch)
     count = objective.count(batch, cfg) if cfg.dpo.beta else num_tokens
-    trainable, frozen = split(varying(params), parameters.specs_of(cfg))
+    trainable, frozen = split(varying(weights_on_device(params, cfg)), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
     weights = weights_of_step(shards, cfg)
     if frozen:
@@ -303,6 +304,7 @@ def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch
     """Compute the summed loss of a global batch, and the number of its labeled tokens or pairs."""
     ex = without_backward(ex)
     cfg = ex.cfg
+    params = weights_on_device(params, cfg)
     weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     weights = join(weights, slots_in_use(cfg))

@@ -14,6 +14,7 @@ from jaxpar.config.command_line import as_called, parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader
+from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.validate import check
 from jaxpar.report import listing
 from jaxpar.report.__main__ import MAX_RUNS as MAX_RUNS_OF_REPORT
@@ -53,7 +54,10 @@ class Sweep:
 
 
 def read_command(
-    argv: Sequence[str], doc: str | None = None, model_from: ModelReader | None = None
+    argv: Sequence[str],
+    doc: str | None = None,
+    model_from: ModelReader | None = None,
+    fill: Callable[[Config], Config] | None = None,
 ) -> Sweep:
     """Read a command line. `--help` prints the help and exits.
 
@@ -84,6 +88,7 @@ def read_command(
         example = f"{as_called(PROGRAM)} quickstart --grid optimizer.learning_rate=1e-3,3e-3"
         raise ConfigError(what, "", "is missing", f"use {example}")
     base = parse_overrides(load_config(options.config), overrides, PROGRAM, model_from=model_from)
+    base = fill(base) if fill else base
     check(base)
     points = points_of(base, options.grid)
     for path in points[0].values:
@@ -92,6 +97,7 @@ def read_command(
             raise ConfigError(path, "", rule, "use one of both")
     if options.slurm:
         _require_no_spaces(points)
+    refuse_address("--folder", options.folder or "", "use --folder runs/sweep")
     folder = options.folder or f"runs/sweep-{Path(options.config).stem}"
     common = [*overrides]
     if shares_program(list(points[0].values)) and not _given(SHARED, overrides):

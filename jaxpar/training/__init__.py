@@ -17,4 +17,5 @@ MAY_IMPORT = (
     "planning",
     "profiling",
     "monitoring",
+    "stores",
 )

@@ -1,5 +1,6 @@
 """Selects a run's attention kernels, and tests them before the first step."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import Config, ConfigError, registry
+from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.data import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, choose
 from jaxpar.model.attention_context import attention_context
@@ -22,6 +24,11 @@ def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMas
     if context.in_global is None:
         return (context.mask,)
     return context.mask, context.in_global.mask
+
+
+def configs_of_masks(cfg: Config) -> list[Config]:
+    """Return the config with the heads of each of `masks_of`."""
+    return [dataclasses.replace(cfg, model=m) for m in of_masks(cfg.model)]
 
 
 def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
@@ -40,7 +47,7 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     rows = jax.ShapeDtypeStruct(shard, "int32")
     describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
     masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
-    requests = [kernel_request(cfg, mask) for mask in masks]
+    requests = map(kernel_request, configs_of_masks(cfg), masks)
     name = m.attention_backend
     options = {"deterministic": m.attention_deterministic, "softcap": m.attention_softcap}
     try:
@@ -72,8 +79,8 @@ def test_kernels(
     places = attention_selftest.slice_of(length, in_text_order)
     describe = jax.jit(functools.partial(masks_of, cfg=cfg, max_segments=max_segments))
     masks = describe(jax.tree.map(lambda x: x[:, places], first_row))
-    for choice, mask in zip(kernels, masks, strict=True):
-        _test_choice(choice, mask, cfg, log)
+    for choice, mask, of_mask in zip(kernels, masks, configs_of_masks(cfg), strict=True):
+        _test_choice(choice, mask, of_mask, log)
 
 
 def _test_choice(

@@ -74,6 +74,8 @@ class BetweenSteps:
         saver = checkpoint.Checkpointer(
             cfg, log, run.loader.skipped, self._event, run.asked, self.ready.host
         )
+        if run.mirror is not None:
+            run.mirror.record_to(self._event)
         profiler = RunProfiler(cfg, run.dir, programs, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
@@ -85,6 +87,8 @@ class BetweenSteps:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        if self.run.mirror is not None:
+            self.run.mirror.record_to(None)
         return self.open.__exit__(*error)
 
     def _event(self, name: str, **more: Any) -> None:

@@ -11,6 +11,7 @@ from jaxpar.config.lists.step_sizes import in_words, step_sizes
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.model.mup.widths import in_words as in_words_of_mup
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
@@ -54,6 +55,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),
+        *_parametrization(run),
         f"devices    {manifest['device']}, mesh {manifest['mesh']}",
         f"attention  {run.attention}",
         f"execution  {'; '.join(run.execution.in_words())}",
@@ -74,6 +76,12 @@ def _trained(run: Run) -> list[str]:
     if not size:
         return []
     return [f"trained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"]
+
+
+def _parametrization(run: Run) -> list[str]:
+    """Describe µP's factors, if the model has them."""
+    text = in_words_of_mup(run.cfg.model)
+    return [f"mup        {text}"] if text else []
 
 
 def _data(run: Run) -> str:

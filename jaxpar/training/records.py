@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxpar.runtime import watchdog
 from jaxpar.runtime.files import append, atomic
 from jaxpar.runtime.files.run_lock import RunLock, RunLocked
+from jaxpar.stores.lease import Lease
 
 
 class RunRecords:
@@ -16,6 +17,8 @@ class RunRecords:
 
     def __init__(self, folder: Path):
         self.lock: RunLock | None = None
+        #: The lease on the run's store, if it has one.
+        self.lease: Lease | None = None
         self._folder, self._texts = folder, dict[Path, str]()
 
     def write(self, name: str, text: str) -> None:
@@ -39,6 +42,8 @@ class RunRecords:
             return
         try:
             self.lock.check(at_once)
+            if self.lease is not None:
+                self.lease.check()
         except RunLocked:
             append.abandon(self._folder)
             watchdog.without_last_words()

@@ -19,6 +19,7 @@ from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
+from jaxpar.data.taught.loader import TaughtLoader
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
@@ -36,12 +37,13 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
+from jaxpar.stores.mirror import Mirror
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluating.held_out import open_held_out
 from jaxpar.training.frozen import reference_scores
-from jaxpar.training.frozen.teacher import Teacher
+from jaxpar.training.frozen.teacher import Teacher, check_kept
 from jaxpar.training.records import RunRecords
 from jaxpar.training.selftests.experts import test_experts
 from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
@@ -84,12 +86,12 @@ class Run:
             self.loader.skipped = read_skipped(self.dir)
         self.changed = self._resume_from(saved)
         self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
-        taught = self.cfg.distill.teacher
-        self.teacher = Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
+        self.teacher = self._teacher()
         self.kernels = choose_kernels(self.cfg, self.max_segments)
         self._of_sizes = list(self._kernels_of_sizes())
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
+        self.mirror: Mirror | None = None
         self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 
@@ -106,6 +108,14 @@ class Run:
             if warning := check_fits(config_of(self.cfg, size), peers.processes_here()):
                 log(f"WARNING    {warning}")
                 return
+
+    def _teacher(self) -> Teacher | None:
+        """Return the teacher of a distillation; None if its files are in place of it."""
+        if isinstance(self.loader, TaughtLoader):
+            log(f"teacher    {check_kept(self.cfg, self.loader.taught.about)}")
+            return None
+        taught = self.cfg.distill.teacher
+        return Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
 
     def _kernels_of_sizes(self) -> Iterator[tuple[int, Config, tuple[Choice, ...]]]:
         """Yield a step to come, its config and kernels, for each size of a microbatch."""

@@ -19,6 +19,7 @@ from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.loop import train
 from jaxpar.training.run import Run
+from jaxpar.training.stored import stored
 
 
 def checked(cfg: Config) -> Run:
@@ -74,8 +75,9 @@ def run_to_end(
     """
     c = cfg.cluster
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
-    with output_may_be_lost(), profile_on_signal(), watchdog as watch:
+    with stored(cfg) as mirror, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
+        run.mirror = mirror
         run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)
@@ -84,5 +86,6 @@ def run_to_end(
         else:
             with lock or contextlib.nullcontext():
                 run.records.lock = lock
+                run.records.lease = mirror.lease if mirror is not None else None
                 return train(run, watch)
     raise taken

@@ -2,6 +2,7 @@
 
 MAY_IMPORT = (
     "config",
+    "charts",
     "runtime",
     "sharding",
     "parallel",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.config import ModelConfig
+from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
@@ -20,11 +21,16 @@ def zero_gradients(m: ModelConfig) -> frozenset[str]:
     """Return the parameters whose exact gradient is 0, so that computed ones are only rounding.
 
     Without rotary embeddings, a bias on keys adds the same to all scores of a query, and a softmax
-    does not change.
+    does not change. The number of the last layer scales the stream before the final norm, which
+    undoes it, but for its eps; other layers of its stack have gradients.
     """
     shifts = m.positions == "learned" and m.qkv_bias and m.attention == "softmax"
     shifts &= not m.qk_norm and not m.attention_sinks and m.attention_softcap is None
-    return frozenset({"layers/bk"}) if shifts else frozenset()
+    found = {"layers/bk"} if shifts else set()
+    last = kinds(m)[-1]
+    if m.layer_scale and kinds(m).count(last) == 1:
+        found.add(f"{STACKS[last]}/layer_scale")
+    return frozenset(found)
 
 
 def gradient_errors(found: Arrays, wanted: Arrays, zero: Collection[str] = ()) -> dict[str, float]:

@@ -8,11 +8,13 @@ from typing import Any
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
+    GLOBAL,
     KDA,
     KDA_DENSE,
     MAMBA,
     has_kda,
     is_recurrent,
+    of_kind,
 )
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
@@ -119,12 +121,14 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
+    values |= _global_heads(m, heads, head_dim, every(lambda p: p.tensor))
     values |= _dense(m, d_model, values["model.num_layers"], meshes)
     values |= _recurrent(m, every(lambda p: p.tensor), d_model / m.d_model, sharded)
     values |= _lengths(m, shorter)
     if m.positions == "learned":
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _score_factors(m, head_dim)
+    values |= _base_model(m, d_model, d_ff, head_dim, values["model.num_layers"])
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
@@ -150,8 +154,31 @@ def _score_factors(m: ModelConfig, head_dim: int) -> dict[str, Any]:
     if m.query_scale_dim is not None:
         found["model.query_scale_dim"] = max(round(m.query_scale_dim * head_dim / m.head_dim), 1)
     if m.attention_multiplier is not None:
-        found["model.attention_multiplier"] = m.attention_multiplier * m.head_dim / head_dim
+        factor = m.attention_multiplier * m.head_dim / head_dim
+        # Normalized queries and keys have products of sqrt(head_dim), and trained gains less. In
+        # front of a softmax, large scores amplify rounding.
+        most = head_dim**-0.5 if m.qk_norm else factor
+        found["model.attention_multiplier"] = min(factor, most)
     return found
+
+
+def _base_model(
+    m: ModelConfig, d_model: int, d_ff: int, head_dim: int, layers: int
+) -> dict[str, Any]:
+    """Return the sizes of µP's base model, with the ratios to those of the model."""
+    if m.mup is None:
+        return {}
+    sizes = {
+        "base_width": (m.mup.base_width, d_model / m.d_model),
+        "base_d_ff": (m.mup.base_d_ff, d_ff / m.d_ff),
+        "base_head_dim": (m.mup.base_head_dim, head_dim / m.head_dim),
+        "base_depth": (m.mup.base_depth, layers / m.num_layers),
+    }
+    return {
+        f"model.mup.{name}": max(round(size * smaller), 1)
+        for name, (size, smaller) in sizes.items()
+        if size is not None
+    }
 
 
 def _recurrent(m: ModelConfig, tensor: int, narrower: float, sharded: int) -> dict[str, Any]:
@@ -249,12 +276,25 @@ def _latents(m: ModelConfig, head_dim: int, d_model: int, sharded: int) -> dict[
     }
 
 
+def _global_heads(m: ModelConfig, heads: int, head_dim: int, tensor: int) -> dict[str, Any]:
+    """Return the heads of layers of kind A: the ratios to those of the others."""
+    if GLOBAL not in m.layer_pattern:
+        return {}
+    own = of_kind(m, GLOBAL)
+    fits = [n for n in range(tensor, heads + 1, tensor) if heads % n == 0]
+    wanted = heads * own.num_kv_heads / m.num_heads
+    return {
+        "model.global_num_kv_heads": min(fits, key=lambda n: abs(n - wanted)),
+        "model.global_head_dim": max(round(head_dim * own.head_dim / m.head_dim / 2), 1) * 2,
+    }
+
+
 def _rope_scaling(m: ModelConfig, dims: int, shorter: float) -> dict[str, Any]:
     """Return the fields of RoPE scaling that depend on the sequence and on the rotated dims."""
     s, section = m.rope_scaling, "model.rope_scaling"
     assert s is not None
     found: dict[str, Any] = {}
-    if s.kind != "linear":
+    if s.kind not in ("linear", "proportional"):
         least = max(round(s.original_max_position * shorter), 2)
         found[f"{section}.original_max_position"] = least
     if s.kind == "longrope":

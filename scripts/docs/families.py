@@ -37,6 +37,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "dots1": ("dots.llm1", ""),
     "glm4_moe": ("GLM-4.5 to 4.7", ""),
     "gemma3_text": ("Gemma 3 (text)", "gemma_3/270m gemma_3/1b gemma_3/4b gemma_3/12b gemma_3/27b"),
+    "gemma4_text": ("Gemma 4 (text, dense)", "gemma_4/31b"),
     "deepseek_v2": ("DeepSeek-V2-Lite and similar", "deepseek_v2_lite"),
     "deepseek_v3": ("DeepSeek-V3, Moonlight", "deepseek_v3 moonlight_16b_a3b"),
     "kimi_k2": ("Kimi K2", "kimi_k2"),

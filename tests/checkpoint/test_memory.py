@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 FIRST = {"optimizer.first_moment_dtype": "bfloat16"}
 BFLOAT16 = FIRST | {"optimizer.second_moment_dtype": "bfloat16"}
 OFFLOAD = {"optimizer.offload": True}
+MASTERS = OFFLOAD | {"optimizer.offload_masters": True}
 
 
 @pytest.fixture
@@ -70,6 +71,9 @@ def test_a_round_trip_keeps_every_bit_and_its_place(setup, fields):
         slow(FIRST, OFFLOAD),
         slow(OFFLOAD | BFLOAT16, FIRST),
         slow({}, OFFLOAD | VIRTUAL),
+        slow({}, MASTERS),
+        slow(MASTERS | VIRTUAL, TENSOR_2),
+        slow(MASTERS, MASTERS | BFLOAT16 | TENSOR_2),
         (OFFLOAD | VIRTUAL | BFLOAT16, TENSOR_2),
     ],
 )

@@ -7,16 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.checkpoint.__main__ import read_options as checkpoint_options
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.config_file import load_config
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
+from jaxpar.convert.__main__ import read_options as convert_options
 from jaxpar.data.formats import writer
-from jaxpar.report.__main__ import where
+from jaxpar.inference.evaluate import EvaluateOptions
+from jaxpar.inference.sample import SampleOptions
+from jaxpar.report.__main__ import ReportOptions, where
+from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime import options
 from jaxpar.runtime.files.new_folder import refuse_used
+from jaxpar.runtime.option_classes import read_options
+from jaxpar.sweeps.command import read_command as read_sweep
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
+FIELDS += ["distill.teacher"]
 
 WRONG = {
     "gs://bucket/run": "gs:// is not supported",
@@ -63,6 +72,47 @@ def test_outputs_of_programs_are_no_addresses(program, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="gs:// is not supported"):
         OUTPUTS[program]("gs://bucket/x")
     assert not list(tmp_path.iterdir())
+
+
+#: The readers of command lines, and the argument that each error names.
+READERS = {
+    "train CONFIG": lambda url: load_config(url),
+    "checkpoint RUN": lambda url: checkpoint_options(["ls", url]),
+    "merge RUN": lambda url: checkpoint_options(["merge", "run", "run2", url]),
+    "checkpoint RUN2": lambda url: checkpoint_options(["diff", "run", url]),
+    "convert RUN": lambda url: convert_options(["to-hf", url, "out"]),
+    "convert DIR": lambda url: convert_options(["from-hf", url, "run"]),
+    "report RUN": lambda url: read_options(ReportOptions, [url], "jaxpar.report", None),
+    "runs FOLDER": lambda url: read_options(RunsOptions, [url], "jaxpar.runs", None),
+    "sample RUN": lambda url: read_options(SampleOptions, [url], "jaxpar.sample", None),
+    "evaluate --data": lambda url: read_options(
+        EvaluateOptions, ["run", "--split", "val", "--data", url], "jaxpar.evaluate", None
+    ),
+    "sweep --folder": lambda url: read_sweep(
+        ["quickstart", "--grid", "train.seed=1,2", "--folder", url]
+    ),
+}
+
+
+#: Arguments that take the address of a run.
+STORED = {"convert RUN", "report RUN", "sample RUN"}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "az://box/run", "https://host/run"])
+@pytest.mark.parametrize("program", READERS)
+def test_paths_of_programs_are_no_addresses(program, url):
+    if program in STORED and url.startswith("s3://"):
+        READERS[program](url)  # tests/stores
+        return
+    scheme, name = url.partition(":")[0], program.split()[1]
+    with pytest.raises(ConfigError, match=f"{scheme}:// is not supported") as error:
+        READERS[program](url)
+    assert error.value.field.split()[0] == name and error.value.value == url
+
+
+def test_a_prompt_may_be_an_address():
+    argv = ["run", "--prompt", "https://host/run"]
+    assert read_options(SampleOptions, argv, "jaxpar.sample", None).prompt == (argv[2],)
 
 
 @pytest.mark.parametrize("name", ["a:b", "ü", "日本", "a b", "100%", "a#b", "a|b", "x=1", "~/x"])

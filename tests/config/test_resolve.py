@@ -74,3 +74,31 @@ def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
     ):
         with pytest.raises(ConfigError, match=rf"train\.num_epochs = .*{said}"):
             check(replace(Config(), **(epochs | other)))
+
+
+def test_a_batch_in_tokens():
+    tokens = {"train.global_batch_tokens": 4096, "data.seq_len": 128}
+    for cfg in (
+        parse_overrides(Config(), flags_of(tokens), ""),
+        resolve(replace(Config(), **tokens), 1),
+    ):
+        assert (cfg.train.global_batch_size, cfg.train.global_batch_tokens) == (32, 0)
+    check(replace(Config(), **tokens))
+    base = replace(Config(), **tokens)
+    cfg = parse_overrides(base, ["--train.global-batch-size", "7"], "")
+    assert (cfg.train.global_batch_size, cfg.train.global_batch_tokens) == (7, 0)
+    assert parse_overrides(base, ["--data.seq-len", "64"], "").train.global_batch_size == 64
+    longer = parse_overrides(base, ["--train.num-tokens", "8193"], "")
+    assert longer.train.num_steps == 3
+    for values, said in (
+        ({"train.global_batch_tokens": 1000}, "1000: must be a multiple of .*= 128.*tokens 1024"),
+        ({"train.global_batch_tokens": 5}, "5: must be a multiple .*tokens 128"),
+        ({"train.global_batch_tokens": -1}, "-1: must not be negative"),
+        ({"train.global_batch_size": 8}, "4096: sets train.global_batch_size, .*one of both"),
+    ):
+        with pytest.raises(ConfigError, match=f"train.global_batch_tokens = {said}"):
+            check(parse_overrides(Config(), flags_of(tokens | values), ""))
+
+
+def flags_of(values: dict) -> list[str]:
+    return [f"--{path}={value}" for path, value in values.items()]

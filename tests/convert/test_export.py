@@ -148,6 +148,16 @@ def test_the_folder_is_complete(devices, tmp_path):
         tokenizer_of_run(tmp_path / "again", cfg)
 
 
+def test_mup_is_written_as_granites_factors(devices, tmp_path):
+    cfg, _ = save_run(tmp_path, devices, **{"model.mup.base_width": 8, "model.mup.base_depth": 2})
+    exporting.to_hf(exporting.open_export(cfg.run.dir), tmp_path / "out", silent, 1e-4)
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = {"logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.5}
+    assert values["model_type"] == "granite" and values | wanted == values
+    with pytest.raises(ConfigError, match=r"llama'.*residual_multiplier = 0\.5.*--family granite"):
+        exporting.open_export(cfg.run.dir, family="llama")
+
+
 TEXT = ByteTokenizer().eos_token
 
 

@@ -5,6 +5,7 @@ import pytest
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.families import GEMMA3, LLAMA, OLMO_HYBRID, QWEN2, QWEN3_MOE
+from jaxpar.convert.hf.gemma4 import GEMMA4
 from jaxpar.convert.hf.keys import layers
 from tests.convert import tiny
 
@@ -73,7 +74,8 @@ def test_what_is_written_is_read_back(name):
     model = model_of(values, family)
     written = config_json(model, family, {}, "float32")
     assert model_of(written, family) == model
-    older = {k: v for k, v in written.items() if k != "rope_parameters"}
+    current = "per_layer_config" if family.global_heads else "rope_parameters"
+    older = {k: v for k, v in written.items() if k != current}
     assert model_of(older, family) == model
 
 
@@ -145,6 +147,23 @@ def test_the_other_name_of_the_number_of_experts():
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ("gemma4", {"hidden_size_per_layer_input": 256}, "layer_input = 256: .*use a model with 0"),
+        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2: .*use a model with 0"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block = True: .*use a model with False"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "attention = 'all': lets text attend"),
+        ("gemma4", {"layer_types": [LOCAL] * 4}, "must name 4 layers, .* some of each, the last"),
+        ("gemma4", {"layer_types": [LOCAL, FULL] * 3}, "layer_types = .*: must name 4 layers"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "config = .*: must have the same"),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 16}}},
+            "must have the same head_dim and num_key_value_heads for each layer of full_attention",
+        ),
+        (
+            "gemma4",
+            {"rope_parameters": TWO_ROPES | {FULL: {"partial_rotary_factor": 0.5}}},
+            "full_attention = 0.5: turns a part of each head.*proportional",
+        ),
         ("olmo_hybrid", {"rope_parameters": None}, "rope_parameters = None: does not say whether"),
         ("olmo_hybrid", {"layer_types": ["full_attention"] * 3}, "must have layers with full_"),
         (
@@ -165,6 +184,25 @@ def test_keys_that_change_the_function(name, values, said):
     values = tiny.MODELS[name] | values
     with pytest.raises(ConfigError, match=said):
         model_of(values, family_of(values))
+
+
+def test_heads_of_global_layers():
+    values = tiny.MODELS["gemma4"]
+    one = {"head_dim": 16, "num_key_value_heads": 1}
+    current = {k: v for k, v in values.items() if "global" not in k}
+    current |= {"per_layer_config": {"1": one, "3": one}}
+    assert model_of(current, GEMMA4) == model_of(values, GEMMA4)
+    # Their number counts only where values are keys; a width of 512 may be left out.
+    m = model_of(values | {"attention_k_eq_v": False}, GEMMA4)
+    assert (m.global_num_kv_heads, m.global_keys_as_values) == (None, False)
+    m = model_of({k: v for k, v in values.items() if k != "global_head_dim"}, GEMMA4)
+    assert m.global_head_dim == 512
+    m = model_of(values | {"use_bidirectional_attention": "vision"}, GEMMA4)
+    assert m == model_of(values, GEMMA4)
+    left_out = {k: v for k, v in values.items() if k not in ("layer_types", "rope_parameters")}
+    m = model_of(left_out | {"num_hidden_layers": 12}, GEMMA4)
+    assert (m.layer_pattern, m.rope_theta, m.local_rope_theta) == ("*****A", 1e6, 1e4)
+    assert m.rope_scaling == RopeScaling(kind="proportional", factor=1.0, turning=0.25)
 
 
 def test_a_rotary_embedding_or_none():

@@ -149,6 +149,12 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
         ),
         slow("qwen3_5", "k_proj,out_proj,down_proj", None),
         slow("kimi_linear", "kv_a_proj_with_mqa,kv_b_proj", None),
+        slow(
+            "gemma4",
+            "k_proj,v_proj,up_proj",
+            [f"{i}.{name}" for i in range(4) for name in ("mlp.up_proj", "self_attn.k_proj")]
+            + [f"{i}.self_attn.v_proj" for i in (0, 2)],
+        ),
     ],
 )
 def test_adapters_of_several_kinds_of_layers_go_both_ways(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.convert import tiny_gpt, tiny_kimi
+from tests.convert import tiny_gemma4, tiny_gpt, tiny_kimi
 from tests.convert.tiny_models import MODELS
 from tests.convert.tiny_ropes import ROPES  # noqa: F401
 
@@ -34,6 +34,8 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as the family's published files have them."""
     if values["model_type"] in ("gpt2", "gpt_neox", "starcoder2"):
         return tiny_gpt.shapes(values)
+    if values["model_type"] == "gemma4_text":
+        return tiny_gemma4.shapes(values)
     if values["model_type"] == "kimi_linear":
         return tiny_kimi.shapes(values)
     kind, D = values["model_type"], values["hidden_size"]
@@ -252,6 +254,7 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     of_norms = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "norm_f.weight")
+    of_norms += ("layer_scalar",)
     near_one = name.endswith(of_norms)
     # A recurrence's norm divides by the length of its output, which small values make 0.
     scale = 1.0 if name.endswith(("sinks", "conv1d.weight")) else 0.15
@@ -265,6 +268,9 @@ def tensors(values: dict) -> dict[str, np.ndarray]:
     offset = np.float32(values["model_type"] in OFFSET)
     found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
     added = lambda n: n.endswith("norm.weight") and ".linear_attn." not in n  # noqa: E731
+    if values["model_type"] == "gemma4_text":  # no factor of scores: large ones amplify rounding
+        gains = ("q_norm.weight", "k_norm.weight")
+        found = {n: np.float32(0.6) * a if n.endswith(gains) else a for n, a in found.items()}
     return {n: a - offset if added(n) else a for n, a in found.items()}
 
 

@@ -1,6 +1,6 @@
 """config.json of a tiny model of each family."""
 
-from tests.convert import tiny_gpt, tiny_llama4
+from tests.convert import tiny_gemma4, tiny_gpt, tiny_llama4
 from tests.convert.tiny_hybrids import HYBRIDS
 from tests.convert.tiny_ropes import LLAMA3, YARN
 
@@ -360,5 +360,8 @@ MODELS = {
     ),
 }
 
-MODELS |= {name: _SHAPE | values for name, values in (HYBRIDS | tiny_gpt.OTHERS).items()}
+MODELS |= {
+    name: _SHAPE | values
+    for name, values in (HYBRIDS | tiny_gpt.OTHERS | tiny_gemma4.MODELS).items()
+}
 MODELS["gpt2"] = tiny_gpt.GPT2

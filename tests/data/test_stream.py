@@ -1,8 +1,10 @@
 """Streamed datasets: the tokens of prepared ones, from text that stays where it is."""
 
 import gzip
+import io
 import json
 import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from jaxpar.data.stream.index import PART
 from jaxpar.runtime.exit_codes import RunError
 from tests.data.test_loader import MESHES, assert_same, make_mesh
 
-KINDS = ["jsonl", "zst", "parquet", "arrow", "stream", "txt", "separated"]
+KINDS = ["jsonl", "zst", "parquet", "arrow", "stream", "tar", "txt", "separated"]
 
 #: One long text among short ones, as lines and as words.
 LONG = "".join(f"line {i}: the quick  brown fox;\n\n\tjumps, naïvely\n" for i in range(600))
@@ -34,6 +36,19 @@ def zstd(text: bytes, frame: int, *, skippable: bool = False) -> bytes:
     pieces = [text[i : i + frame] for i in range(0, len(text), frame)]
     extra = (0x184D2A53).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
     return (extra if skippable else b"").join(pa.compress(p, "zstd", asbytes=True) for p in pieces)
+
+
+def write_tar(path: Path, documents: list[str]) -> None:
+    """Write samples: a text beside its metadata, or an object with a text, and an image."""
+    with tarfile.open(path, "w") as archive:
+        for i, text in enumerate(documents):
+            members = {"json": json.dumps({"n": i}), "txt": text}
+            if i % 2:
+                members = {"json": json.dumps({"text": text}), "jpg": "no text"}
+            for ending, content in members.items():
+                about = tarfile.TarInfo(f"part.1/{i:04}.{ending}")
+                about.size = len(content.encode())
+                archive.addfile(about, io.BytesIO(content.encode()))
 
 
 def write(folder: Path, kind: str, documents: list[str]) -> tuple[Path, dict]:
@@ -54,6 +69,8 @@ def write(folder: Path, kind: str, documents: list[str]) -> tuple[Path, dict]:
         with new(str(folder / "a.arrow"), table.schema) as out:
             for batch in table.to_batches(max_chunksize=9):
                 out.write_batch(batch)
+    elif kind == "tar":
+        write_tar(folder / "a.tar", documents)
     elif kind == "txt":
         for i, text in enumerate(documents):
             (folder / f"{i:03}.txt").write_bytes(text.encode())
@@ -284,6 +301,30 @@ def test_what_cannot_be_read_from_the_middle_is_refused(texts, tmp_path, monkeyp
     prepare(PrepareOptions(input=tuple(names), output=str(tmp_path / "stored")))
     stored = TokenDataset.open(tmp_path / "stored").tokens
     np.testing.assert_array_equal(TokenDataset.open(tmp_path / "out").tokens[:], stored)
+
+
+def test_damaged_tar_files_are_refused(texts, tmp_path):
+    """Truncated anywhere, without the field, not UTF-8, and what is no tar file."""
+    file = tmp_path / "a.tar"
+    write_tar(file, texts)
+    whole, options = file.read_bytes(), {"input": (str(file),), "output": str(tmp_path / "out")}
+    for content, said in (
+        (whole[: 512 * 3 + 20], r"is not a complete tar file"),
+        (whole[:512], r"is not a complete tar file"),
+        (whole[: 512 * 4], r"complete tar file .*neither a member nor the end at byte 2,048"),
+        (whole[: 512 * 4] + b"?" * 512 + whole[512 * 5 :], r"neither a member nor the end"),
+        (b"no tar" * 200, r"is not a complete tar file"),
+        (whole.replace(b'{"text": "Document 1', b'{"tixt": "Document 1'), r"object with the field"),
+        (whole.replace(b'{"text": "Document 1', b'["text": "Document 1'), r"not valid JSON"),
+        (whole.replace("naïve".encode(), b"na\xff\xffve"), r"0000.txt'?: is not UTF-8"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            prepare(PrepareOptions(**options))
+    with tarfile.open(file, "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.jpg"), io.BytesIO(b""))
+    with pytest.raises(ConfigError, match="has no text"):
+        prepare(PrepareOptions(**options))
 
 
 def test_parts_of_tokenizers_that_begin_with_a_space(tmp_path):

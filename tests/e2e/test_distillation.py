@@ -9,6 +9,8 @@ import pytest
 from jaxpar.checkpoint.branching import branch
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.parallel.context import order_of
+from jaxpar.training.frozen.keeping import keep
 from jaxpar.training.run import Run
 
 STEPS = 16
@@ -56,3 +58,46 @@ def test_what_cannot_teach(flags, message, only_devices, write_config, finished,
     args = [write_config(tmp_path), "--distill.teacher", str(finished), *flags]
     with only_devices(4), pytest.raises(ConfigError, match=message):
         Run(read_config(args, "jaxpar.train", ""))
+
+
+def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finished, tmp_path):
+    """Of every sequence, once, on one mesh, and read on others; a stopped command continues."""
+    flags = ["--distill.teacher", str(finished), "--distill.top-k", "5"]
+    flags += ["--distill.temperature", "2.0", "--model.dtype", "float32"]
+    kept = [*flags, "--distill.cache", str(tmp_path / "cache")]
+    config, said = write_config(tmp_path), []
+
+    def read(*more: str):
+        return read_config([config, *more], "jaxpar.train", "")
+
+    with only_devices(4):
+        keep(read(*kept, "--parallel.sequence", "2", "--parallel.tensor", "2"), said.append)
+        shards = sorted((tmp_path / "cache").glob("*.teacher"))
+        whole = [shard.read_bytes() for shard in shards]
+        assert shards and "kept" in said[-1]
+        live = Run(read(*flags), in_folder=False)
+        live.teacher.load()
+        for more in ([], ["--parallel.sequence", "2"], ["--parallel.tensor", "2"]):
+            run = Run(read(*kept, *more), in_folder=False)
+            assert run.teacher is None and run.max_segments == live.max_segments
+            for step in (0, 7):
+                wanted, found = live.taught(live.loader.batch(step)), run.loader.batch(step)
+                order = order_of(run.cfg)
+                back = slice(None) if order is None else np.argsort(order)
+                for name in ("tokens", "teacher_scores"):
+                    a, b = (np.asarray(getattr(batch, name)) for batch in (wanted, found))
+                    np.testing.assert_allclose(b[:, back], a, rtol=1e-4, atol=1e-5)
+        shards[0].unlink()
+        keep(read(*kept, "--parallel.sequence", "2", "--parallel.tensor", "2"), said.append)
+        assert [shard.read_bytes() for shard in shards] == whole
+        keep(read(*kept), said.append)
+        assert "0 tokens" in said[-1]
+        with pytest.raises(ConfigError, match=r"has the 5 likeliest tokens of .*, not the 4 of"):
+            keep(read(*kept, "--distill.top-k", "4"))
+        with pytest.raises(ConfigError, match=r"distill.cache = '': is empty"):
+            keep(read(*flags))
+        about = tmp_path / "cache" / "about.json"
+        about.write_text(about.read_text().replace('"teacher": "', '"teacher": "0'))
+        with pytest.raises(ConfigError, match=r"has other weights than .*, which"):
+            Run(read(*kept), in_folder=False)
+        Run(read(*kept, "--distill.teacher", "gone"), in_folder=False)

@@ -12,6 +12,7 @@ from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
 from jaxpar.training.frozen.reference_scores import file_of
+from tests.slow import slow
 
 STEPS = 12
 
@@ -37,8 +38,9 @@ def records(run: Path, name: str) -> dict[int, float]:
 
 
 @pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(("devices", "mesh"), [(2, []), slow(4, ["--parallel.tensor", "2"])])
 def test_it_learns_the_preference_and_resumes_without_the_reference(
-    train_on, write_config, pairs, tmp_path
+    devices, mesh, train_on, write_config, pairs, tmp_path
 ):
     config, run = write_config(tmp_path), tmp_path / "run"
     flags = ["--data.path", str(pairs), "--data.seq-len", "128", "--dpo.beta", "0.2"]
@@ -54,7 +56,7 @@ def test_it_learns_the_preference_and_resumes_without_the_reference(
     again = tmp_path / "again"
     branch(str(run), str(again), 6, print)
     assert not file_of(again, "train").exists()
-    assert train_on(4, config, *flags, "--run.dir", str(again), "--parallel.tensor", "2") == 0
+    assert train_on(devices, config, *flags, "--run.dir", str(again), *mesh) == 0
     for name in ("loss", "reward_margin", "chosen_reward"):
         first, second = records(run, name), records(again, name)
         later = range(7, STEPS + 1)

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,33 @@ def test_long_texts_are_scored_by_their_latest_tokens(finished):
     ((score, _),) = model._loglikelihood_tokens([(None, ids[:-4], ids[-4:])])
     ((short, _),) = model._loglikelihood_tokens([(None, ids[-33:-4], ids[-4:])])
     assert len(ids) > 33 and score == pytest.approx(short, abs=1e-5)
+
+
+class Request(NamedTuple):
+    """A request of the harness to write text."""
+
+    args: tuple[str, dict]
+
+
+def test_texts_are_written_alike_in_batches_of_any_size(finished):
+    """Contexts of many lengths, with other stops and limits; sampled ones depend on no other."""
+    from jaxpar.inference.lm_eval import HarnessModel
+
+    asked = [
+        Request((text[:n], how))
+        for text, n in [(VERSE, 50), ("", 0), ("the dog", 7), (VERSE, 20), ("the cat sat on", 14)]
+        for how in (
+            {"until": [".", ","], "max_gen_toks": 24},
+            {"until": "sat", "max_gen_toks": 24, "do_sample": False, "temperature": 1.0},
+            {"max_gen_toks": 3},
+            {"until": ["g"], "max_gen_toks": 20, "do_sample": True, "temperature": 0.8, "top_k": 5},
+        )
+    ]
+    model = load(str(finished), None, 1, print)
+    alone, five = (HarnessModel(model, n).generate_until(asked, True) for n in (1, 5))
+    assert alone == five
+    assert any(alone) and not any("sat" in text for text in alone[1::4])
+    assert not any("." in text or "," in text for text in alone[::4])
 
 
 @pytest.mark.parametrize(

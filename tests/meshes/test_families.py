@@ -51,12 +51,16 @@ def config_of(name: str) -> Config:
         fields["model.sliding_window"] = 5
     if m.attention_chunk is not None:
         fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
-    if m.rope_scaling is not None and m.rope_scaling.kind != "linear":
+    if m.rope_scaling is not None and m.rope_scaling.kind not in ("linear", "proportional"):
         fields["model.rope_scaling.original_max_position"] = 8
     if m.linear_norm_eps is not None:  # as that of other hybrids: tests/convert/tiny_hybrids.py
         fields |= {"model.linear_norm_eps": 0.1}
     if m.num_kv_heads == 1:  # meshes have two tensor ranks
         fields["model.num_kv_heads"] = 2
+    if m.global_num_kv_heads == 1:
+        fields["model.global_num_kv_heads"] = 2
+    if m.attention_multiplier is not None and m.qk_norm:  # large scores amplify rounding
+        fields["model.attention_multiplier"] = 0.2
     if m.layer_pattern:  # of which each stage has one
         fields["model.num_layers"] = 2 * len(m.layer_pattern)
     if m.num_experts:

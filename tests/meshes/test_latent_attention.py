@@ -71,7 +71,7 @@ LORA = {"lora.rank": 2, "lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv
 
 CASES = [
     ("data=2,sequence=2,tensor=2,context=ring", {}),
-    ("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll", NO_QUERY_LATENT),
+    slow("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll", NO_QUERY_LATENT),
     slow("data=1", {}),
     slow("data=1,layer_loop=unroll", NO_QUERY_LATENT),
     slow("data=2,tensor=2,layer_loop=unroll", {"parallel.remat": "none"}),

@@ -47,8 +47,9 @@ KINDS = {
     "model.local_rope_scaling": False,
 }
 
+#: Quicker for layers of two kinds in stages: Gemma 2 in test_families.py.
 CASES = [
-    ("pipeline=2,num_microbatches=2,zero=1", NOPE),
+    slow("pipeline=2,num_microbatches=2,zero=1", NOPE),
     ("data=2,sequence=2,tensor=2", YARN | KINDS),
     slow("sequence=2,context=ring", LONGROPE),
     slow("sequence=2,context=ulysses", LONGROPE | NOPE | {"model.rope_fraction": 0.5}),

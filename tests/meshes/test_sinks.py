@@ -44,7 +44,7 @@ GPT_OSS = WINDOWS | {
 }
 CASES = [
     ("data=2,sequence=2,tensor=2,context=ring", {}),
-    ("sequence=2,tensor=2,context=ulysses,zero=1", {"model.num_kv_heads": 4}),
+    slow("sequence=2,tensor=2,context=ulysses,zero=1", {"model.num_kv_heads": 4}),
     slow("data=2,sequence=2,tensor=2", {}),
     slow("sequence=4,context=ulysses", {"parallel.remat": "none"}),
     slow("sequence=4,context=ring", {"parallel.remat": "attn_out", "data.document_mask": False}),

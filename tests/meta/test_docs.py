@@ -33,6 +33,7 @@ from jaxpar.runtime.processes import launcher
 from jaxpar.sweeps.command import read_command as read_sweep_command
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
+from jaxpar.verification.coordinates.command import read_command as read_mup_command
 from jaxpar.verification.replay import ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +130,7 @@ def check_command(words: list[str]) -> None:
     """Read a command line as its program would, without running it."""
     program, *args = (w for w in words if w not in ("--help", "--print-config"))
     match program:
-        case "jaxpar.train":
+        case "jaxpar.train" | "jaxpar.distill":
             read_config(args, program, None, model_from=any_model)
         case "jaxpar.bench":
             bench.read_command(args)
@@ -139,6 +140,8 @@ def check_command(words: list[str]) -> None:
             options, overrides = verification_command.parse_options(args)
             cfg = parse_overrides(load_config(options.config), overrides, program)
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
+        case "jaxpar.mup":
+            read_mup_command(args, "")
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import environment
-from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,6 +118,7 @@ pathlib.Path(sys.argv[sys.argv.index("--card") + 1]).write_text(json.dumps(figur
 OTHER_CONFIG = "field_types = lambda: ['train.global_batch_size', 'data.document_mask']"
 
 
+@pytest.mark.slow
 def test_another_checkout_is_measured_beside(
     targets, config_file, dataset, tmp_path, monkeypatch, capsys
 ):
@@ -200,7 +200,8 @@ def test_ctrl_c_leaves_the_table_of_what_was_measured(
     assert said.endswith("interrupted: 1 of 2 rows measured\n")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_with_its_children(number, code, dataset, tmp_path):
     card = tmp_path / "1.5b.json"
     card.write_text("{}")

@@ -17,7 +17,7 @@ from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.muon import orthogonalize, scale
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.sharding.params import abstract, count, decay_mask, flat, map_specs
+from jaxpar.sharding.params import ParamSpec, abstract, count, decay_mask, flat, map_specs
 from jaxpar.step.state import abstract_state, bytes_per_device, init_state
 from jaxpar.verification import distances
 from jaxpar.verification.meshes import parse_meshes
@@ -132,8 +132,11 @@ def test_singular_values_become_about_1():
 def test_sizes_of_updates():
     """An orthogonal matrix [m, n] has an RMS of 1 / sqrt(max(m, n))."""
     rms, width = (OptimizerConfig(muon_scale=s) for s in ("rms", "width"))
-    assert scale((64, 256), rms) == scale((256, 64), rms) == pytest.approx(0.2 * 16)
-    assert scale((64, 256), width) == 2 and scale((256, 64), width) == 1
+    up, down = (
+        ParamSpec(shape=shape, axes=("embed", "mlp"), columns=1) for shape in ((64, 256), (256, 64))
+    )
+    assert scale(up, rms) == scale(down, rms) == pytest.approx(0.2 * 16)
+    assert scale(up, width) == 2 and scale(down, width) == 1
 
 
 def on_mesh(cfg: Config, item: str, devices) -> tuple:

@@ -111,7 +111,7 @@ def test_gpipe_computes_the_same(fields, devices):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        slow({}),  # quicker: the ring of branches, in test_pipeline_branches.py
         slow({"parallel.sequence": 2, "parallel.virtual_stages": 2}),
         slow({"parallel.data": 2, "parallel.zero": 3}),
         slow(GPIPE),

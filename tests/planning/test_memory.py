@@ -125,6 +125,10 @@ def test_values_in_host_memory_are_not_on_the_device():
     offload = replace(cfg("dots"), **{"optimizer.offload": True})
     saved = memory_of(cfg("dots")).total - memory_of(offload).total
     assert saved == pytest.approx(moment_bytes(offload) * 31 / 32, rel=1e-3)
+    masters = replace(offload, **{"optimizer.offload_masters": True})
+    weights, _ = state_bytes(masters)  # 16 bits are left of them, and one layer's float32
+    saved = memory_of(offload).total - memory_of(masters).total
+    assert saved == pytest.approx(weights * (1 / 2 - 1 / 32), rel=1e-3)
 
 
 def ring(micro: int, **fields) -> float:

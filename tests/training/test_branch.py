@@ -56,7 +56,8 @@ def test_what_cannot_be_branched_is_one_error_and_makes_nothing(run, capsys):
     ):
         with pytest.raises(ConfigError, match=said):
             main(["branch", *words])
-    next(p for p in (folder(run) / "12").rglob("*") if p.is_file() and p.stat().st_size).unlink()
+    files = (p for p in (folder(run) / "12").rglob("*") if p.is_file())
+    max(files, key=lambda path: path.stat().st_size).unlink()
     with pytest.raises(Damaged):
         main(["branch", str(run), str(new), "--step", "12"])
     assert not new.exists()

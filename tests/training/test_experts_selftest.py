@@ -10,6 +10,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.grouped_matmul import api, reference
 from jaxpar.training.selftests import experts as experts_selftest
+from tests.slow import slow
 
 EXPERTS = {
     "model.num_experts": 4,
@@ -31,7 +32,7 @@ def run_as_if_on_hopper(monkeypatch):
     monkeypatch.setattr(experts_selftest.kernels, "refusal", lambda *_: None)
 
 
-@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("expert_dim", [0, slow(1)])
 def test_right_kernels_pass(expert_dim):
     errors = experts_selftest.errors_of(execution().cfg, expert_dim)
     assert errors.keys() == set(experts_selftest.NAMES)
@@ -40,14 +41,16 @@ def test_right_kernels_pass(expert_dim):
     assert max(exact.values()) < 1e-6
 
 
-@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("expert_dim", [slow(0), 1])
 def test_right_kernels_in_float8_pass(expert_dim):
     cfg = execution(**{"model.matmul_dtype": "float8"}).cfg
     errors = experts_selftest.errors_of(cfg, expert_dim)
     assert all(error < 1e-2 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize(("limit", "dtype"), [(0.3, "compute"), (7.0, "compute"), (7.0, "float8")])
+@pytest.mark.parametrize(
+    ("limit", "dtype"), [(0.3, "compute"), slow(7.0, "compute"), (7.0, "float8")]
+)
 def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     gpt_oss = {"model.expert_bias": True, "model.activation": "clamped_swiglu"}
     gpt_oss |= {"model.swiglu_limit": limit, "model.matmul_dtype": dtype}

@@ -3,11 +3,14 @@
 Layers of one kind have the same parameters, and are stacked. A mesh runs them in the model's order.
 """
 
+import dataclasses
+import functools
+
 from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.schema import Config
 
 #: The letters, after Nemotron-H's.
-ATTENTION, DELTA_NET, MAMBA, FEED_FORWARD, EXPERTS = "*", "G", "M", "-", "E"
+ATTENTION, GLOBAL, DELTA_NET, MAMBA, FEED_FORWARD, EXPERTS = "*", "A", "G", "M", "-", "E"
 
 #: Kimi Delta Attention. The second has a dense feed-forward in a model with experts.
 KDA, KDA_DENSE = "K", "k"
@@ -15,6 +18,7 @@ KDA, KDA_DENSE = "K", "k"
 #: The name of each kind's stack of parameters.
 STACKS = {
     ATTENTION: "layers",
+    GLOBAL: "global_layers",
     DELTA_NET: "delta_layers",
     MAMBA: "mamba_layers",
     KDA: "kda_layers",
@@ -22,6 +26,9 @@ STACKS = {
     FEED_FORWARD: "mlp_layers",
     EXPERTS: "moe_layers",
 }
+
+#: Kinds whose layers have attention.
+ATTENTIONS = (ATTENTION, GLOBAL)
 
 #: Kinds whose layers are a feed-forward branch alone.
 FEED_FORWARDS = (FEED_FORWARD, EXPERTS)
@@ -38,7 +45,36 @@ def kinds(m: ModelConfig) -> str:
 
 def num_attention_layers(m: ModelConfig) -> int:
     """Return the number of layers with attention."""
-    return kinds(m).count(ATTENTION)
+    return sum(kind in ATTENTIONS for kind in kinds(m))
+
+
+def has_global_layers(m: ModelConfig) -> bool:
+    """Return whether some layers attend globally, and the others within a window or chunks."""
+    return m.global_every > 0 or GLOBAL in m.layer_pattern
+
+
+def of_masks(m: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Return the model with the heads of each attention mask: that of all layers, or those of
+    layers with a window and of global ones."""
+    if not has_global_layers(m):
+        return (m,)
+    return m, of_kind(m, GLOBAL) if GLOBAL in m.layer_pattern else m
+
+
+# A plan has thousands of layouts of one model.
+@functools.lru_cache(maxsize=32)
+def of_kind(m: ModelConfig, kind: str) -> ModelConfig:
+    """Return the model with the heads of a kind's layers: for global attention with heads of its
+    own, those heads, without a window."""
+    if kind != GLOBAL:
+        return m
+    return dataclasses.replace(
+        m,
+        head_dim=m.global_head_dim or m.head_dim,
+        num_kv_heads=m.global_num_kv_heads or m.num_kv_heads,
+        sliding_window=None,
+        attention_chunk=None,
+    )
 
 
 def dense_places(m: ModelConfig) -> tuple[int, ...]:

@@ -3,7 +3,17 @@
 import math
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA, has_kda
+from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
+    DELTA_NET,
+    GLOBAL,
+    KDA,
+    KDA_DENSE,
+    MAMBA,
+    has_kda,
+    kinds,
+    of_kind,
+)
 
 #: Names in `lora.targets` (those of published models), and jaxpar's parameters. in_proj is all
 #: projections of a recurrent layer's input, each with an adapter of its own; the others are one of
@@ -53,8 +63,14 @@ def of_recurrence(m: ModelConfig) -> tuple[str, ...]:
 
 
 def sides(m: ModelConfig, target: str) -> tuple[int, int]:
-    """Return the input and output dimension of a target's matrix."""
-    D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    """Return the input and output dimension of a target's matrix.
+
+    Of matrices that differ between layers, the smaller dimensions.
+    """
+    D = m.d_model
+    alike = [of_kind(m, kind) for kind in (ATTENTION, GLOBAL) if kind in kinds(m)]
+    heads = m.num_heads * min(one.head_dim for one in alike)
+    kv = min(one.num_kv_heads * one.head_dim for one in alike)
     query, latent = m.q_lora_rank or 0, m.kv_lora_rank
     of_latent = m.num_heads * (m.qk_nope_head_dim + m.v_head_dim)
     of_kinds = [
@@ -66,7 +82,7 @@ def sides(m: ModelConfig, target: str) -> tuple[int, int]:
         "q_proj": (D, heads),
         "k_proj": (D, kv),
         "v_proj": (D, kv),
-        "o_proj": (m.num_heads * m.value_dim, D),
+        "o_proj": (m.num_heads * min(one.value_dim for one in alike), D),
         "q_a_proj": (D, query),
         "q_b_proj": (query, heads),
         "kv_a_proj_with_mqa": (D, latent + m.qk_rope_head_dim),

@@ -5,7 +5,14 @@ from typing import NamedTuple
 
 from jaxpar.config import Config, ModelConfig, flag, require, value_of
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import DELTA_NET, MAMBA, has_kda, in_zigzag_order
+from jaxpar.config.layout.layer_kinds import (
+    DELTA_NET,
+    GLOBAL,
+    MAMBA,
+    has_kda,
+    in_zigzag_order,
+    of_kind,
+)
 
 
 class _Division(NamedTuple):
@@ -37,6 +44,12 @@ def _divisions(cfg: Config) -> list[_Division]:
         _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),
         _Division("train.global_batch_size", rows, "microbatches have equal numbers of rows"),
     ]
+    if GLOBAL in cfg.model.layer_pattern and cfg.model.global_num_kv_heads:
+        own = "model.global_num_kv_heads"
+        table += [
+            _Division(own, (tensor,), "tensor ranks get equal numbers of KV heads"),
+            _Division("model.num_heads", (own,), "KV heads serve equal numbers of query heads"),
+        ]
     if DELTA_NET in cfg.model.layer_pattern or has_kda(cfg.model):
         why = "tensor ranks get equal numbers of heads"
         table.append(_Division("model.linear_num_key_heads", (tensor,), why))
@@ -75,14 +88,18 @@ def _float8_divisions(cfg: Config) -> list[_Division]:
     why, tensor = "float8 matmuls need dimensions divisible by 16 per device", "parallel.tensor"
     m = cfg.model
     heads = 16 // math.gcd(16, m.head_dim)
-    latents = []
+    others = []
     if m.kv_lora_rank:
         names = ("kv_lora_rank", "q_lora_rank") if m.q_lora_rank else ("kv_lora_rank",)
-        latents = [_Division(f"model.{name}", (), why, 16) for name in names]
-        latents.append(_Division("model.qk_rope_head_dim", (), why, 16))
+        others = [_Division(f"model.{name}", (), why, 16) for name in names]
+        others.append(_Division("model.qk_rope_head_dim", (), why, 16))
         heads = 16 // math.gcd(16, m.head_dim, m.v_head_dim)
+    if GLOBAL in m.layer_pattern:
+        own = "model.global_num_kv_heads" if m.global_num_kv_heads else "model.num_kv_heads"
+        wide = 16 // math.gcd(16, of_kind(m, GLOBAL).head_dim)
+        others.append(_Division(own, (tensor,), why, wide))
     return [
-        *latents,
+        *others,
         *_float8_recurrences(m, why),
         _Division("model.d_model", (), why, 16),
         _Division("model.d_ff", (tensor,), why, 16),

@@ -3,22 +3,27 @@
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
+    ATTENTIONS,
     DELTA_NET,
     EXPERTS,
     FEED_FORWARD,
     FEED_FORWARDS,
+    GLOBAL,
     KDA,
     KDA_DENSE,
     MAMBA,
     STACKS,
     has_kda,
     is_recurrent,
+    of_kind,
 )
 
 PATH = "model.layer_pattern"
 
 #: Fields that only layers of a kind read.
 _OF_KIND = {
+    GLOBAL: """model.global_head_dim model.global_num_kv_heads
+    model.global_keys_as_values""".split(),
     DELTA_NET: ["model.linear_allow_neg_eigval"],
     DELTA_NET + KDA + KDA_DENSE: """model.linear_num_key_heads model.linear_num_value_heads
     model.linear_key_head_dim model.linear_value_head_dim model.linear_norm_eps""".split(),
@@ -53,9 +58,45 @@ def layer_pattern(cfg: Config) -> None:
     rule = f"must be a multiple of {period}, the length of {PATH}"
     ok = m.num_layers % period == 0
     require(ok, cfg, path, rule, flag(path, -(-m.num_layers // period) * period), none)
+    _global_layers(cfg)
     _sizes(cfg)
     _kernels(cfg)
     _combinations(cfg)
+
+
+def _global_layers(cfg: Config) -> None:
+    """Check the layers of kind A: global attention with heads of its own."""
+    m = cfg.model
+    if GLOBAL not in m.layer_pattern:
+        return
+    said, plain = f"has layers of kind {GLOBAL}", m.layer_pattern.replace(GLOBAL, ATTENTION)
+    same = flag(PATH, plain)
+    rule = f"has other layers than {' and '.join(ATTENTIONS)}: beside {GLOBAL}, none are verified"
+    require(set(m.layer_pattern) <= set(ATTENTIONS), cfg, PATH, rule, same, flag(PATH, "*****A"))
+    path, rule = (
+        "model.sliding_window",
+        f"must be a number: {PATH} {said}, and others have a window",
+    )
+    require(m.sliding_window is not None, cfg, path, rule, flag(path, 1024), same)
+    for path, wanted in {
+        "model.global_every": 0,
+        "model.nope_every": 0,
+        "model.kv_lora_rank": 0,
+    }.items():
+        rule = f"must be {wanted}: {PATH} {said}"
+        require(value_of(cfg, path) == wanted, cfg, path, rule, flag(path, wanted), same)
+    for path in ("model.global_head_dim", "model.global_num_kv_heads"):
+        value = value_of(cfg, path)
+        rule = "must be at least 1, or None for that of the other layers"
+        require(value is None or value >= 1, cfg, path, rule, flag(path, None))
+    own = of_kind(m, GLOBAL)
+    path, rule = "model.global_head_dim", "must be even, since RoPE rotates pairs of elements"
+    require(own.head_dim % 2 == 0, cfg, path, rule, flag(path, own.head_dim + 1))
+    rule = (
+        f"rotates {own.rotary_dims} dims by model.rope_fraction, which must be even and at least 2"
+    )
+    ok = own.rotary_dims >= 2 and own.rotary_dims % 2 == 0
+    require(ok, cfg, path, rule, flag("model.rope_fraction", 1.0))
 
 
 def _sizes(cfg: Config) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from jaxpar.config import Config, flag, registry, require, value_of
+from jaxpar.config import Config, default_of, flag, registry, require, value_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -155,6 +155,25 @@ def blocks_of_moments(cfg: Config) -> None:
         fixes = [flag(path, smaller)] if smaller else []
         fixes += [flag("optimizer.first_moment_dtype", "bfloat16")]
         require(fits(o.moment_block), cfg, path, rule, *fixes)
+
+
+def offloaded_masters(cfg: Config) -> None:
+    """Check that master weights in host memory are updated there alone, slice by slice."""
+    path, o = "optimizer.offload_masters", cfg.optimizer
+    if not o.offload_masters:
+        return
+    off, together = flag(path, False), flag("optimizer.offload", True)
+    rule = "updates masters and moments together, so the moments must be in host memory"
+    require(o.offload, cfg, path, rule, together, off)
+    others = {
+        "lora.rank": "the base weights are frozen, and have no masters",
+        "optimizer.ema_decay": "the average is updated from weights on the device",
+        "optimizer.qk_clip": "it scales weights on the device after the update",
+        "dpo.beta": "the reference's scores are computed from weights on the device",
+    }
+    for other, why in others.items():
+        rule = f"is not combined with {other}: {why}"
+        require(not value_of(cfg, other), cfg, path, rule, off, flag(other, default_of(other)))
 
 
 def average(cfg: Config) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.config import Config, default_of, flag, registry, require, value_of
+from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, GLOBAL, has_global_layers, of_kind
 
 
 def layer_kinds(cfg: Config) -> None:
@@ -15,7 +16,7 @@ def layer_kinds(cfg: Config) -> None:
     )
     theta = m.local_rope_theta
     no_theta = flag(path, None)
-    require(theta is None or n > 0, cfg, path, rule, no_theta, flag(every, 6))
+    require(theta is None or has_global_layers(m), cfg, path, rule, no_theta, flag(every, 6))
     require(theta is None or theta > 0, cfg, path, "must be above 0", no_theta)
     path, dim = "model.query_scale_dim", m.query_scale_dim
     rule = "must be at least 1, or None for head_dim"
@@ -79,6 +80,15 @@ def factors(cfg: Config) -> None:
     require(ok, cfg, path, rule, flag(path, None), flag(other, None))
 
 
+def vocabulary(cfg: Config) -> None:
+    """Check that the vocabulary has a size. That of the data was filled in before, if at all."""
+    path, size = "model.vocab_size", cfg.model.vocab_size
+    require(size >= 0, cfg, path, "must not be negative", flag(path, default_of(path)))
+    rule = "is that of the training data, which jaxpar.train, jaxpar.sweep and Trainer read, but "
+    rule += "not this program"
+    require(size > 0, cfg, path, rule, flag(path, default_of(path)))
+
+
 def model(cfg: Config) -> None:
     """Check norms of queries and keys, and the sliding window."""
     path, needed = "model.pre_norms", "model.post_norms"
@@ -100,6 +110,11 @@ def model(cfg: Config) -> None:
     ways = flag(path, None), flag("model.sliding_window", None)
     require(chunk is None or window is None, cfg, path, rule, *ways)
     _without_gain(cfg)
+    _scaled_layers(cfg)
+    path, latent = "model.value_norm", "model.kv_lora_rank"
+    rule = f"is not supported with latent attention, {latent} = {cfg.model.kv_lora_rank}"
+    ok = not cfg.model.value_norm or not cfg.model.kv_lora_rank
+    require(ok, cfg, path, rule, flag(path, False), flag(latent, 0))
 
 
 def _without_gain(cfg: Config) -> None:
@@ -108,6 +123,20 @@ def _without_gain(cfg: Config) -> None:
         rule = f"needs {needed} {wanted}, not {value_of(cfg, needed)}"
         ok = m.qk_norm_gain or value_of(cfg, needed) == wanted
         require(ok, cfg, path, rule, flag(needed, wanted), flag(path, True))
+
+
+def _scaled_layers(cfg: Config) -> None:
+    """Check that the last branch of every layer scales the stream, with `model.layer_scale`."""
+    path, m = "model.layer_scale", cfg.model
+    none = flag(path, False)
+    others = {"model.parallel_block": False, "model.mtp_depth": 0}
+    for other, wanted in others.items():
+        rule = f"is not supported with {other} = {value_of(cfg, other)}"
+        ok = not m.layer_scale or value_of(cfg, other) == wanted
+        require(ok, cfg, path, rule, none, flag(other, wanted))
+    rule = f"needs layers that end with a feed-forward: model.layer_pattern is {m.layer_pattern}"
+    alone = not set(FEED_FORWARDS).isdisjoint(m.layer_pattern)
+    require(not (m.layer_scale and alone), cfg, path, rule, none)
 
 
 def float8_matmuls(cfg: Config) -> None:
@@ -144,8 +173,12 @@ def attention(cfg: Config) -> None:
     require(ok, cfg, "model.attention_softcap", rule, flag("model.attention_softcap", None), auto)
     sizes, words = _HEAD_DIMS[name]
     rule = f"must be {words} for attention_backend = {name}"
-    fits = flag("model.head_dim", next((size for size in sizes if size >= m.head_dim), 256))
-    require(m.head_dim in sizes, cfg, "model.head_dim", rule, fits, auto)
+    heads = {"model.head_dim": m.head_dim}
+    if GLOBAL in m.layer_pattern:
+        heads["model.global_head_dim"] = of_kind(m, GLOBAL).head_dim
+    for head, dim in heads.items():
+        fits = flag(head, next((size for size in sizes if size >= dim), 256))
+        require(dim in sizes, cfg, head, rule, fits, auto)
     rule = "needs bfloat16 or float16, but model.dtype is float32"
     require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
     if name == "cudnn" and p.sequence > 1:

@@ -15,7 +15,7 @@ model.d_ff model.experts_per_token model.router_groups model.router_groups_per_t
 model.linear_num_key_heads model.linear_num_value_heads model.linear_key_head_dim
 model.linear_value_head_dim model.mamba_num_heads model.mamba_head_dim
 model.mamba_state_size model.mamba_num_groups model.conv_kernel_size model.recurrent_chunk
-model.qk_rope_head_dim model.v_head_dim model.nope_query_span model.vocab_size
+model.qk_rope_head_dim model.v_head_dim model.nope_query_span
 parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.remat_group
@@ -27,7 +27,8 @@ optimizer.muon_steps cluster.connect_seconds""".split()
 _AT_LEAST_ZERO = """run.cpu_devices data.tokenize_workers model.num_experts model.max_positions
 model.global_every train.seed
 model.num_shared_experts model.dense_layers model.kv_lora_rank model.mtp_depth
-train.num_tokens train.num_epochs train.micro_batch_size train.early_stop_patience
+train.num_tokens train.num_epochs train.global_batch_tokens train.micro_batch_size
+train.early_stop_patience
 train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
@@ -55,7 +56,8 @@ def numbers(cfg: Config) -> None:
         _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
 
     for path in field_types():
-        if path.startswith("model.rope_scaling.") and cfg.model.rope_scaling is None:
+        section = path.rpartition(".")[0]
+        if section in field_types() and value_of(cfg, section) is None:
             continue
         if isinstance(value_of(cfg, path), float):
             require(math.isfinite(value_of(cfg, path)), path, "must be finite")

@@ -1,10 +1,16 @@
-"""Rules about paths: what the file system and the libraries that write there can represent."""
+"""Rules about paths: what the file system and the libraries that write there can represent.
 
+Also addresses of runs in object stores, and the folders of their copies on this host.
+"""
+
+import hashlib
 import os
 import re
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, replace
 
 #: What a path to an object store or a web page begins with; `Path` drops the second slash.
 _SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -20,9 +26,7 @@ def check_path(field: str, name: str, fix: str) -> None:
     Raises:   ConfigError for a path of another system (gs://...), a path that the encoding of file
               names cannot represent, one that is too long, or one with a null byte.
     """
-    if scheme := _SCHEME.match(name):
-        rule = f"must be a path: {scheme[1]}:// is not supported"
-        raise ConfigError(field, name, rule, f"{fix}, or a folder where it is mounted")
+    refuse_address(field, name, fix)
     if not _is_encodable(name):
         encoding = sys.getfilesystemencoding()
         rule = f"must be a path in UTF-8 that the encoding of file names, {encoding}, represents"
@@ -31,6 +35,16 @@ def check_path(field: str, name: str, fix: str) -> None:
     if len(raw) >= 4096 or max(map(len, raw.split(b"/"))) >= 256 or b"\0" in raw:
         rule = "must be a path of at most 4,095 bytes, 255 per name, without a null byte"
         raise ConfigError(field, name, rule, fix)
+
+
+def refuse_address(field: str, name: str, fix: str) -> None:
+    """Raises:   ConfigError for an address, such as s3://bucket/run, where a path is needed.
+
+    `Path` would take it for a folder named s3: here.
+    """
+    if scheme := _SCHEME.match(name):
+        rule = f"must be a path: {scheme[1]}:// is not supported"
+        raise ConfigError(field, name, rule, f"{fix}, or a folder where it is mounted")
 
 
 def check_run_folder(field: str, name: str, fix: str) -> None:
@@ -64,3 +78,78 @@ def _is_encodable(path: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# ------------------------------------------------------------------------------ object stores
+
+#: The field with the address of a run.
+FIELD = "run.store"
+
+#: The stores that runs can be kept in.
+SCHEMES = ("s3", "gs")
+
+_ADDRESS = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221})(?:/(.*))?", re.DOTALL)
+
+#: One part of a prefix: no pattern, nothing that a path would change.
+_PART = re.compile(r"[A-Za-z0-9_=+@,-][A-Za-z0-9._=+@,-]*")
+
+#: Longest prefix, in characters: keys of S3 have at most 1,024 bytes, with the names below it.
+MAX_PREFIX = 512
+
+
+class Address(NamedTuple):
+    """The address of a run in an object store, SCHEME://BUCKET/PREFIX."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is meant as an address of an object store that can hold runs."""
+    return text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+def read_address(field: str, text: str) -> Address:
+    """Read the address of a run.
+
+    Raises:   ConfigError that names the field, if it is not s3://BUCKET/PREFIX or
+              gs://BUCKET/PREFIX.
+    """
+    found = _ADDRESS.fullmatch(text)
+    prefix = (found[3] or "").rstrip("/") if found else ""
+    if found is None or not all(_PART.fullmatch(part) for part in prefix.split("/")):
+        rule = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, of letters, digits and ._=+@,-"
+        raise ConfigError(field, text, rule, "use, for example, s3://my-bucket/runs/first")
+    if len(prefix) > MAX_PREFIX:
+        rule = f"has a prefix of {len(prefix)} characters, more than {MAX_PREFIX}"
+        raise ConfigError(field, text, rule, "use a shorter one")
+    return Address(found[1], found[2], prefix)
+
+
+def local_folder(address: Address, place: str) -> Path:
+    """Return the folder of a run's copy on this host: its name, and a hash of the address.
+
+    Args:     place: a folder of the cache, such as "runs".
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
+    return Path(cache) / "jaxpar" / place / f"{address.prefix.rpartition('/')[2]}-{mark}"
+
+
+def with_store(cfg: Config) -> Config:
+    """Replace an address in `run.dir` by `run.store`, and a local folder in `run.dir`.
+
+    Raises:   ConfigError as `read_address`, or if `run.store` is another address.
+    """
+    if not is_address(cfg.run.dir):
+        return cfg
+    address = read_address("run.dir", cfg.run.dir)
+    if cfg.run.store and cfg.run.store != str(address):
+        rule = f"is an address, but run.store is {cfg.run.store}"
+        raise ConfigError("run.dir", cfg.run.dir, rule, "use --run.dir FOLDER, or no --run.store")
+    folder = str(local_folder(address, "runs"))
+    return replace(cfg, **{"run.dir": folder, FIELD: str(address)})

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.layout.layer_kinds import is_recurrent
+from jaxpar.config.layout.layer_kinds import has_global_layers, is_recurrent
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 
 SECTION = "model.rope_scaling"
@@ -21,6 +21,7 @@ READ_BY = {
     "mscale_all_dim": ("yarn",),
     "short_factors": ("longrope",),
     "long_factors": ("longrope",),
+    "turning": ("proportional",),
 }
 
 
@@ -63,7 +64,7 @@ def _layers(cfg: Config) -> None:
     rule = "needs model.nope_query_beta, which is 0"
     ok = beta > 0 or m.nope_query_span == default_of(path)
     require(ok, cfg, path, rule, flag("model.nope_query_beta", 0.1), flag(path, default_of(path)))
-    path, both = "model.local_rope_scaling", m.global_every > 0 and m.rope_scaling is not None
+    path, both = "model.local_rope_scaling", has_global_layers(m) and m.rope_scaling is not None
     rule = f"needs model.global_every and {SECTION}"
     require(both or m.local_rope_scaling, cfg, path, rule, flag(path, True))
 
@@ -87,7 +88,10 @@ def _scaling(cfg: Config) -> None:
     require(s.query_beta >= 0, cfg, path, "must not be negative", flag(path, 0.0))
     path, factor = f"{SECTION}.attention_factor", s.attention_factor
     require(factor is None or factor > 0, cfg, path, "must be above 0", flag(path, None))
-    {"llama3": _llama3, "linear": lambda _: None, "yarn": _yarn, "longrope": _longrope}[s.kind](cfg)
+    path = f"{SECTION}.turning"
+    require(0 < s.turning <= 1, cfg, path, "must be above 0 and at most 1", flag(path, 1.0))
+    of_kind = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+    of_kind.get(s.kind, lambda _: None)(cfg)
 
 
 def _ordered(

@@ -4,7 +4,7 @@ from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.shares import shares_of_steps
-from jaxpar.config.rules.paths import check_path, check_run_folder
+from jaxpar.config.rules.paths import FIELD, check_path, check_run_folder, read_address
 
 
 def places(cfg: Config) -> None:
@@ -13,9 +13,12 @@ def places(cfg: Config) -> None:
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
-    others = ("run.dir", "run.init_from", "run.compilation_cache", "data.held_out")
+    of_run = ("run.dir", "run.init_from", "run.compilation_cache")
+    others = (*of_run, "data.held_out", "distill.teacher")
     for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
         check_path(path, name, "use " + flag(path, default_of(path)))
+    if cfg.run.store:
+        read_address(FIELD, cfg.run.store)
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
 
 

@@ -21,7 +21,7 @@ from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
-from jaxpar.convert.hf.keys import experts, kimi_linear, layers, patterns
+from jaxpar.convert.hf.keys import experts, global_heads, kimi_linear, layers, patterns
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -254,6 +254,8 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     if family.kimi_linear and (reason := kimi_linear.why_not(m)):
         return reason
     if reason := layers.why_not_rope(family, m.rope_scaling):
+        return reason
+    if family.global_heads and (reason := global_heads.why_not(m)):
         return reason
     wide = m.num_heads * m.head_dim
     if family.heads_fill_model and wide != m.d_model:

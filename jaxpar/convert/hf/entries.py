@@ -329,6 +329,17 @@ def of_delta_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return of_stack("delta_layers", "J", entries)
 
 
+def of_global_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of global layers with heads of their own, from those of the others."""
+    heads = str.maketrans({"G": "j", "K": "d", "I": "d"})
+    return tuple(
+        dataclasses.replace(
+            entry, ours=entry.ours.translate(heads), theirs=entry.theirs.translate(heads)
+        )
+        for entry in of_stack("global_layers", "a", entries)
+    )
+
+
 def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
 

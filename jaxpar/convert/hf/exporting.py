@@ -1,5 +1,6 @@
 """`to-hf`: exports a run's checkpoint as a folder of a published family."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from jaxpar.convert.peft.merging import MergedArrays, check_merge
 from jaxpar.convert.run_arrays import RunArrays, open_run
 from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
 from jaxpar.model.flops import num_params
+from jaxpar.model.mup.widths import standard
 from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import grid
@@ -97,6 +99,7 @@ def open_export(
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
+    cfg = dataclasses.replace(cfg, model=standard(cfg.model))
     kept = Path(run) / CARRIED
     carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
     family = choose(family, cfg.model, carried)

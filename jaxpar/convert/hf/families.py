@@ -41,6 +41,7 @@ from jaxpar.convert.hf.entries import (
     of_modules,
 )
 from jaxpar.convert.hf.family import COMMON, Family
+from jaxpar.convert.hf.gemma4 import GEMMA4
 from jaxpar.convert.hf.hybrid_families import (
     KIMI_LINEAR,
     NEMOTRON_H,
@@ -367,5 +368,5 @@ FAMILIES = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, NEMOTRON_H_EXPERTS),
     KIMI_LINEAR,
     *(OLMO2, OLMO3, OLMO_HYBRID, SMOLLM3, HELIUM, GPT_OSS, PHI3, GRANITE, GEMMA2),
-    *(MINISTRAL3, LLAMA4, GPT2, GPT_NEOX, STARCODER2),
+    *(MINISTRAL3, LLAMA4, GPT2, GPT_NEOX, STARCODER2, GEMMA4),
 )

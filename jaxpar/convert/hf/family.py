@@ -59,6 +59,8 @@ class Family:
     """Whether layers may have a sliding window."""
     two_kinds: bool = False
     """Whether layers with a window may alternate with global ones."""
+    global_heads: bool = False
+    """Whether global layers have heads of their own, with the keys of `keys/global_heads.py`."""
     two_ropes: str | None = None
     """Older key of the RoPE base in layers with a window, if these kinds of layers each have their
     own RoPE."""

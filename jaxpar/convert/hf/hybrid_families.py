@@ -250,7 +250,7 @@ KIMI_LINEAR = Family(
     entries=(
         *(*TOP, *LATENT_ATTENTION, *_KIMI_EXPERTS),
         *of_stack("kda_layers", "T", (*_KIMI_DELTA, *_KIMI_EXPERTS)),
-        *of_stack("kda_dense_layers", "d", (*_KIMI_DELTA, *_DENSE_MLP)),
+        *of_stack("kda_dense_layers", "y", (*_KIMI_DELTA, *_DENSE_MLP)),
     ),
     fields={ours: key for ours, key in COMMON.items() if ours != "head_dim"}
     | {

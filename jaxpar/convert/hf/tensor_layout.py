@@ -25,26 +25,30 @@ own letters: g key heads of width k, each with r value heads of width v, togethe
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
 of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
 the layer of Kimi Delta Attention, which has the heads of Gated DeltaNet and latents of width l, and
-d such a layer with a dense feed-forward. R is the rank of adapters.
+y such a layer with a dense feed-forward. R is the rank of adapters. Of Gemma 4, a is the global
+layer with heads of its own: j heads of keys, of width d.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout.layer_kinds import (
+    ATTENTION,
     DELTA_NET,
     EXPERTS,
     FEED_FORWARD,
+    GLOBAL,
     KDA,
     KDA_DENSE,
     MAMBA,
     kinds,
-    num_attention_layers,
+    of_kind,
 )
 from jaxpar.sharding.grid import Box, grid
 
@@ -96,13 +100,16 @@ def sizes_of(m: ModelConfig) -> Sizes:
     """Return the size of each letter's dimension in a model."""
     heads, key_heads = m.linear_num_value_heads, m.linear_num_key_heads
     return {
-        "L": num_attention_layers(m) - m.dense_layers,
+        "L": kinds(m).count(ATTENTION) - m.dense_layers,
+        "a": kinds(m).count(GLOBAL),
+        "j": of_kind(m, GLOBAL).num_kv_heads,
+        "d": of_kind(m, GLOBAL).head_dim,
         "J": kinds(m).count(DELTA_NET),
         "M": kinds(m).count(MAMBA),
         "U": kinds(m).count(FEED_FORWARD),
         "O": kinds(m).count(EXPERTS),
         "T": kinds(m).count(KDA),
-        "d": kinds(m).count(KDA_DENSE),
+        "y": kinds(m).count(KDA_DENSE),
         "t": m.mamba_num_heads,
         "p": m.mamba_head_dim,
         "s": m.mamba_num_groups,
@@ -182,7 +189,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPUOTd"):
+    for letter in set(index) & set("LJMPUOTya"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]
@@ -195,11 +202,17 @@ def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
         yield tensor_name(entry, at)
 
 
+def _view(a: np.ndarray, at: Sequence[int | slice]) -> np.ndarray:
+    """Return a view of an array, also of a single number."""
+    whole: Any = (*at, ...)
+    return a[whole]
+
+
 def as_ours(tensor: np.ndarray, entry: Entry, sizes: Sizes) -> np.ndarray:
     """Return a view of a tensor in the parameter's order of dimensions; writes go to the tensor."""
     dims = dims_of(entry.theirs)
     whole = tensor.reshape(_whole(entry.theirs, entry, sizes))
-    ours = whole[tuple(_index(dim, entry, sizes) for dim in dims)]
+    ours = _view(whole, [_index(dim, entry, sizes) for dim in dims])
     dims = dims_of(entry.letters)
     kept = [_letter(dim, entry.part) for dim in dims if not dim.isdigit()]
     # Splits a section into its dimensions; the others keep theirs.
@@ -220,7 +233,7 @@ def tensors_in(
     for place in np.ndindex(*(s.stop - s.start for s in box[:n])):
         at = tuple(s.start + i for s, i in zip(box, place, strict=False))
         name = tensor_name(entry, at)
-        yield place, name, as_ours(open_tensor(name), entry, sizes)[box[n:]]
+        yield place, name, _view(as_ours(open_tensor(name), entry, sizes), box[n:])
 
 
 def read_box(
@@ -229,7 +242,7 @@ def read_box(
     """Read a box of a parameter as float32 from tensors; exact for dtypes of up to 32 bits."""
     out = np.empty([s.stop - s.start for s in box], np.float32)
     for place, _, part in tensors_in(entry, sizes, box, open_tensor):
-        assign(out[place], part)
+        assign(_view(out, place), part)
     return out
 
 

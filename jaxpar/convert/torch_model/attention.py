@@ -29,6 +29,8 @@ class AttentionLayer(Layer):
         self.q_norm, self.k_norm = norms
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
+        if m.global_keys_as_values:
+            self.v = None
         self.o = nn.Linear(heads, D, bias=m.out_bias)
         if m.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(m.num_heads))
@@ -36,10 +38,13 @@ class AttentionLayer(Layer):
             self.gate = nn.Linear(D, heads, bias=False)
 
     def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        q, k, v = self.q(h), self.k(h), self.v(h)
+        q, k = self.q(h), self.k(h)
+        v = k if self.v is None else self.v(h)
         if self.m.qk_norm_over == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (a.unflatten(-1, (-1, self.m.head_dim)) for a in (q, k, v))
+        if self.m.value_norm:
+            v = F.rms_norm(v.float(), v.shape[-1:], eps=self.m.norm_eps).to(v.dtype)
         if self.m.qk_norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:

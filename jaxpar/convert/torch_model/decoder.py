@@ -29,18 +29,34 @@ def load(file: str | Path) -> "Decoder":
     return model.eval()
 
 
+def letter_of(m: SimpleNamespace, i: int) -> str:
+    """Letter of layer i."""
+    pattern = m.layer_pattern or "*"
+    return pattern[i % len(pattern)]
+
+
+def with_heads(m: SimpleNamespace, letter: str) -> SimpleNamespace:
+    """Model with the heads of its layers of a letter: global ones (A) have their own."""
+    own = {"global_keys_as_values": letter == "A" and m.global_keys_as_values}
+    if letter == "A":
+        own["head_dim"] = m.global_head_dim or m.head_dim
+        own["num_kv_heads"] = m.global_num_kv_heads or m.num_kv_heads
+    return SimpleNamespace(**vars(m) | own)
+
+
 def layer(m: SimpleNamespace, i: int) -> Layer:
     """Layer i of the model. In a model with experts, the first or some between may be dense."""
-    pattern = m.layer_pattern or "*"
-    letter = pattern[i % len(pattern)]
+    letter = letter_of(m, i)
     is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
     if is_dense or letter in "-k":
         dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
         m = SimpleNamespace(**vars(m) | dense)
     if letter in "GMKk" and m.recurrent_norms == "before":
         m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
+    m = with_heads(m, letter)
     kinds = {
         "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
+        "A": AttentionLayer,
         "G": DeltaNetLayer,
         "M": MambaLayer,
         "K": KimiDeltaLayer,
@@ -48,7 +64,7 @@ def layer(m: SimpleNamespace, i: int) -> Layer:
         "-": FeedForwardLayer,
         "E": FeedForwardLayer,
     }
-    feeds_forward = letter in "-E" or set("-E").isdisjoint(pattern)
+    feeds_forward = letter in "-E" or set("-E").isdisjoint(m.layer_pattern)
     return kinds[letter](m, feeds_forward=feeds_forward)
 
 
@@ -71,10 +87,11 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(place)
         for i, layer in enumerate(self.layers, 1):
-            is_global = m.global_every and i % m.global_every == 0
+            letter = letter_of(m, i - 1)
+            is_global = letter == "A" or (m.global_every and i % m.global_every == 0)
             window = None if is_global else m.sliding_window
             without = m.positions == "learned" or (m.nope_every and i % m.nope_every == 0)
-            rope = None if without or not m.rope_fraction else self.rope(place, is_global)
+            rope = None if without or not m.rope_fraction else self.rope(place, letter, is_global)
             x = layer(x, rope, self.seen(place, window, None if is_global else m.attention_chunk))
         logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
         return capped(logits, m.logits_softcap)
@@ -85,10 +102,10 @@ class Decoder(nn.Module):
         seen = (back >= 0) & (back < (window or len(place)))
         return seen & (place[:, None] // chunk == place // chunk) if chunk else seen
 
-    def rope(self, place: Tensor, is_global: bool) -> tuple[Tensor, Tensor]:
+    def rope(self, place: Tensor, letter: str, is_global: bool) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""
-        m = self.m
-        local = m.global_every and not is_global
+        m = with_heads(self.m, letter)
+        local = (m.global_every or "A" in m.layer_pattern) and not is_global
         theta = m.local_rope_theta if local and m.local_rope_theta else m.rope_theta
         scaled = m.local_rope_scaling or not local
         angles = place[:, None] * frequencies(m, theta, scaled, len(place)).to(place.device)

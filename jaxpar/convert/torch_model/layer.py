@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor, nn
 
 from .feed_forward import Experts, FeedForward
@@ -28,6 +29,8 @@ class Layer(nn.Module):
         if feeds_forward:
             self.mlp_norm, self.mlp_post_norm = None if m.shared_norm else before(), after()
             self.mlp = Experts(m) if m.num_experts else FeedForward(m)
+        if m.layer_scale:
+            self.layer_scale = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor, rope: Rope, seen: Tensor) -> Tensor:
         by, before = self.m.residual_multiplier, x
@@ -36,7 +39,8 @@ class Layer(nn.Module):
         if self.mlp is None:
             return x
         h = (self.mlp_norm or self.attn_norm)(before if self.m.parallel_block else x)
-        return x + by * self.mlp_post_norm(self.mlp(h))
+        x = x + by * self.mlp_post_norm(self.mlp(h))
+        return x * self.layer_scale if self.m.layer_scale else x
 
     def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
         """Mix tokens.

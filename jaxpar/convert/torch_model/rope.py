@@ -16,6 +16,10 @@ def frequencies(m: SimpleNamespace, theta: float, scaled: bool, length: int) -> 
     s = SimpleNamespace(**m.rope_scaling)
     if s.kind == "linear":
         return angle / s.factor
+    if s.kind == "proportional":
+        return torch.where(
+            torch.arange(len(angle)) < int(s.turning * len(angle)), angle / s.factor, 0
+        )
     if s.kind == "longrope":
         factors = s.long_factors if length > s.original_max_position else s.short_factors
         return angle / torch.tensor([float(factor) for factor in factors.split(",")])

@@ -78,16 +78,16 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
     chunks = iter(lambda: text.read(PIECE_CHARS), "")
     try:
         if options.separator is None:
-            yield from _in_bytes(cut(chunks, file.tell, Record(TEXT, 0, 0)))
+            yield from in_bytes(cut(chunks, file.tell, Record(TEXT, 0, 0)))
         else:
             for document, start in _separated(chunks, options.separator, path):
-                yield from _in_bytes(cut([document], file.tell, Record(TEXT, start, 0)))
+                yield from in_bytes(cut([document], file.tell, Record(TEXT, start, 0)))
     except UnicodeDecodeError as error:
         line = _first_line_not_utf8(path)
         raise input_error(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
 
 
-def _in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Give each piece of a document in a text file a record of its own: its bytes."""
     start = None
     for piece in pieces:

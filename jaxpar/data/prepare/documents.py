@@ -8,6 +8,7 @@ from typing import BinaryIO, NamedTuple
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
 from jaxpar.data.formats.readers import Piece, ReadOptions
+from jaxpar.data.formats.tar_file import read_tar
 
 #: The `--input` for the source code of the Python standard library, which is always available.
 STDLIB = "stdlib"
@@ -22,6 +23,7 @@ READERS: dict[str, Reader] = {
     ".jsonl.zst": readers.read_jsonl,
     ".parquet": columns.read_parquet,
     ".arrow": columns.read_arrow,
+    ".tar": read_tar,
 }
 
 

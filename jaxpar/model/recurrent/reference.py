@@ -15,6 +15,7 @@ type Tree = dict[str, Any]
 #: The stack of each kind of layer.
 STACKS = {
     "*": "layers",
+    "A": "global_layers",
     "G": "delta_layers",
     "M": "mamba_layers",
     "K": "kda_layers",

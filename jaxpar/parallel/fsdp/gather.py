@@ -165,7 +165,7 @@ def float8_scales(
 ) -> Any:
     """Compute the e4m3 scale of each matrix: a power of two, from its largest magnitude.
 
-    Args:     tree: tuples and lists of dicts of shards. dims_of: returns the arrays of a dict to
+    Args:     tree: tuples or lists of dicts of shards. dims_of: returns the arrays of a dict to
               scale, by name, with the dims that share a scale. dtype: compute dtype.
     Returns:  dicts of float32 arrays without those dims, the same on each device of FSDP_AXES.
     Communication: one all-reduce over FSDP_AXES for all layers, of one value per matrix.

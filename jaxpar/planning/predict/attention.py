@@ -2,13 +2,17 @@
 
 from typing import NamedTuple
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
+    ATTENTIONS,
     DELTA_NET,
     FEED_FORWARDS,
+    GLOBAL,
     MAMBA,
     has_kda,
     is_recurrent,
+    kinds,
+    of_kind,
 )
 from jaxpar.model.recurrent import delta_net, kimi_delta, mamba
 
@@ -46,6 +50,13 @@ def widths(m: ModelConfig, tensor: int) -> Widths:
     return Widths(H * m.head_dim, G * m.head_dim, G * m.value_dim, H * m.value_dim, kept, latents)
 
 
+def widths_of_layers(m: ModelConfig, tensor: int) -> list[Widths]:
+    """Return the widths of each layer with attention, or those of one if all have the same."""
+    if GLOBAL not in m.layer_pattern:
+        return [widths(m, tensor)]
+    return [widths(of_kind(m, kind), tensor) for kind in kinds(m) if kind in ATTENTIONS]
+
+
 class Projection(NamedTuple):
     """`times` matmuls of [tokens * share, inner] x [inner, out]."""
 
@@ -65,7 +76,8 @@ def projections(m: ModelConfig, tensor: int) -> dict[str, list[Projection]]:
         return {"qkv": [Projection(D, w.value), of_latents]} | output
     if not m.kv_lora_rank:
         gate = w.query if m.attention_gate else 0.0
-        return {"qkv": [Projection(D, w.query + w.key + w.value + gate)]} | output
+        values = 0.0 if m.layer_pattern == GLOBAL and m.global_keys_as_values else w.value
+        return {"qkv": [Projection(D, w.query + w.key + values + gate)]} | output
     up = [
         Projection(m.q_lora_rank or D, w.query),
         Projection(m.kv_lora_rank, w.kept - m.qk_rope_head_dim),
@@ -76,6 +88,18 @@ def projections(m: ModelConfig, tensor: int) -> dict[str, list[Projection]]:
 def flops_per_pair(m: ModelConfig) -> float:
     """Return the FLOPs of a forward for one query and one key, in all heads."""
     return 2 * m.num_heads * (m.head_dim + m.value_dim)
+
+
+def reference_work(cfg: Config, rows: int, passes: int) -> tuple[float, float]:
+    """Return FLOPs and bytes of attention on a device, with heads that are too wide for kernels.
+
+    Products of all pairs, later keys too, and float32 scores, written and read. An estimate.
+
+    Args:     passes: forward ones; the backward counts as two.
+    """
+    m, p = cfg.model, cfg.parallel
+    pairs = passes * rows * cfg.data.seq_len**2 / p.sequence / p.tensor
+    return pairs * flops_per_pair(m), 16 * pairs * m.num_heads
 
 
 def received_width(m: ModelConfig) -> float:

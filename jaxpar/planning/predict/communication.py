@@ -14,7 +14,7 @@ from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.planning.predict import experts, matrices, rates
-from jaxpar.planning.predict.attention import widths
+from jaxpar.planning.predict.attention import widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
 from jaxpar.planning.predict.layer_kinds import shares_of_policies
@@ -179,9 +179,9 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     if ranks == 1:
         return None
     part, length = (ranks - 1) / ranks, cfg.data.seq_len
-    w = widths(m, p.tensor)
-    kv = width * shard.rows * length * (w.key + w.value)
-    q = width * shard.rows * length * (w.query + w.out) / 2
+    each, tokens = widths_of_layers(m, p.tensor), width * shard.rows * length
+    kv = tokens * sum(w.key + w.value for w in each) / len(each)
+    q = tokens * sum(w.query + w.out for w in each) / len(each) / 2
     units = _layer_units(cfg, shard) * num_attention_layers(m) / m.num_layers
     if p.context == "allgather":
         sent = 3 * part * kv * units

@@ -14,6 +14,7 @@ from jaxpar.planning.predict.attention import (
     flops_per_pair,
     projections,
     received_width,
+    reference_work,
     widths,
 )
 from jaxpar.planning.predict.hardware import Gpu
@@ -21,7 +22,7 @@ from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
 from jaxpar.planning.predict.memory import slot_bytes
 from jaxpar.planning.predict.postponed import factors_per_token
 from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
-from jaxpar.planning.predict.shard import Shard, state_bytes
+from jaxpar.planning.predict.shard import Shard, moment_bytes, state_bytes
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,9 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
         return 0.0
     if is_recurrent(m):
         return _recurrence(cfg, shard, gpu, repeated)
+    if m.head_dim > max(rates.ATTENTION):
+        flops, moved = reference_work(cfg, shard.rows, 3 + ("attention" in repeated))
+        return flops / matmul_rate(cfg, gpu, float8=False) + moved / elementwise_rate(gpu)
     pairs = attended_pairs(cfg) / p.sequence
     flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
@@ -381,12 +385,16 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
 
     They move 20 bytes per parameter for gradients and weights, and read and write the moments.
-    With moments in 8 bits, another pass over gradients and moments finds the scales. A rule that
-    needs matrices also iterates on them.
+    With moments in 8 bits, another pass over gradients and moments finds the scales. What is in
+    host memory crosses the link to it in the same loop, one direction after the other: moments and
+    masters both ways, and masters once more at the start of the step. A rule that needs matrices
+    also iterates on them.
     """
     weights, moments = state_bytes(cfg)
     moved = 5 * weights * shard.trainable + 2 * moments
     if uses_blocks(cfg.optimizer):
         moved += weights * shard.trainable + moments
-    moved /= gpu.bandwidth.value
-    return moved + matrices.iteration_seconds(cfg, gpu)
+    crossing = 2 * moment_bytes(cfg) if cfg.optimizer.offload else 0
+    crossing += 3 * weights if cfg.optimizer.offload_masters else 0
+    copied = crossing / gpu.host_link.value
+    return copied + moved / gpu.bandwidth.value + matrices.iteration_seconds(cfg, gpu)

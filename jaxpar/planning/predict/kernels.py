@@ -1,10 +1,12 @@
 """Determines the attention kernels that a layout would use on a GPU that is not present."""
 
+import dataclasses
 import functools
 
 import jax
 
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, registry
+from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.attention_context import attention_context
@@ -50,11 +52,11 @@ def _chosen(
     choices = [
         choose(
             model.attention_backend,
-            *kernel_request(cfg, mask),
+            *kernel_request(dataclasses.replace(cfg, model=of_mask), mask),
             platform=platform_of(gpu),
             deterministic=exact,
             softcap=model.attention_softcap,
         )
-        for mask in masks
+        for of_mask, mask in zip(of_masks(model), masks, strict=True)
     ]
     return any("reference" in (c.forward, c.backward) for c in choices)

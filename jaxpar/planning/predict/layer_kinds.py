@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
-    ATTENTION,
+    ATTENTIONS,
     dense_places,
     has_experts,
     has_feed_forward,
     kinds,
+    of_kind,
 )
 from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
@@ -83,14 +84,14 @@ def of_one_kind(cfg: Config, kind: str) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def _model_of_one_kind(m: ModelConfig, kind: str) -> ModelConfig:
-    width = m.d_ff if has_feed_forward(m, kind) else 0
-    of_kind = dataclasses.replace(m, layer_pattern=kind)
-    if kind != ATTENTION:
-        of_kind = dataclasses.replace(of_kind, kv_lora_rank=0)
+    width, m = m.d_ff if has_feed_forward(m, kind) else 0, of_kind(m, kind)
+    alike = dataclasses.replace(m, layer_pattern=kind)
+    if kind not in ATTENTIONS:
+        alike = dataclasses.replace(alike, kv_lora_rank=0)
     if has_experts(m, kind):
-        return of_kind
+        return alike
     width = width and (m.dense_d_ff or width)
-    return dataclasses.replace(of_kind, d_ff=width, num_experts=0)
+    return dataclasses.replace(alike, d_ff=width, num_experts=0)
 
 
 def shares_of_policies(cfg: Config) -> dict[str, float]:

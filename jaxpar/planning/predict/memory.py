@@ -25,8 +25,8 @@ from jaxpar.config.remat_policies import (
 )
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.qk_clip.logits import QUERIES
-from jaxpar.planning.predict import experts, matrices
-from jaxpar.planning.predict.attention import widths
+from jaxpar.planning.predict import experts, matrices, teacher
+from jaxpar.planning.predict.attention import widths, widths_of_layers
 from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.postponed import postponed_bytes
@@ -44,10 +44,17 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     weights, optimizer = state_bytes(cfg)
     if cfg.optimizer.offload:
         optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
+    if cfg.optimizer.offload_masters:  # the weights of the step, and the masters of a slice
+        weights = weights * shard.width // 4 + weights // max(shard.layers, 1)
     moments = [_at_loss, _at_end]
     moments += [_at_start] * _sends(cfg, shard)
     moments += [_at_update] * bool(matrices.exchanged_of(cfg))
-    at = (moment(cfg, shard, weights, optimizer) for moment in moments)
+    if taught := teacher.teacher_of(cfg):
+        weights += teacher.weights_of(taught)
+    at = [moment(cfg, shard, weights, optimizer) for moment in moments]
+    if taught:
+        own = saved_per_token(taught), _buffers(cfg, shard)
+        at.append(teacher.forward_pass(taught, weights, optimizer, *own))
     peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
         return peak
@@ -359,12 +366,13 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 def _buffers(cfg: Config, shard: Shard) -> float:
     m, p = cfg.model, cfg.parallel
     stream = shard.tokens * shard.width * m.d_model / p.tensor
-    batch = 16 * cfg.train.global_batch_size * cfg.data.seq_len
+    of_token = 16 + 8 * cfg.distill.top_k * bool(cfg.distill.teacher)
+    batch = of_token * cfg.train.global_batch_size * cfg.data.seq_len
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0
     if p.sequence > 1 and p.context == "allgather":
-        w = widths(m, p.tensor)
-        keys = shard.rows * cfg.data.seq_len * (w.key + w.value) * shard.width
+        widest = max(w.key + w.value for w in widths_of_layers(m, p.tensor))
+        keys = shard.rows * cfg.data.seq_len * widest * shard.width
     return 2 * stream + batch + keys + _largest_logits(cfg, shard)
 
 

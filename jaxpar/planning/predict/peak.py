@@ -7,14 +7,15 @@ from dataclasses import dataclass
 class MemoryForecast:
     """Bytes on one GPU at the peak.
 
-    weights      float32 master weights.
+    weights      float32 master weights, and those of a teacher in memory.
     optimizer    moments.
     activations  values saved for the backward, and one layer's recomputed values.
     logits       a chunk of logits, and the gradient of the head.
     gathered     weights in the compute dtype: gathered ones, and casts of the shards.
     gradients    gradients of parameters.
     buffers      copies of the residual stream, gathered keys and values, the batch.
-    moment       when the peak occurs: "loss", "start" or "end" of the backward, or "update".
+    moment       when the peak occurs: "loss", "start" or "end" of the backward, "update", or in the
+                 forward pass of a "teacher".
     """
 
     weights: float

@@ -10,6 +10,7 @@ from jaxpar.planning.predict.communication import Cluster, Traffic, traffic_of
 from jaxpar.planning.predict.compute import Seconds
 from jaxpar.planning.predict.memory import on_host_per_token
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE, Shard, shard_of
+from jaxpar.planning.predict.teacher import teacher_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class StepTime:
                  to host memory and back.
     contention   slowdown of matmuls by concurrent communication.
     gaps         time between kernels.
+    teacher      the forward pass of a teacher in memory, before the step.
     traffic      bytes sent, by axis.
     """
 
@@ -39,12 +41,20 @@ class StepTime:
     model_flops: float
     model_flops_full: float
     peak: float
+    teacher: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
         kernels = self.matmul + self.attention + self.elementwise + self.optimizer + self.bubble
-        return kernels + sum(self.exposed.values()) + self.contention + self.gaps
+        beside = self.contention + self.gaps + self.teacher
+        return kernels + sum(self.exposed.values()) + beside
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass, a third of a step that recomputes nothing."""
+        kernels = self.matmul + self.attention + self.elementwise + self.bubble
+        return (kernels + sum(self.exposed.values())) / 3
 
     @property
     def rate(self) -> float:
@@ -80,6 +90,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
         seconds = shard.tokens * copied / gpu.host_link.value
         exposed["host"] = _beyond(seconds, layer) * shard.layers_in_turn * p.num_microbatches
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
+    taught = teacher_of(cfg)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
     flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
     return StepTime(
@@ -96,6 +107,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
         model_flops=flops(True),
         model_flops_full=flops(False),
         peak=gpu.peak.value,
+        teacher=step_time(taught, cluster, imbalance).forward if taught else 0.0,
     )
 
 

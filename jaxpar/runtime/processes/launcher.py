@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -46,11 +46,14 @@ class LaunchOptions:
 
 
 def read_command(
-    argv: Sequence[str], doc: str | None = None, model_from: ModelReader | None = None
+    argv: Sequence[str],
+    doc: str | None = None,
+    model_from: ModelReader | None = None,
+    fill: Callable[[Config], Config] | None = None,
 ) -> tuple[LaunchOptions, list[str], Config]:
     """Return the options, the arguments for `jaxpar.train`, and their config.
 
-    Args:     doc: the text of --help. model_from: as in `read_config`.
+    Args:     doc: the text of --help. model_from, fill: as in `read_config`.
     Raises:   ConfigError for invalid options or an invalid config.
     """
     args, prog = list(argv), as_called("python -m jaxpar.launch")
@@ -75,7 +78,7 @@ def read_command(
     _check_places(rest)
     if options.devices_per_process:
         rest += ["--run.cpu-devices", str(options.devices_per_process)]
-    return options, rest, read_config(rest, "jaxpar.train", None, model_from=model_from)
+    return options, rest, read_config(rest, "jaxpar.train", None, None, model_from, fill)
 
 
 def _check_places(rest: Sequence[str]) -> None:

@@ -1,10 +1,13 @@
 """The teacher of a distillation: the model of another run, frozen, on the mesh of the student.
 
 Before each step, a program of its own computes the teacher's likeliest next tokens of the batch.
-The step receives them beside the tokens, and knows nothing of the teacher's model.
+The step receives them beside the tokens, and knows nothing of the teacher's model. With
+`distill.cache`, they come from files (`keeping.py`), and there is no teacher.
 """
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, DistillConfig, LoraConfig, replace, value_of
-from jaxpar.config.validate import resolve
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.layout.teacher import FIELD, config_of_teacher
+from jaxpar.config.serialize import to_json
+from jaxpar.data.taught.cache import About
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters
 from jaxpar.step.forward import make_teacher_step
-
-FIELD = "distill.teacher"
 
 
 class Teacher:
@@ -36,10 +39,9 @@ class Teacher:
         if not (folder.is_dir() and checkpoint.saved_steps(folder)):
             rule, fix = "is not a run with a checkpoint", "use the folder of a run"
             raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
-        load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
-        self.step, there = checkpoint.read_whole(folder, None, load)
+        self.step, there = _found(folder)
         self.folder, self._lora = folder, there.lora
-        self.cfg = _config_of(cfg, there)
+        self.cfg = config_of_teacher(cfg, there)
         d, self._top_k = cfg.distill, cfg.distill.top_k
         self._program = make_teacher_step(
             self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
@@ -67,31 +69,32 @@ class Teacher:
         return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
 
 
-def _config_of(student: Config, there: Config) -> Config:
-    """Return the config with which a teacher runs: its own model, and all else of the student.
+def _found(folder: Path) -> tuple[int, Config]:
+    """Return the step and the config of the latest intact checkpoint."""
+    load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
+    return checkpoint.read_whole(folder, None, load)
 
-    Raises:   ConfigError if the vocabularies differ, or the mesh does not divide the teacher.
+
+def identity_of(folder: Path) -> str:
+    """Return a hash of a teacher's model and weights."""
+    step, there = _found(folder)
+    saved = checkpoint.read_saved(folder, step)
+    weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
+    model = json.loads(to_json(there))["model"]
+    return hashlib.sha256(json.dumps([weights, model]).encode()).hexdigest()
+
+
+def check_kept(cfg: Config, about: About) -> str:
+    """Check that a cache is of the teacher that a config names, if the teacher is there.
+
+    Returns:  the teacher, for the log.
+    Raises:   ConfigError if it is another one.
     """
-    path = "model.vocab_size"
-    if value_of(there, path) != value_of(student, path):
-        rule = f"has a model of {value_of(there, path):,} tokens, and the student's has "
-        rule += f"{value_of(student, path):,}"
-        raise ConfigError(FIELD, student.distill.teacher, rule, "use models of one tokenizer")
-    parallel = dataclasses.replace(
-        student.parallel, layers_per_stage="", remat_layers="", layer_loop="unroll"
-    )
-    model = dataclasses.replace(there.model, dtype=student.model.dtype)
-    cfg = dataclasses.replace(
-        student, model=model, lora=LoraConfig(), parallel=parallel, distill=DistillConfig()
-    )
-    try:
-        return resolve(cfg, _devices(student))
-    except ConfigError as error:
-        rule = f"has a model that this mesh cannot run: {error.field} {error.rule}"
-        fix = "use another mesh, or another teacher"
-        raise ConfigError(FIELD, student.distill.teacher, rule, fix) from error
-
-
-def _devices(cfg: Config) -> int:
-    p = cfg.parallel
-    return p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
+    folder = Path(cfg.distill.teacher)
+    if not (folder.is_dir() and checkpoint.saved_steps(folder)):
+        return f"{about.teacher_name}, by {cfg.distill.cache} alone"
+    if identity_of(folder) != about.teacher:
+        rule = f"has other weights than {about.teacher_name}, which {cfg.distill.cache} is of"
+        fix = "use that teacher, or keep what this one says in another folder"
+        raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
+    return f"{about.teacher_name}, by {cfg.distill.cache}"

@@ -1,1 +1,1 @@
-"""Rules about objectives in place of next-token cross entropy."""
+"""Rules about objectives in place of next-token cross entropy, or beside it."""

@@ -3,7 +3,7 @@
 from jaxpar.config import Config, default_of, flag, require, value_of
 
 TEACHER = "distill.teacher"
-OTHERS = ("distill.weight", "distill.temperature", "distill.top_k")
+OTHERS = ("distill.cache", "distill.weight", "distill.temperature", "distill.top_k")
 
 #: Fields that must have this value: their losses are not part of the head of a student.
 ALONE = {

@@ -10,8 +10,8 @@ from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import kimi_linear, latents, patterns, ropes
-from jaxpar.convert.hf.keys.patterns import FULL
+from jaxpar.convert.hf.keys import global_heads, kimi_linear, latents, patterns, ropes
+from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
 from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
     PARTIAL,
@@ -21,7 +21,7 @@ from jaxpar.convert.hf.keys.ropes import (
     write_scaling,
 )
 
-SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+CHUNKED = "chunked_attention"
 
 
 def fields(family: Family) -> set[str]:
@@ -30,6 +30,8 @@ def fields(family: Family) -> set[str]:
         return {*kimi_linear.FIELDS, *latents.FIELDS}
     if not family.rope:
         return {"layer_pattern"} if family.letters else set()
+    if family.global_heads:
+        return set(global_heads.FIELDS)
     found = {"rope_theta", "rope_scaling"} | ({*latents.FIELDS} if family.latent else set())
     if family.rope_fraction is not None or family.null_rope:
         found |= {"rope_fraction"}
@@ -66,6 +68,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     ):
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
         raise refuse("layer_types", kinds, rule, "download the file again")
+    if family.global_heads:
+        return global_heads.read(values, num_layers)
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if family.two_ropes is not None:
         return _read_two_ropes(values, rope, family.two_ropes, num_layers)
@@ -247,6 +251,8 @@ def write(m: ModelConfig, family: Family) -> Values:
         return kimi_linear.write(m) | latents.write(m)
     if not family.rope:
         return {}
+    if family.global_heads:
+        return global_heads.write(m)
     windows = _write_windows(m) if family.two_kinds else {}
     if family.two_ropes:
         return windows | _write_two_ropes(m, family.two_ropes)

@@ -14,7 +14,7 @@ from jaxpar.config.layout.layer_kinds import (
 )
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 
 #: Keys with the letter of each layer, or with the name of its kind.
 LETTERS, NAMES = "hybrid_override_pattern", "layers_block_type"
@@ -98,8 +98,8 @@ def read(values: Values, num_layers: int) -> str:
 def write(m: ModelConfig) -> Values:
     """Return the keys that `read` reads."""
     names = {ATTENTION: FULL, DELTA_NET: LINEAR}
-    period = m.layer_pattern.index(ATTENTION) + 1 if m.layer_pattern else 1
+    every = m.layer_pattern.index(ATTENTION) + 1 if m.layer_pattern else 1
     return {
-        "full_attention_interval": period,
+        "full_attention_interval": every,
         "layer_types": [names[kind] for kind in kinds(m)],
     }

@@ -3,6 +3,7 @@
 `Rope` is one rotary embedding. A file has one for all layers, or one for each kind of layer.
 """
 
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ KNOWN = {
         *("attention_factor", "mscale", "mscale_all_dim"),
         *("llama_4_scaling_beta", "max_position_embeddings"),
     ),
+    "proportional": ("factor",),
     "longrope": ("factor", ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }
 
@@ -59,7 +61,10 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
     if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         rule = "must be a number above 0 and at most 1"
         raise refuse(PARTIAL, fraction, rule, "download the file again")
-    return Rope(float(theta), _scaling(rope, values), float(fraction))
+    scaling = _scaling(rope, values)
+    if scaling is not None and scaling.kind == "proportional":
+        return Rope(float(theta), dataclasses.replace(scaling, turning=float(fraction)), 1.0)
+    return Rope(float(theta), scaling, float(fraction))
 
 
 def _scaling(rope: Values, values: Values) -> RopeScaling | None:
@@ -76,7 +81,7 @@ def _scaling(rope: Values, values: Values) -> RopeScaling | None:
         return None
     found = _Reader(kind, rope, values)
     readers = {"llama3": _llama3, "linear": _linear, "yarn": _yarn, "longrope": _longrope}
-    return readers[kind](found)
+    return (readers | {"proportional": _proportional})[kind](found)
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,10 @@ def _llama3(r: _Reader) -> RopeScaling:
 
 def _linear(r: _Reader) -> RopeScaling:
     return RopeScaling(kind="linear", factor=r.number("factor"))
+
+
+def _proportional(r: _Reader) -> RopeScaling:
+    return RopeScaling(kind="proportional", factor=r.number("factor", 1.0))
 
 
 def _yarn(r: _Reader) -> RopeScaling:
@@ -203,7 +212,10 @@ def write_scaling(s: RopeScaling | None) -> Values:
     if s is None:
         return {"rope_type": "default"}
     found: Values = {"rope_type": s.kind, "factor": s.factor}
-    if s.kind != "linear":
+    if s.kind == "proportional":
+        found = {"rope_type": s.kind, PARTIAL: s.turning}
+        found |= {} if s.factor == 1 else {"factor": s.factor}
+    elif s.kind != "linear":
         found[ORIGINAL] = s.original_max_position
     if s.kind == "llama3":
         found |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}

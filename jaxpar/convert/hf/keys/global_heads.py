@@ -1,0 +1,152 @@
+"""The keys of config.json about global layers with heads of their own (Gemma 4).
+
+Their heads have two forms. `per_layer_config` has what differs in each layer, by its index. The
+older keys `global_head_dim` and `num_global_key_value_heads` have it for all global layers; the
+latter counts only where values are keys. Import reads either form. Export writes both.
+"""
+
+from typing import Any
+
+from jaxpar.config import ModelConfig
+from jaxpar.config.layout.layer_kinds import ATTENTION, GLOBAL, kinds, of_kind
+from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.keys.patterns import FULL, SLIDING, period
+from jaxpar.convert.hf.keys.ropes import Rope, read_rope, write_rope
+
+#: The fields of ModelConfig that these keys set.
+FIELDS = (
+    *("layer_pattern", "sliding_window", "global_head_dim", "global_num_kv_heads"),
+    *("global_keys_as_values", "rope_theta", "rope_scaling", "local_rope_theta"),
+    "local_rope_scaling",
+)
+
+BY_LAYER, HEAD_DIM, KV_HEADS = "per_layer_config", "global_head_dim", "num_global_key_value_heads"
+KEYS_AS_VALUES, BOTH_WAYS = "attention_k_eq_v", "use_bidirectional_attention"
+
+#: Width of a global head in files without the key.
+DEFAULT_HEAD_DIM = 512
+
+#: Every which layer is global in files without `layer_types`.
+EVERY = 6
+
+
+def read(values: Values, num_layers: int) -> Values:
+    """Read these fields.
+
+    Raises:   ConfigError that names the key that is not supported.
+    """
+    if values.get(BOTH_WAYS) not in (None, "vision"):  # of images alone
+        rule = "lets text attend to later tokens, which jaxpar does not support"
+        raise refuse(BOTH_WAYS, values.get(BOTH_WAYS), rule, "use a model without it")
+    letters = _letters(values, num_layers)
+    window, shared = values.get("sliding_window"), values.get(KEYS_AS_VALUES, False)
+    for key, value, kind in (("sliding_window", window, int), (KEYS_AS_VALUES, shared, bool)):
+        check_kind(key, value, kind)
+    if window is None:
+        raise refuse("sliding_window", window, "must be a number of tokens", "add it")
+    heads = _heads(values, letters, shared=bool(shared))
+    pattern = {"layer_pattern": period(letters), "sliding_window": window}
+    return pattern | heads | {"global_keys_as_values": bool(shared)} | _ropes(values)
+
+
+def write(m: ModelConfig) -> Values:
+    """Return the keys that `read` reads."""
+    own, of_all = of_kind(m, GLOBAL), kinds(m)
+    heads = {"head_dim": own.head_dim, "num_key_value_heads": own.num_kv_heads}
+    local = Rope(m.local_rope_theta or m.rope_theta, _local_scaling(m), 1.0)
+    return {
+        "layer_types": [FULL if kind == GLOBAL else SLIDING for kind in of_all],
+        "sliding_window": m.sliding_window,
+        HEAD_DIM: own.head_dim,
+        KV_HEADS: m.global_num_kv_heads,
+        BY_LAYER: {str(i): dict(heads) for i, kind in enumerate(of_all) if kind == GLOBAL},
+        KEYS_AS_VALUES: m.global_keys_as_values,
+        "rope_parameters": {
+            FULL: write_rope(Rope(m.rope_theta, m.rope_scaling, 1.0)),
+            SLIDING: write_rope(local),
+        },
+    }
+
+
+def why_not(m: ModelConfig) -> str | None:
+    """Return why these keys cannot express a model; None if they can."""
+    if GLOBAL not in m.layer_pattern:
+        return f"model.layer_pattern = {m.layer_pattern!r}, but its models have layers of {GLOBAL}"
+    if m.global_num_kv_heads not in (None, m.num_kv_heads) and not m.global_keys_as_values:
+        return "model.global_num_kv_heads needs model.global_keys_as_values in its models"
+    return None
+
+
+def _letters(values: Values, num_layers: int) -> str:
+    """Return the letter of each layer. Readers make the last one global, whatever the file says."""
+    given = values.get("layer_types")
+    if given is None:
+        given = [SLIDING if (i + 1) % EVERY else FULL for i in range(num_layers)]
+        given = [*given[:-1], FULL]
+    letters = {SLIDING: ATTENTION, FULL: GLOBAL}
+    known = isinstance(given, list) and set(given) <= set(letters)
+    if not known or len(given) != num_layers or {*given} != {*letters} or given[-1] != FULL:
+        rule = f"must name {num_layers} layers, {SLIDING} or {FULL}, some of each, the last {FULL}"
+        raise refuse("layer_types", given, rule, "use a model with both kinds of layers")
+    return "".join(letters[kind] for kind in given)
+
+
+def _heads(values: Values, letters: str, *, shared: bool) -> Values:
+    """Return the fields of the heads of global layers."""
+    by_layer = values.get(BY_LAYER)
+    if by_layer is None:
+        dim, count = values.get(HEAD_DIM, DEFAULT_HEAD_DIM), values.get(KV_HEADS)
+        count = count if shared else None
+    else:
+        dim, count = _of_each(by_layer, letters)
+    for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
+        check_kind(key, value, int)
+    return {"global_head_dim": dim, "global_num_kv_heads": count}
+
+
+def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
+    """Return head_dim and num_key_value_heads of the global layers, which must be alike."""
+    known = {"head_dim", "num_key_value_heads"}
+    wanted = {str(i) for i, letter in enumerate(letters) if letter == GLOBAL}
+    good = isinstance(by_layer, dict) and all(isinstance(one, dict) for one in by_layer.values())
+    alike = list(by_layer.values()) if good else []
+    if {str(i) for i in (by_layer if good else ())} != wanted or any(
+        one != alike[0] or not set(one) <= known for one in alike
+    ):
+        rule = f"must have the same {' and '.join(sorted(known))} for each layer of {FULL}, and no "
+        raise refuse(
+            BY_LAYER, by_layer, rule + "other layer", "use a model with two kinds of heads"
+        )
+    return alike[0].get("head_dim"), alike[0].get("num_key_value_heads")
+
+
+def _ropes(values: Values) -> Values:
+    """Return the fields of the rotary embeddings of both kinds of layers."""
+    key, given = "rope_parameters", values.get("rope_parameters")
+    check_kind(key, given, dict)
+    found = given or {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    for kind in (FULL, SLIDING):
+        if not isinstance(found.get(kind), dict):
+            raise refuse(f"{key} {kind}", found.get(kind), "must be a rotary embedding", "add it")
+    of_global, local = (read_rope(dict(found[kind]), {}) for kind in (FULL, SLIDING))
+    for kind, rope in ((FULL, of_global), (SLIDING, local)):
+        if rope.fraction != 1:
+            fix = "use a model with rope_type proportional"
+            raise refuse(f"{key} {kind}", rope.fraction, "turns a part of each head", fix)
+    if local.scaling not in (None, of_global.scaling):
+        rule = f"is not that of {FULL}, and jaxpar has one RoPE scaling"
+        fix = f"use a model with rope_type default in {SLIDING}"
+        raise refuse(f"{key} {SLIDING}", local.scaling.kind, rule, fix)
+    return {
+        "rope_theta": of_global.theta,
+        "rope_scaling": of_global.scaling,
+        "local_rope_theta": local.theta,
+        "local_rope_scaling": local.scaling == of_global.scaling,
+    }
+
+
+def _local_scaling(m: ModelConfig) -> Any:
+    return m.rope_scaling if m.local_rope_scaling else None

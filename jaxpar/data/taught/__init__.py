@@ -1,0 +1,2 @@
+"""A teacher's likeliest next tokens, kept in files: `cache` stores them, and `loader` adds them to
+batches."""

@@ -1,0 +1,1 @@
+"""Maximal update parametrization (µP): how parameters and factors depend on the model's width."""

@@ -1,0 +1,107 @@
+"""What µP changes in the declaration of parameters.
+
+A dimension that grows with the model is wider than that of the base model by a ratio, which follows
+from its logical axis. With a the ratio of a matrix's inputs (rows):
+
+    matrices of layers     initial standard deviation / sqrt(a)     Adam's learning rate / a
+    routers, expert gates  initial standard deviation / a           Adam's learning rate / a
+    all others             as in the base model
+
+The embedding's inputs and the head's outputs are tokens, whose number does not grow. The head's
+inputs do, and its logits are divided by the width instead (`ModelConfig.logits_divisor`), so that
+the embedding may also be the head.
+
+Source:   Yang et al. 2022 (2203.03466), table 8; Dey et al. 2025 (2505.01618), table 1, with an
+          alpha of 1, for `base_depth` and for eps.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxpar.config import ModelConfig, MupConfig
+from jaxpar.config.layout.layer_kinds import STACKS
+from jaxpar.sharding.params import ParamSpec
+
+type Tree = dict[str, Any]
+
+#: Parameters of layers that map the residual stream to a number of outputs that does not grow.
+_READOUTS = ("router", "w_shared_router")
+
+#: The stacks of layers whose outputs `base_depth` scales.
+_STACKS = {"dense_layers", *STACKS.values()}
+
+
+def ratios(m: ModelConfig) -> dict[str, float]:
+    """Return, by logical axis, how many times larger a dimension is than in the base model.
+
+    Heads times the width of a head grow with the model, as do experts' widths with d_ff. Latents
+    have the width of the base model's.
+    """
+    mup = m.mup or MupConfig(base_width=m.d_model)
+    width = m.width_multiplier
+    hidden = m.d_ff / mup.base_d_ff if mup.base_d_ff else width
+    head = m.head_dim / mup.base_head_dim if mup.base_head_dim else 1.0
+    found = dict.fromkeys(("embed", "expert_embed"), width)
+    found |= dict.fromkeys(("mlp", "whole_mlp"), hidden)
+    return found | dict.fromkeys(("heads", "kv_heads"), width / head) | {"head_dim": head}
+
+
+def scaled(m: ModelConfig, specs: Tree) -> Tree:
+    """Return the specs of the model's parameters in µP; without µP, `specs`."""
+    if m.mup is None:
+        return specs
+    of_axis = ratios(m)
+
+    def one(name: str, spec: ParamSpec, *, in_layers: bool) -> ParamSpec:
+        steeper = m.width_multiplier * (m.depth_multiplier if in_layers else 1.0)
+        spec = dataclasses.replace(spec, gradient=1 / steeper)
+        if name in _READOUTS:
+            width = m.width_multiplier
+            return dataclasses.replace(spec, std=spec.std / width, widths=(width, 1.0))
+        if not spec.columns:
+            return spec
+        cut = len(spec.axes) - spec.columns
+        rows, columns = (
+            math.prod(of_axis.get(axis, 1.0) for axis in axes)
+            for axes in (spec.axes[spec.lead : cut], spec.axes[cut:])
+        )
+        return dataclasses.replace(spec, std=spec.std / math.sqrt(rows), widths=(rows, columns))
+
+    def of_stack(stack: str, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return one(stack, tree, in_layers=False)
+        return {n: one(n, spec, in_layers=stack in _STACKS) for n, spec in tree.items()}
+
+    return {name: of_stack(name, tree) for name, tree in specs.items()}
+
+
+def standard(m: ModelConfig) -> ModelConfig:
+    """Return the model in the standard parametrization that computes the same function.
+
+    µP's factors of logits, scores and branches become those of Granite's fields. Initial weights
+    and learning rates are not part of the function.
+    """
+    if m.mup is None:
+        return m
+    return dataclasses.replace(
+        m,
+        mup=None,
+        logits_scaling=m.logits_divisor,
+        residual_multiplier=m.branch_factor,
+        attention_multiplier=m.attention_scale,
+        query_scale_dim=None,
+    )
+
+
+def in_words(m: ModelConfig) -> str:
+    """Describe µP's factors in one line; empty without µP."""
+    if m.mup is None:
+        return ""
+    of_axis = ratios(m)
+    by_inputs = f"/ {of_axis['embed']:.4g} with d_model inputs, / {of_axis['mlp']:.4g} with d_ff"
+    parts = [f"matrices of layers learn at the rate {by_inputs}"]
+    parts += [f"logits / {m.width_multiplier:.4g}", f"scores * {m.attention_scale:.4g}"]
+    if m.mup.base_depth:
+        parts.append(f"branches / {m.depth_multiplier:.4g}")
+    return f"base width {m.mup.base_width}: {', '.join(parts)}"

@@ -1,0 +1,142 @@
+"""Checkpoints in a store: each is complete or absent.
+
+The files of a checkpoint are objects below checkpoints/STEP/. The object complete/STEP lists them
+with their sizes and SHA-256, and is written last: without it there is no checkpoint. It is the
+first object to be deleted.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
+
+#: Where the files of a checkpoint are, here and in a store, and where its list of files is.
+STEPS, COMPLETE = "checkpoints", "complete"
+
+#: The file that a checkpoint has once it is finished, `checkpoint.integrity.FILES`. It differs
+#: between any two.
+MARK = "jaxpar_files.json"
+
+#: Files of a checkpoint that are sent or received at the same time.
+FILES_AT_ONCE = 8
+
+#: Marks the form of the list of files.
+FORMAT = 1
+
+
+def complete_steps(objects: Objects) -> list[int]:
+    """Return the complete checkpoints of a run, ascending. Raises:   StoreError."""
+    names = (found.name.removeprefix(f"{COMPLETE}/") for found in objects.names(f"{COMPLETE}/"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def listed(objects: Objects, step: int) -> dict[str, Content]:
+    """Return the files of a complete checkpoint.
+
+    Raises:   Missing if it is not complete; Altered if the list is damaged; StoreError.
+    """
+    name = f"{COMPLETE}/{step}"
+    try:
+        about = json.loads(objects.read(name)[0])
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError("is no list of files")
+        return dict(content_of(about.get("files")))
+    except ValueError as error:
+        raise Altered(f"{name} {error}") from error
+
+
+def upload_step(objects: Objects, folder: Path, step: int, still_ours: Callable[[], None]) -> int:
+    """Upload a finished checkpoint, and return its size in bytes.
+
+    Objects of an earlier upload of the step, which may be another one, are deleted.
+
+    Args:     folder: of the run. still_ours: called before the step is declared complete; raises if
+              another run may be writing.
+    Raises:   FileNotFoundError if the run deletes the step meanwhile; StoreError; as `still_ours`.
+    """
+    place = folder / STEPS / str(step)
+    names = sorted(str(p.relative_to(place)) for p in place.rglob("*") if p.is_file())
+    if not names:
+        raise FileNotFoundError(str(place))
+    objects.delete([f"{COMPLETE}/{step}"])
+    send = lambda name: objects.upload(f"{STEPS}/{step}/{name}", place / name)  # noqa: E731
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
+        contents = dict(zip(names, pool.map(send, names), strict=True))
+    _delete_others(objects, step, set(names))
+    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
+    still_ours()
+    objects.write(f"{COMPLETE}/{step}", json.dumps(about, indent=1, sort_keys=True).encode())
+    return sum(content.bytes for content in contents.values())
+
+
+def _delete_others(objects: Objects, step: int, names: set[str]) -> None:
+    below = f"{STEPS}/{step}/"
+    there = [found.name for found in objects.names(below)]
+    objects.delete([name for name in there if name.removeprefix(below) not in names])
+
+
+def delete_step(objects: Objects, step: int) -> None:
+    """Delete a checkpoint, whether it is complete or not. Raises:   StoreError."""
+    objects.delete([f"{COMPLETE}/{step}"])
+    objects.delete([found.name for found in objects.names(f"{STEPS}/{step}/")])
+
+
+def incomplete_steps(objects: Objects, complete: set[int]) -> list[int]:
+    """Return the steps that have objects, but are not complete. Raises:   StoreError."""
+    parts = (found.name.split("/")[1] for found in objects.names(f"{STEPS}/"))
+    return sorted({int(part) for part in parts if part.isdecimal()} - complete)
+
+
+def download_step(objects: Objects, folder: Path, step: int) -> int:
+    """Download a complete checkpoint to a run's folder, and return its size in bytes.
+
+    The checkpoint appears in the folder when all its files are there, and have the size and the
+    SHA-256 that were recorded.
+
+    Raises:   Missing; Altered that names every damaged object; StoreError.
+    """
+    files = listed(objects, step)
+    temporary = folder / ".downloading" / str(step)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+    def receive(name: str) -> str:
+        try:
+            objects.download(f"{STEPS}/{step}/{name}", temporary / name, files[name])
+        except Missing:
+            return f"{STEPS}/{step}/{name} is missing"
+        except Altered as error:
+            return str(error)
+        return ""
+
+    try:
+        if unsafe := [name for name in files if ".." in Path(name).parts or name.startswith("/")]:
+            raise Altered(f"{COMPLETE}/{step} lists {unsafe[0]}")
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="download") as pool:
+            damage = [text for text in pool.map(receive, files) if text]
+        if damage:
+            raise Altered("; ".join(damage[:8]))
+        place = folder / STEPS / str(step)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.rename(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sum(content.bytes for content in files.values())
+
+
+def is_same(objects: Objects, folder: Path, step: int, names: tuple[str, ...]) -> bool:
+    """Whether the checkpoint of a folder is that of the store, by some of its small files.
+
+    Args:     names: files whose content differs between any two checkpoints.
+    Raises:   Missing; Altered; StoreError.
+    """
+    files, place = listed(objects, step), folder / STEPS / str(step)
+    for name in names:
+        if name in files and (place / name).is_file():
+            content = (place / name).read_bytes()
+            if Content(len(content), hashlib.sha256(content).hexdigest()) != files[name]:
+                return False
+    return True

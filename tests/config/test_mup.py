@@ -1,0 +1,46 @@
+"""What µP is refused with, and the fix."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, registry, replace
+from jaxpar.config.serialize import from_json, to_json
+from jaxpar.config.validate import check
+
+MUP = {"model.mup.base_width": 64}
+
+HYBRID = {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model.mup.base_width": 0}, r"base_width = 0: must be at least 1.*base-width 256"),
+        ({"model.mup.base_d_ff": 0}, r"base_d_ff = 0: must be at least 1.*base-d-ff 704"),
+        ({"model.mup.base_depth": -1}, r"base_depth = -1: must be at least 1.*base-depth 4"),
+        ({"optimizer.name": "sgd"}, r"'sgd': has no learning rate for each width.*name adamw"),
+        ({"model.embed_scale": True}, r"embed_scale = True: grows with the width"),
+        ({"model.mtp_depth": 1}, r"mtp_depth = 1: adds modules .*--model\.mup None"),
+        (HYBRID, r"layer_pattern = .*recurrent layers, for which"),
+        (
+            {"model.kv_lora_rank": 64, "model.num_kv_heads": 8, "model.head_dim": 128}
+            | {"model.mup.base_head_dim": 32},
+            r"base_head_dim = 32: is not for latent attention",
+        ),
+    ],
+)
+def test_what_cannot_be(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(Config(), **(MUP | fields)))
+
+
+def test_a_registered_rule_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
+    registry.add("optimizer.name", "mine", lambda cfg, rate, mask: None)
+    with pytest.raises(ConfigError, match="'mine': has no learning rate for each width"):
+        check(replace(Config(), **MUP, **{"optimizer.name": "mine"}))
+
+
+def test_a_config_is_saved_with_its_base_model():
+    cfg = replace(Config(), **MUP, **{"model.mup.base_d_ff": 96})
+    check(cfg)
+    assert from_json(to_json(cfg)) == cfg and from_json(to_json(Config())).model.mup is None

@@ -1,0 +1,85 @@
+"""Counts of models whose global layers have heads of their own."""
+
+import pytest
+
+from jaxpar.config import replace
+from jaxpar.config.command_line import load_config
+from jaxpar.config.layout.layer_kinds import of_masks
+from jaxpar.config.validate import resolve
+from jaxpar.model import decode, flops
+from jaxpar.model.parameters import param_specs
+from jaxpar.planning.predict import attention
+from jaxpar.planning.predict.hardware import H200
+from jaxpar.planning.predict.kernels import attention_runs_on_reference
+from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.shard import shard_of
+from jaxpar.sharding.params import flat
+from jaxpar.training.attention_kernels import choose_kernels
+from jaxpar.verification.distances import zero_gradients
+from tests.meshes.test_global_layers import GEMMA4
+
+M = load_config("gemma_4/31b").model
+
+
+def test_parameters_of_each_kind():
+    specs = {name: spec.shape for name, spec in flat(param_specs(M)).items()}
+    assert specs["layers/wk"] == specs["layers/wv"] == (50, 5376, 16, 256)
+    assert specs["global_layers/wk"] == (10, 5376, 4, 512)
+    assert "global_layers/wv" not in specs
+    assert specs["global_layers/wo"] == (10, 32, 512, 5376)
+    assert specs["global_layers/k_norm"] == (10, 512)
+    assert specs["layers/layer_scale"] == (50,)
+
+
+def test_a_stage_has_the_parameters_of_its_layers():
+    one, deeper = GEMMA4, replace(GEMMA4, **{"model.num_layers": 4})
+    of_layers = flops.num_params(deeper.model) - flops.num_params(one.model)
+    whole = resolve(replace(one, **{"parallel.data": 1}), 1)
+    assert shard_of(whole).stack.everything == of_layers
+
+
+def test_flops_of_each_kind():
+    per_token = [flops.train_flops_per_token(M, length) for length in (4096, 8192)]
+    assert per_token[1] - per_token[0] == 6 * 32 * (50 * 256 + 10 * 512) * 4096
+
+
+def test_a_cache_has_the_heads_of_each_layer():
+    slots = 100
+    local, of_global = (2 * slots * G * K * 2 for G, K in ((16, 256), (4, 512)))
+    assert decode.cache_bytes(M, 1, slots) == 50 * local + 10 * of_global
+    assert decode.cache_bytes(M, 1, slots, tensor=4) == (50 * local + 10 * of_global) / 4
+
+
+def test_the_planner_knows_both_shapes():
+    cfg = resolve(replace(load_config("gemma_4/31b"), **{"parallel.data": 8}), 8)
+    shares = {kind.cfg.model.layer_pattern: kind for kind in layer_kinds(cfg)}
+    assert {letter: kind.share for letter, kind in shares.items()} == {"*": 5 / 6, "A": 1 / 6}
+    local, of_global = (shares[letter].cfg.model for letter in "*A")
+    assert attention.widths(local, 1).key == 16 * 256
+    assert attention.widths(of_global, 1).key == 4 * 512
+    # Queries and keys alone: values are the keys.
+    assert attention.projections(of_global, 1)["qkv"][0].out == (32 + 4) * 512
+    assert attention.projections(local, 1)["qkv"][0].out == (32 + 16 + 16) * 256
+    assert {w.key for w in attention.widths_of_layers(M, 1)} == {16 * 256, 4 * 512}
+    assert attention_runs_on_reference(cfg, H200)  # heads of 512
+    narrow = replace(cfg, **{"model.global_head_dim": 256})
+    assert not attention_runs_on_reference(narrow, H200)
+
+
+def test_kernels_are_chosen_for_each_shape():
+    cfg = resolve(replace(GEMMA4, **{"parallel.data": 1}), 1)
+    assert [m.head_dim for m in of_masks(cfg.model)] == [4, 16]
+    assert len(choose_kernels(cfg, 1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "zero"),
+    [
+        ({}, {"global_layers/layer_scale"}),
+        ({"model.num_layers": 4}, set()),
+        ({"model.layer_scale": False}, set()),
+    ],
+)
+def test_the_last_number_has_no_gradient(fields, zero):
+    """Unless its stack has other layers, whose gradients its rounding is compared with."""
+    assert zero_gradients(replace(GEMMA4, **fields).model) == zero

@@ -1,0 +1,128 @@
+"""The lease on a run: one holder, taken over when it has expired, kept through a poor network."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from jaxpar.runtime.files.run_lock import RunLocked
+from jaxpar.stores import lease
+from jaxpar.stores.lease import NAME, Lease
+from tests.stores.server import objects_at
+
+
+def taken(address, **more) -> Lease:
+    return Lease(objects_at(address), print, **more)
+
+
+def of_another_host(store, **more) -> None:
+    """Write the lease of a run elsewhere."""
+    about = json.loads(store.read(NAME)[0])
+    store.write(NAME, json.dumps(about | {"space": "elsewhere", "host": "gpu7"} | more).encode())
+
+
+def test_one_of_many_takes_it(address):
+    held, refused, start = [], [], threading.Barrier(6)
+
+    def race() -> None:
+        start.wait()
+        try:
+            held.append(taken(address, wait=False))
+        except RunLocked as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=race) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and len(refused) == 5
+    assert "is being written by process" in refused[0] and "Fix: stop that run" in refused[0]
+    held[0].release()
+    taken(address, wait=False).release()
+
+
+def test_a_living_holder_is_not_waited_for(address, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    with taken(address):
+        objects = objects_at(address)
+        of_another_host(objects)  # lost at the next renewal, by its holder here
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 1.1)  # the time in it has whole seconds
+    with taken(address.__class__("s3", address.bucket, "runs/two")) as held:
+        monkeypatch.setattr(lease, "_process_space", lambda: "elsewhere")
+        began = time.monotonic()
+        with pytest.raises(RunLocked, match="is being written"):
+            Lease(objects_at(held._objects.address), print)
+        assert time.monotonic() - began < 10
+
+
+def test_an_expired_one_is_taken_over(address, store, monkeypatch, capsys):
+    taken(address)._over.set()  # it is renewed no more
+    of_another_host(store)
+    with pytest.raises(RunLocked, match="on gpu7"):
+        taken(address, wait=False)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.3)
+    began = time.monotonic()
+    taken(address).release()
+    assert time.monotonic() - began >= 0.3
+    assert "waiting    s3://" in capsys.readouterr().out
+
+
+def test_that_of_a_dead_process_of_this_host_is_taken_at_once(address, store):
+    taken(address)._over.set()
+    about = json.loads(store.read(NAME)[0])
+    store.write(NAME, json.dumps(about | {"pid": 2**22 + 1}).encode())
+    taken(address, wait=False).release()
+
+
+def test_a_very_old_one_is_taken_at_once(address, store):
+    taken(address)._over.set()
+    of_another_host(store, time="2020-01-01T00:00:00+00:00")
+    taken(address, wait=False).release()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{\xff", b'{"time": 3}'])
+def test_a_damaged_one_expires(address, store, monkeypatch, content):
+    store.write(NAME, content)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.1)
+    taken(address).release()
+
+
+def test_a_holder_that_has_lost_it_stops(address, store, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    with taken(address) as held:
+        assert held.is_held()
+        held.check()
+        of_another_host(store, session="another")
+        held._thread.join(5)
+        assert not held.is_held()
+        with pytest.raises(RunLocked, match=r"another run has taken it\. This run stops"):
+            held.check()
+    assert json.loads(store.read(NAME)[0])["session"] == "another"  # not released
+
+
+def test_a_renewal_whose_answer_is_lost_is_no_loss(s3, address, store, monkeypatch):
+    """The second request finds the version of the first."""
+    s3.failing(1, "lost", part=NAME)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    with taken(address) as held:
+        s3.failing(1, "lost", part=NAME)
+        until = time.monotonic() + 5
+        before = held._renewed
+        while held._renewed == before and time.monotonic() < until:
+            time.sleep(0.02)
+        assert held.is_held() and held._renewed > before
+
+
+def test_it_is_not_held_while_the_store_is_away(s3, address, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    with taken(address) as held:
+        s3.failing(9999, 503)
+        time.sleep(0.7)
+        assert not held.is_held()
+        held.check()  # but nobody else has it
+        s3.fault = lambda method, path: None
+        time.sleep(0.5)
+        assert held.is_held()

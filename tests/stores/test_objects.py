@@ -1,0 +1,89 @@
+"""Objects of a store: content, conditional writes, retries, and errors that say what to do."""
+
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.stores import objects
+from jaxpar.stores.objects import ATTEMPTS, Altered, Conflict, Content, Missing, StoreError
+from tests.stores.server import objects_at
+
+
+def test_files_return_as_they_were(store, tmp_path):
+    for name, content in {"a/b": bytes(range(256)) * 99, "empty": b""}.items():
+        (tmp_path / "in").write_bytes(content)
+        there = store.upload(name, tmp_path / "in")
+        assert there.bytes == len(content)
+        store.download(name, tmp_path / "out" / name, there)
+        assert (tmp_path / "out" / name).read_bytes() == content
+    assert [one.name for one in store.names()] == ["a/b", "empty"]
+    assert [one.name for one in store.names("a/")] == ["a/b"]
+    store.delete(["a/b", "none"])
+    with pytest.raises(Missing):
+        store.read("a/b")
+
+
+def test_a_large_file_is_sent_in_parts(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)  # S3's smallest
+    content = bytes(range(251)) * 50_000
+    (tmp_path / "in").write_bytes(content)
+    there = store.upload("large", tmp_path / "in")
+    store.download("large", tmp_path / "out", there)
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_conditional_writes(store):
+    first = store.write_if("x", b"1", None)
+    with pytest.raises(Conflict):
+        store.write_if("x", b"2", None)
+    store.write_if("x", b"2", first)
+    with pytest.raises(Conflict):
+        store.write_if("x", b"3", first)
+    assert store.read("x")[0] == b"2"
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_passing_errors_of_the_server_are_retried(s3, store, status, tmp_path):
+    (tmp_path / "in").write_bytes(b"content")
+    s3.failing(ATTEMPTS - 1, status)
+    there = store.upload("x", tmp_path / "in")
+    s3.failing(ATTEMPTS - 1, status, "GET")
+    store.download("x", tmp_path / "out", there)
+    assert (tmp_path / "out").read_bytes() == b"content"
+
+
+def test_errors_that_stay_are_reported_with_the_number_of_attempts(s3, store):
+    s3.failing(99, 503)
+    with pytest.raises(StoreError, match=f"s3://.*: writing x failed {ATTEMPTS} times: .*503"):
+        store.write("x", b"")
+    assert len(s3.requests) == ATTEMPTS + 1  # and the bucket's
+
+
+def test_a_request_without_an_answer_is_sent_again(s3, address, monkeypatch):
+    monkeypatch.setattr(objects, "REQUEST_SECONDS", 0.3)
+    store = objects_at(address)
+    s3.failing(1, 1.0, "GET")
+    with pytest.raises(Missing):
+        store.read("x")
+    s3.failing(1, 1.0, "PUT")
+    store.write("x", b"1")
+    assert store.read("x")[0] == b"1"
+
+
+def test_what_no_retry_mends_is_refused_at_once(s3, store, address):
+    s3.failing(99, 403, part=address.bucket)
+    with pytest.raises(ConfigError, match=r"run.store = 's3://.*is not allowed.*Fix: give"):
+        store.write("x", b"")
+    none = objects_at(address._replace(bucket="no-such-bucket"))
+    for call in (lambda: none.write("x", b""), lambda: none.read("x"), none.names):
+        with pytest.raises(ConfigError, match=r"has a bucket that does not exist.*no-such"):
+            call()
+    assert len(s3.requests) == 5  # one each
+
+
+def test_altered_objects_are_found(store, tmp_path):
+    there = Content(3, "0" * 64)
+    for content, rule in {b"abcd": "has 4 bytes, not 3", b"abc": "has different content"}.items():
+        store.write("x", content)
+        with pytest.raises(Altered, match=f"x {rule}"):
+            store.download("x", tmp_path / "x", there)
+        assert not list(tmp_path.glob("*x*"))

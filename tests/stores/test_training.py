@@ -1,0 +1,66 @@
+"""A run whose folder is in a store: trained, lost, and continued on another host, bit by bit."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxpar.checkpoint import folder, saved_steps
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.rules.paths import local_folder, with_store
+from jaxpar.config.validate import check
+from jaxpar.runtime import exit_codes
+from jaxpar.stores import steps
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+
+def losses(run_dir) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss" in record:
+            found.setdefault(record["step"], []).append(record["loss"])
+    return found
+
+
+def test_a_run_continues_from_the_store_alone(address, store, train_on, config_file, capfd):
+    url, here = str(address), local_folder(address, "runs")
+    args = ("--train.num-steps=20", "--checkpoint.every=10", "--evaluation.every=0")
+    assert train_on(2, config_file, f"--run.dir={url}", *args) == exit_codes.EXIT_OK
+    assert steps.complete_steps(store) == [10, 20] == saved_steps(here)
+    assert f"store      {url}, uploaded from {here}" in capfd.readouterr().out
+    steps.delete_step(store, 20)
+    shutil.rmtree(here)  # the host is gone
+    assert train_on(2, url) == exit_codes.EXIT_OK
+    told = capfd.readouterr().out
+    assert "download   step 10, " in told and "restored step 10" in told
+    assert steps.complete_steps(store) == [10, 20] == saved_steps(here)
+    both = losses(here)
+    assert sorted(both) == list(range(1, 21))
+    assert all(len(both[step]) == 2 and len(set(both[step])) == 1 for step in range(11, 21))
+    assert steps.is_same(store, here, 20, ("jaxpar_files.json",)) and folder(here).is_dir()
+
+
+def test_an_address_in_run_dir_is_short_for_a_store_and_a_folder(address):
+    cfg = with_store(replace(Config(), **{"run.dir": f"{address}/"}))
+    assert cfg.run.store == str(address) and cfg.run.dir == str(local_folder(address, "runs"))
+    check(cfg)
+    assert with_store(cfg) == cfg
+    with pytest.raises(ConfigError, match=r"is an address, but run.store is s3://other"):
+        with_store(replace(Config(), **{"run.dir": str(address), "run.store": "s3://other/a"}))
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://b", "s3://bucket/", "gs://bucket/a b", "az://x/y"])
+def test_other_addresses_are_refused(url):
+    with pytest.raises(ConfigError, match=r"run.store = .*must be s3://BUCKET/PREFIX"):
+        check(replace(Config(), **{"run.store": url}))
+
+
+def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_written(
+    address, train_on, config_file, capfd
+):
+    url = f"s3://no-such-bucket/{address.prefix}"
+    with pytest.raises(ConfigError, match=r"run.store = .*bucket that does not exist"):
+        train_on(2, config_file, f"--run.dir={url}")
+    assert not local_folder(address._replace(bucket="no-such-bucket"), "runs").exists()

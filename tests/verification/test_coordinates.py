@@ -1,0 +1,131 @@
+"""The coordinate check: what it says of sizes, and that µP passes where the plain model fails."""
+
+import dataclasses
+import xml.etree.ElementTree as ET
+
+import pytest
+
+import jaxpar.mup as program
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
+from jaxpar.verification.coordinates.command import widths_of
+from jaxpar.verification.coordinates.growth import Growth, chart, growth, table, verdicts
+from jaxpar.verification.coordinates.wider import prepared, widened
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+MUP = {"model.mup.base_width": 64}
+
+#: As wide as it takes for few steps to be near the limit.
+MODEL = {
+    "model.num_layers": 1,
+    "model.d_model": 64,
+    "model.head_dim": 16,
+    "model.d_ff": 192,
+    "model.init_std": 0.02,
+    "optimizer.learning_rate": 4e-3,
+}
+
+
+def exponents_of(devices, **fields) -> list[Growth]:
+    cfg = prepared(
+        replace(TINY, **{"model.num_layers": 1, "model.init_std": 0.02}, **fields), 4, 32
+    )
+    mesh, found = make_mesh(cfg.parallel, devices[:1]), {}
+    for width in (64, 256):
+        found[width] = measure(resolve(widened(cfg, width), 1), mesh, 3, 1)
+    return growth(found)
+
+
+def test_only_mup_passes(devices):
+    plain, mup = exponents_of(devices), exponents_of(devices, **MUP)
+    assert {one.kind for one in plain if one.verdict() == "grows"} >= {
+        "attention",
+        "feed-forward",
+        "last layer",
+        "logits",
+    }
+    assert [(one, one.verdict()) for one in mup if one.verdict() != "flat"] == []
+
+
+def of_powers(size: float, change: float) -> dict[int, ActivationSizes]:
+    """ActivationSizes that are powers of the width, except the embedding's."""
+
+    def at(width: int, power: float) -> dict[str, float]:
+        return dict.fromkeys(KINDS, 0.5 * width**power) | {"embedding": 2.0}
+
+    return {w: ActivationSizes(at(w, 0), at(w, size), at(w, change)) for w in (64, 128, 512)}
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "said"),
+    [
+        (0.0, 0.0, []),
+        (0.4, 0.0, ["grow with the width: attention, feed-forward, last layer, logits"]),
+        (0.0, 1.0, ["grow with the width: attention, feed-forward, last layer, logits"]),
+        (0.0, -0.5, ["change less in wider models: attention, feed-forward, last layer"]),
+    ],
+)
+def test_exponents(size, change, said):
+    found = of_powers(size, change)
+    exponents = growth(found)
+    assert exponents[1].size == pytest.approx(size) and exponents[1].change == pytest.approx(change)
+    assert exponents[0] == Growth("embedding", pytest.approx(0), pytest.approx(0))
+    assert verdicts(exponents, 0.3) == said
+    lines = table(found, exponents, 0.3).splitlines()
+    assert lines[0].split() == ["64", "128", "512", "exponent", "of", "the", "change"]
+    assert len(lines) == 1 + len(KINDS) and lines[1].split()[:2] == ["embedding", "2"]
+    picture = ET.fromstring(chart(found, "quickstart", "4 steps"))
+    texts = [text.text for text in picture.iter() if text.tag.endswith("text")]
+    assert {"quickstart", "d_model", "64", "512", *KINDS} <= set(texts)
+
+
+def test_widths():
+    m = widened(replace(TINY, **{"model.dense_d_ff": 48}), 64).model
+    assert (m.d_model, m.d_ff, m.dense_d_ff, m.num_heads, m.num_kv_heads, m.head_dim) == (
+        *(64, 96, 192),
+        *(16, 8, 4),
+    )
+    m = widened(replace(TINY, **{"model.mup.base_head_dim": 4}), 64).model
+    assert (m.num_heads, m.num_kv_heads, m.head_dim) == (4, 2, 16)
+    with pytest.raises(ConfigError, match=r"--widths = 20: must be a multiple of 8, .*8,16,32"):
+        widened(TINY, 20)
+    assert widths_of(None, TINY) == [16, 32, 64] and widths_of("64,16", TINY) == [16, 64]
+    for text in ("16", "16,16", "a,b", ""):
+        with pytest.raises(ConfigError, match=r"--widths = .*two or more.*16,32,64"):
+            widths_of(text, TINY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lora.rank": 2}, "lora.rank"),
+        ({"dpo.beta": 0.1}, "dpo.beta"),
+        ({"model.layer_pattern": "G*"}, "model.layer_pattern"),
+    ],
+)
+def test_what_is_not_checked(fields, said):
+    with pytest.raises(ConfigError, match=rf"{said} = .*not part of the check"):
+        prepared(replace(TINY, **fields), 4, 32)
+    schedule = replace(Config(), **{"optimizer.schedule": "wsd", "optimizer.offload": True})
+    o = prepared(schedule, 4, 32).optimizer
+    steady = {"schedule": "constant", "warmup_steps": 0, "muon_dtype": "float32"}
+    assert o == dataclasses.replace(Config().optimizer, **steady)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "CONFIG"),
+        (["quickstart", "--tolerance", "0"], "--tolerance"),
+        (["quickstart", "--steps", "0"], "--steps"),
+        (["quickstart", "--svg", "docs"], "--svg"),
+        (["quickstart", "--widths", "100,200"], "--widths = 100"),
+    ],
+)
+def test_wrong_options(args, said):
+    with pytest.raises(ConfigError, match=said):
+        program.main(args)
