@@ -6,9 +6,6 @@
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
-from jaxpar.config.metrics_schema import MetricsConfig, ProfileConfig
-from jaxpar.config.model_schema import ModelConfig, MupConfig, RopeScaling
-from jaxpar.config.objective_schema import DistillConfig, DpoConfig
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -22,6 +19,9 @@ from jaxpar.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
+from jaxpar.config.schema.model import ModelConfig, MupConfig, RopeScaling
+from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
     "CheckpointConfig",

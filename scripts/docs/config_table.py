@@ -1,7 +1,7 @@
 """Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
-Path, type, default and description are from the dataclasses of `jaxpar/config/schema.py` and of the
-sections beside it. Without options, prints the table. --write writes it between the markers of
+Path, type, default and description are from the dataclasses of `jaxpar/config/schema/`, a
+section each. Without options, prints the table. --write writes it between the markers of
 docs/configuration.md.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar import config, train
-from jaxpar.config import ConfigError, flag, metrics_schema, model_schema, objective_schema, schema
+from jaxpar.config import ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.help import SECTIONS
@@ -16,8 +16,7 @@ from jaxpar.config.help import SECTIONS
 
 def documentation() -> dict[str, str]:
     """The docstring of each section, and the one under each field, by section and leaf path."""
-    modules = (schema, model_schema, metrics_schema, objective_schema)
-    files = [Path(inspect.getsourcefile(module)) for module in modules]
+    files = sorted(Path(inspect.getsourcefile(schema)).parent.glob("*.py"))
     lines: dict[tuple[str, str], str] = {}
     for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
         if isinstance(node, ast.ClassDef):

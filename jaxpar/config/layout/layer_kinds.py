@@ -6,8 +6,8 @@ Layers of one kind have the same parameters, and are stacked. A mesh runs them i
 import dataclasses
 import functools
 
-from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.schema import Config
+from jaxpar.config.schema.model import ModelConfig
 
 #: The letters, after Nemotron-H's.
 ATTENTION, GLOBAL, DELTA_NET, MAMBA, FEED_FORWARD, EXPERTS = "*", "A", "G", "M", "-", "E"

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
-from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config, ParallelConfig
+from jaxpar.config.schema.model import ModelConfig
 
 #: The field of the schema.
 FIELD = "parallel.layers_per_stage"

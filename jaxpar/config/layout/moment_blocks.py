@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.model_schema import ModelConfig
 from jaxpar.config.schema import OptimizerConfig, ParallelConfig
+from jaxpar.config.schema.model import ModelConfig
 
 #: The storage of a moment as 8-bit codes with one float32 scale a block.
 EIGHT_BITS = "8bit"

@@ -1,4 +1,4 @@
-"""The model section of the configuration (`schema.py`)."""
+"""The section `model`: the architecture."""
 
 import math
 from dataclasses import dataclass

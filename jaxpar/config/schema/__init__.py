@@ -1,0 +1,57 @@
+"""The configuration: frozen dataclasses, one section for each part of the system.
+
+`get_config()` in `configs/NAME.py` returns a config. The command line overrides its fields
+(`command_line.py`), `validate.py` checks it once, and the run saves it as JSON. The text under
+each field is its documentation: `python -m jaxpar.train --help SECTION` prints it.
+"""
+
+from dataclasses import dataclass, field
+
+from jaxpar.config.schema.data import DataConfig
+from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
+from jaxpar.config.schema.model import ModelConfig
+from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
+from jaxpar.config.schema.optimizer import OptimizerConfig
+from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
+from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, RunConfig
+from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "DistillConfig",
+    "DpoConfig",
+    "EvaluationConfig",
+    "GuardConfig",
+    "LoraConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ProfileConfig",
+    "RunConfig",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The complete description of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

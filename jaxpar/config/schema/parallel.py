@@ -1,0 +1,99 @@
+"""The sections of the mesh and of the processes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The device mesh, and how model and batch are split over it."""
+
+    auto: str = ""
+    """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
+    pipeline: int = 1
+    """Pipeline-parallel stages (PP)."""
+    replica: int = 1
+    """Replicas of the sharded model (DDP; the outer axis of HSDP)."""
+    data: int = -1
+    """Shards of the batch and the parameters (FSDP). -1: all remaining devices."""
+    expert: int = 1
+    """Shards of the experts (EP): each device has some experts, and receives the tokens of all
+    devices of the axis. Everything else treats it as a larger `data`."""
+    expert_tensor: int = 0
+    """Tensor ranks over which each expert is split (Megatron's expert tensor parallel size). 0: all
+    of them. 1: none; experts are whole, and spread over the tensor ranks of an expert rank too."""
+    expert_dispatch: Literal["auto", "tokens", "rows"] = "auto"
+    """What devices of an expert axis send. tokens: each token to all of them. rows: a row for each
+    expert of a token, to the device of that expert. auto: whichever sends fewer bytes."""
+    expert_slack: float = 1.25
+    """Rows of the experts' buffer on an expert axis, as a multiple of a device's equal share. Rows
+    that do not fit are computed in further rounds: a larger one needs memory, a smaller one time.
+    No row is dropped. With dispatch by rows, also the rows that two devices exchange in a round."""
+    sequence: int = 1
+    """Shards of each sequence (context parallelism)."""
+    tensor: int = 1
+    """Size of the tensor-parallel axis, with sequence parallelism (TP)."""
+    num_microbatches: int = 1
+    """Microbatches per step, for gradient accumulation or for the pipeline."""
+    row_groups: int = 1
+    """Row groups of a microbatch (Domino): one computes while another communicates. For tensor
+    parallelism inside a pipeline, and for the sends of an expert axis."""
+    virtual_stages: int = 1
+    """Interleaved stages per pipeline device. More stages make the bubble smaller."""
+    layers_per_stage: str = ""
+    """Layers of each stage, such as 15,16,16,15; of each virtual stage in the model's order. Empty:
+    equal, or else one more in the first stages."""
+    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
+    """Pipeline schedule. gpipe runs all forwards, then all backwards: simpler, as fast, and its
+    memory grows with num_microbatches. zero_bubble computes some weight gradients where stages
+    would be idle: a third of the bubble, for more memory."""
+    zero: Literal[1, 2, 3] = 3
+    """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
+    and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
+    their sums over microbatches are shards."""
+    remat: str = "dots"
+    """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
+    names of the values to save for the backward pass."""
+    remat_layers: str = ""
+    """Policies of some unrolled layers, as SLICE=POLICY, separated by semicolons: ::2=full for
+    every second layer, :8=full for the first eight. Later ones win; the other layers have `remat`.
+    With a pipeline, slices are of the layers in each chunk of a stage."""
+    remat_group: int = 1
+    """With layer_loop scan, layers of which only the first one's input is saved. The backward
+    computes a group forward again. About the square root of the layers needs the least memory."""
+    loss_chunks: int = 0
+    """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
+    layer_loop: Literal["scan", "unroll"] = "scan"
+    """scan compiles faster; unroll runs faster on GPUs."""
+    pipeline_save: Literal["residuals", "inputs"] = "residuals"
+    """Activations that the pipeline stashes: the residuals that `remat` saves, or the inputs of
+    each stage, from which it is recomputed."""
+    context: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention communicates over the sequence axis."""
+    grad_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of FSDP's gradient reduction."""
+    gather_dtype: Literal["compute", "float8"] = "compute"
+    """Dtype of ZeRO-3's weight gathers. float8 halves the bytes of bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The processes of a run: how they connect, and when they time out."""
+
+    detect: Literal["auto", "none", "jax", "jaxjob", "torch", "mpi", "slurm"] = "auto"
+    """Launcher whose environment variables identify this process. auto: detect it. none: single
+    process."""
+    coordinator: str = ""
+    """host:port on which process 0 listens. Empty: detect."""
+    num_processes: int = 0
+    """Number of processes in the run. 0: detect."""
+    process_id: int = -1
+    """Index of this process, from 0. -1: detect."""
+    connect_seconds: int = 300
+    """Seconds that processes wait for each other at startup."""
+    hang_seconds: int = 600
+    """Maximum seconds of a step. A longer step is a hang: the process writes its stacks, and all
+    processes end with code 124. 0: no limit."""
+    slow_seconds: int = 3600
+    """Maximum seconds of slower phases: startup, the first step, evaluation and saving. 0: no
+    limit."""

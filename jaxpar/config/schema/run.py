@@ -1,0 +1,79 @@
+"""The sections of a run itself: its folder, checkpoints, and guards."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run folder, initial weights and devices."""
+
+    dir: str = "runs/default"
+    """Run folder, or an address, s3://BUCKET/PREFIX. The run resumes if it has a checkpoint."""
+    store: str = ""
+    """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
+    is downloaded where it is missing (docs/object_stores.md). Empty: none."""
+    init_from: str = ""
+    """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
+    weights from. Empty: random initialization."""
+    init_changes: str = ""
+    """Fields of the model that may differ from those of init_from, separated by commas, such as
+    rope_theta,rope_scaling for a longer context (docs/long_context.md). Empty: none."""
+    cpu_devices: int = 0
+    """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
+    xla_flags: Literal["auto", "none"] = "auto"
+    """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
+    kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
+    record_routing: str = ""
+    """Steps whose routing to record, such as 1,100,200: the experts of every token, in RUN/routing.
+    `python -m jaxpar.bench train --routing FILE` repeats it. Empty: none."""
+    compilation_cache: str = "~/.cache/jaxpar/xla"
+    """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save checkpoints and whether to resume from one."""
+
+    every: int = 500
+    """Steps between checkpoints; the last step is saved too. 0: never."""
+    keep: int = 3
+    """Number of latest checkpoints to keep."""
+    keep_every: int = 0
+    """Also keep every checkpoint whose step is a multiple of this. 0: none."""
+    best: str = ""
+    """Also keep the one with the lowest loss on held_out, ema or a set's name. Empty: none."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
+    none."""
+    save_failures_allowed: int = 3
+    """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Reactions to non-finite values, loss spikes and corruption."""
+
+    max_skips: int = 3
+    """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
+    spike: Literal["ignore", "tell", "rewind"] = "tell"
+    """At a loss spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
+    spike_deviations: float = 10.0
+    """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
+    the median if that is more."""
+    spike_window: int = 64
+    """Recent steps that a loss is compared with. Detection starts once half of them have run."""
+    spike_skip: int = 4
+    """Batches that a rewind skips, up to and including the one of the spike."""
+    max_rewinds: int = 3
+    """Maximum rewinds per run. One more spike ends it with code 17."""
+    recent_steps: int = 512
+    """Steps to keep in RUN/recent.jsonl, for `jaxpar.replay`. 0: what spike detection needs."""
+    replica_check_every: int = 0
+    """Steps between comparisons of the replicated state across devices. 0: never compare."""
+    loss_scale: float = 65536.0
+    """float16: initial loss scale, a power of two; halved on overflow."""
+    loss_scale_interval: int = 1000
+    """float16: steps without overflow after which the loss scale is doubled."""
