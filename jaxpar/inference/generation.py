@@ -216,7 +216,7 @@ def make_programs(
     cfg = seeing_as_in_training(cfg)
     cache = decode.cache_specs(cfg.model)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
-    reread = _tokens_to_reread(cfg, slots)
+    reread = tokens_to_reread(cfg, slots)
     rows = Rows(cache, plain, plain, plain if reread else None)  # type: ignore[arg-type]
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
 
@@ -257,7 +257,7 @@ def make_programs(
     )
 
 
-def _tokens_to_reread(cfg: Config, slots: int) -> int:
+def tokens_to_reread(cfg: Config, slots: int) -> int:
     """Return how many tokens to keep of texts that change LongRoPE's angles; 0 if none can."""
     most = decode.last_of_short_angles(cfg.model)
     return 0 if most is None or most >= slots else _rounded(most + 1)

@@ -19,7 +19,6 @@ from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import load
 from jaxpar.inference.memory import check_cache
 from jaxpar.inference.speculative import generation as speculative
-from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers
@@ -106,9 +105,6 @@ def sample(options: SampleOptions) -> None:
     model = load(*where, log, modules=speculate, weights=options.weights)
     cfg, tokenizer = model.cfg, model.tokenizer
     speculate &= cfg.model.mtp_depth > 0
-    if speculate and decode.last_of_short_angles(cfg.model) is not None:
-        log("[no drafts: a token may change the angles of LongRoPE]")
-        speculate = False
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)

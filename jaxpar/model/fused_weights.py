@@ -77,8 +77,11 @@ LAYER_DIMS: dict[str, int | None] = {
     **recurrent.FUSED_DIMS,
 }
 
-#: The matrices of a layer that `model.matmul_dtype` applies to, with their entries of LAYER_DIMS.
+#: The matrices of a layer but for the router, with their entries of LAYER_DIMS.
 PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
+
+#: Those that `model.matmul_dtype` applies to.
+IN_FLOAT8 = tuple(name for name in PROJECTIONS if name not in recurrent.IN_COMPUTE_DTYPE)
 
 LAYER_DIMS |= lora.FUSED_DIMS
 
@@ -336,7 +339,7 @@ def _scaled_dims(w: Tree) -> dict[str, tuple[int, ...]]:
     """Return the dims of each matrix that share a scale. All experts of a layer do, so that an
     expert is rounded in the same way on every mesh."""
     experts = OF_EXPERTS if "router" in w else ()
-    return {n: (-3, -2, -1) if n in experts else (-2, -1) for n in PROJECTIONS if n in w}
+    return {n: (-3, -2, -1) if n in experts else (-2, -1) for n in IN_FLOAT8 if n in w}
 
 
 def _with_common_scale(w: Tree, scales: Tree) -> Tree:

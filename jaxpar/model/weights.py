@@ -20,6 +20,7 @@ from jaxpar.kernels import float8
 from jaxpar.model import lora
 from jaxpar.model.fused_weights import COMPLETE, OF_EXPERTS, PROJECTIONS, layer_dims
 from jaxpar.model.latent_attention.heads import OF_OWN_TOKENS
+from jaxpar.model.recurrent.parameters import AFTER_LATENTS
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -60,12 +61,13 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
     of_experts = OF_EXPERTS if ex.cfg.model.num_experts else ()
-    names = tuple(name for name in PROJECTIONS if name not in (*of_experts, *OF_OWN_TOKENS))
+    others = *of_experts, *OF_OWN_TOKENS, *AFTER_LATENTS
+    names, groups = tuple(n for n in PROJECTIONS if n not in others), ex.cfg.parallel.row_groups
     chunk = tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
+    chunk = tuple(attach_buffers(w, AFTER_LATENTS, groups, rows) for w in chunk)
     if not ex.cfg.model.kv_lora_rank:
         return chunk
     own = None if rows is None else (rows[0], rows[1] // ex.cfg.parallel.tensor)
-    groups = ex.cfg.parallel.row_groups
     return tuple(attach_buffers(w, OF_OWN_TOKENS, groups, own) for w in chunk)
 
 

@@ -34,7 +34,6 @@ OF_DELTA = {
     "value_head_dim": 32,
 }
 REFUSED = {
-    "model.matmul_dtype": "float8",
     "parallel.remat_group": 2,
     "parallel.layers_per_stage": "2",
 }

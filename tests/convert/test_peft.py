@@ -148,6 +148,7 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
             [f"{i}.self_attn.{name}" for i in range(3) for name in ("kv_b_proj", "q_b_proj")],
         ),
         slow("qwen3_5", "k_proj,out_proj,down_proj", None),
+        slow("kimi_linear", "kv_a_proj_with_mqa,kv_b_proj", None),
         slow(
             "gemma4",
             "k_proj,v_proj,up_proj",

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.config import RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
 from jaxpar.inference.generation import Sampling
 from jaxpar.inference.speculative import generation as speculative
 from jaxpar.inference.speculative import programs
 from jaxpar.inference.speculative.acceptance import next_chances, num_accepted
-from jaxpar.model import reference
+from jaxpar.model import decode, reference
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
@@ -41,12 +41,27 @@ EXPERTS = {
     "model.dense_layers": 1,
     "model.mtp_depth": 3,
 }
+LONGROPE = {
+    "model.rope_scaling": RopeScaling(
+        kind="longrope",
+        original_max_position=16,
+        short_factors="1,1.5,1,2",
+        long_factors="2,3,4,9",
+    )
+}
 MODELS = {
+    "longrope": LONGROPE | {"model.mtp_depth": 2},
+    "longrope of latents": LATENT
+    | LONGROPE
+    | {"model.head_dim": 12, "model.v_head_dim": 8, "model.qk_rope_head_dim": 8},
     "one module": {"model.mtp_depth": 1},
     "latents": LATENT,
     "experts": EXPERTS,
     "window": {"model.mtp_depth": 2, "model.sliding_window": 5, "model.qk_norm": True},
 }
+
+
+_PLAIN = [name for name in MODELS if "longrope" not in name]
 
 
 @functools.cache
@@ -81,13 +96,23 @@ def drafted(cfg, mesh, _, weights, prompts, how=GREEDY, max_tokens=24, stop=(), 
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    slow_but([("one module", 2), ("latents", 1)], itertools.product(MODELS, (1, 2))),
+    slow_but([("one module", 2), ("latents", 1)], itertools.product(_PLAIN, (1, 2))),
 )
 def test_greedy_text_is_that_without_drafts(name, tensor):
     """Rows of different lengths, of which some accept more than others."""
     found, drafts = drafted(*model(name, tensor), PROMPTS)
     assert found == texts(*model(name, tensor), PROMPTS)
     assert [len(row) for row in found] == [24] * len(PROMPTS)
+    assert min(drafts.accepted, drafts.drafted - drafts.accepted) >= 10, drafts
+
+
+@pytest.mark.parametrize("name", slow_but(["longrope"], ["longrope", "longrope of latents"]))
+def test_angles_of_longrope_change_where_they_do_without_drafts(name):
+    """Rows that pass the original length at different times, one beginning at it, or beyond."""
+    found, drafts = drafted(*model(name), PROMPTS)
+    assert found == texts(*model(name), PROMPTS)
+    most = decode.last_of_short_angles(model(name)[0].model)
+    assert any(len(row) < most < len(row) + 24 for row in PROMPTS)
     assert min(drafts.accepted, drafts.drafted - drafts.accepted) >= 10, drafts
 
 

@@ -236,6 +236,8 @@ def test_stages_with_experts(devices):
 
 KIMI_LINEAR_MESHES = """
 sequence=2,tensor=2
+tensor=2,zero=1,num_microbatches=2
+tensor=2,zero=1,row_groups=2
 expert=2,tensor=2
 data=2,tensor=2
 expert=2,sequence=2

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config import Config, ModelConfig, flag, require, value_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
@@ -100,11 +100,31 @@ def _float8_divisions(cfg: Config) -> list[_Division]:
         others.append(_Division(own, (tensor,), why, wide))
     return [
         *others,
+        *_float8_recurrences(m, why),
         _Division("model.d_model", (), why, 16),
         _Division("model.d_ff", (tensor,), why, 16),
         _Division("model.num_kv_heads", (tensor,), why, heads),
         _Division("data.seq_len", ("parallel.sequence", tensor), why, 16),
     ]
+
+
+def _float8_recurrences(m: ModelConfig, why: str) -> list[_Division]:
+    """The projections of a recurrent layer's input are the columns of one matrix, and its heads
+    the rows of another."""
+    K, V, keys = m.linear_key_head_dim, m.linear_value_head_dim, "model.linear_num_key_heads"
+    tensor, found = ("parallel.tensor",), []
+    if DELTA_NET in m.layer_pattern:
+        served = m.linear_num_value_heads // max(m.linear_num_key_heads, 1)
+        of_head = 2 * K + served * (2 * V + 2)
+        found.append(_Division(keys, tensor, why, 16 // math.gcd(16, of_head, served * V)))
+    if has_kda(m):
+        found.append(_Division(keys, tensor, why, 16 // math.gcd(16, 2 * K + V, V)))
+    if MAMBA in m.layer_pattern:
+        served, P = m.mamba_num_heads // max(m.mamba_num_groups, 1), m.mamba_head_dim
+        of_group = served * (2 * P + 1) + 2 * m.mamba_state_size
+        times = 16 // math.gcd(16, of_group, served * P)
+        found.append(_Division("model.mamba_num_groups", tensor, why, times))
+    return found
 
 
 def divisibility(cfg: Config) -> None:

@@ -33,9 +33,6 @@ _OF_KIND = {
     model.recurrent_backend model.recurrent_norms""".split(),
 }
 
-#: What is refused beside recurrent layers and lone feed-forward ones, and why.
-NOT_ROUNDED = ("model.matmul_dtype", "projections of recurrent layers are not rounded")
-
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
 #: widths of values.
 _KEYS, _CHUNKS, _VALUES = (64, 128), (32, 64), 64
@@ -159,7 +156,6 @@ def _combinations(cfg: Config) -> None:
     said = f"does not support {PATH}, which is {cfg.model.layer_pattern}"
     reasons = (
         ("model.dense_layers", "both split the layers into stacks"),
-        *(() if set(cfg.model.layer_pattern) <= set(ATTENTIONS) else (NOT_ROUNDED,)),
         ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
         ("parallel.layers_per_stage", "stages have whole periods"),
         ("parallel.remat_group", "a scan's step has a period of layers"),

@@ -25,8 +25,8 @@ own letters: g key heads of width k, each with r value heads of width v, togethe
 and a kernel of width w. M is the layer of Mamba-2, with t heads of width p, and s groups of states
 of width n. U is the layer with a feed-forward branch alone, and O the one with experts alone. T is
 the layer of Kimi Delta Attention, which has the heads of Gated DeltaNet and latents of width l, and
-R such a layer with a dense feed-forward. Of Gemma 4, a is the global layer with heads of its own: j
-heads of keys, of width d.
+y such a layer with a dense feed-forward. R is the rank of adapters. Of Gemma 4, a is the global
+layer with heads of its own: j heads of keys, of width d.
 """
 
 import math
@@ -189,7 +189,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPUOTRa"):
+    for letter in set(index) & set("LJMPUOTya"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

@@ -7,8 +7,13 @@ overwrites them.
 
 Modules run on the latest W = 2 D positions before p in every round: up to D + 1 of these are new,
 and D - 1 more were computed with drafts in place of tokens.
+
+With LongRoPE, all tokens of a round have the angles of a text that ends with the latest token. A
+row whose latest token is the last before others apply, or drafts beyond it, ends its round there.
+The next round first reads its text again, as `generation.generate` does.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +34,7 @@ from jaxpar.inference.generation import (
     draw,
     row_keys,
     seeing_as_in_training,
+    tokens_to_reread,
 )
 from jaxpar.inference.speculative.acceptance import next_chances, num_accepted
 from jaxpar.model import decode
@@ -101,29 +107,71 @@ def _started(
 ) -> SpeculativeRows:
     """Read the prompts with the model and its modules."""
     B, T = tokens.shape
-    m, depth = cfg.model, cfg.model.mtp_depth
+    m = cfg.model
     cache = decode.empty_cache(m, B, slots)
     h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
     last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first = draw(decode.logits(weights, last, m), row_keys(how, lengths), how, vocab_size)
     text = jnp.zeros((B, slots + _window(cfg)), jnp.int32).at[:, :T].set(tokens)
     text = _put(text, first, lengths)
-    held, x, zeros = decode.empty_cache(modules.as_layers(m), B, slots).layers(), h, lengths * 0
-    for k in range(depth):
-        after = text[:, k + 1 : k + 1 + T]
-        x, held[k] = modules.step(weights, k, x, after, zeros, held[k], cfg, lengths)
+    held = decode.empty_cache(modules.as_layers(m), B, slots)
+    held, zeros = _read_by_modules(weights, h, text, lengths, held, cfg), lengths * 0
     hidden = _slices(h, _first_of_window(lengths, cfg), _window(cfg))
-    return SpeculativeRows(cache, decode.Cache.of_layers(held), hidden, text, lengths, zeros, zeros)
+    return SpeculativeRows(cache, held, hidden, text, lengths, zeros, zeros)
+
+
+def _read_by_modules(
+    weights, h: jax.Array, text, lengths, held: decode.Cache, cfg: Config
+) -> decode.Cache:
+    """Return the cache of the modules after complete texts, from the model's hidden states."""
+    x, layers, first = h, held.layers(), lengths * 0
+    for k in range(cfg.model.mtp_depth):
+        after = text[:, k + 1 : k + 1 + h.shape[1]]
+        x, layers[k] = modules.step(weights, k, x, after, first, layers[k], cfg, lengths)
+    return decode.Cache.of_layers(layers)
+
+
+def _with_angles(weights, rows: SpeculativeRows, last, cfg: Config) -> SpeculativeRows:
+    """Read the rows again whose latest token changes LongRoPE's angles of all their tokens."""
+    most, size = decode.last_of_short_angles(cfg.model), tokens_to_reread(cfg, rows.cache.slots)
+    if most is None or not size:
+        return rows
+    changed = (rows.position == most) & (rows.position < last)
+
+    def again() -> SpeculativeRows:
+        lengths = jnp.full_like(rows.position, most + 1)
+        h, cache = decode.prompt(weights, rows.text[:, :size], lengths, rows.cache, cfg)
+        held = _read_by_modules(weights, h, rows.text, lengths, rows.modules, cfg)
+        hidden = _slices(h, _first_of_window(rows.position, cfg), _window(cfg))
+        fresh = dataclasses.replace(rows, cache=cache, modules=held, hidden=hidden)
+        of_rows = lambda a, b: jnp.where(  # noqa: E731
+            jnp.expand_dims(changed, tuple(range(1, a.ndim))), a, b
+        )
+        return jax.tree.map(of_rows, fresh, rows)
+
+    return lax.cond(jnp.any(changed), again, lambda: rows)
+
+
+def _end_of_round(position, last, cfg: Config) -> jax.Array:
+    """Return the last position that a round may reach: none whose angles are others."""
+    most = decode.last_of_short_angles(cfg.model)
+    return last if most is None else jnp.where(position < most, jnp.minimum(last, most), last)
+
+
+def _length_of_angles(position: jax.Array, cfg: Config) -> jax.Array | None:
+    """Return the length of the texts that decide a round's angles; None without LongRoPE."""
+    return None if decode.last_of_short_angles(cfg.model) is None else position + 1
 
 
 def _round(
     weights, rows: SpeculativeRows, last, cfg: Config, how: Sampling, vocab_size: int
 ) -> SpeculativeRows:
     """Draft, verify and accept tokens in each row that has not reached position `last`."""
+    rows = _with_angles(weights, rows, last, cfg)
     depth, p = cfg.model.mtp_depth, rows.position
     text, proposed, held = _drafted(weights, rows, cfg, how, vocab_size)
     tokens = _slices(text, p, depth + 1)
-    h, cache = decode.step(weights, tokens, p, rows.cache, cfg)
+    h, cache = decode.step(weights, tokens, p, rows.cache, cfg, _length_of_angles(p, cfg))
     logits = decode.logits(weights, h.reshape(-1, h.shape[-1]), cfg.model)
     target = chances(logits, how, vocab_size).reshape(*tokens.shape, vocab_size)
     uniform = jnp.stack(
@@ -132,7 +180,7 @@ def _round(
     accepted = num_accepted(target, proposed, tokens[:, 1:], uniform)
     place = p + accepted + 1
     token = _sampled(next_chances(target, proposed, accepted), _keys(how, place, TOKEN))
-    position = p + jnp.clip(last - p, 0, accepted + 1)
+    position = p + jnp.clip(_end_of_round(p, last, cfg) - p, 0, accepted + 1)
     goes_on = (p < last).astype(jnp.int32)
     old, new = _first_of_window(p, cfg), _first_of_window(position, cfg)
     hidden = jnp.pad(rows.hidden, ((0, 0), (0, depth + 1), (0, 0)))
@@ -157,9 +205,10 @@ def _drafted(weights, rows: SpeculativeRows, cfg: Config, how: Sampling, vocab_s
     """
     x, text, p, held = rows.hidden, rows.text, rows.position, rows.modules.layers()
     first, proposed = _first_of_window(p, cfg), []
+    length = _length_of_angles(p, cfg)
     for k in range(cfg.model.mtp_depth):
         tokens = _slices(text, first + k + 1, _window(cfg))
-        x, held[k] = modules.step(weights, k, x, tokens, first, held[k], cfg)
+        x, held[k] = modules.step(weights, k, x, tokens, first, held[k], cfg, None, length)
         h = jnp.take_along_axis(x, (p - 1 - first)[:, None, None], axis=1)[:, 0]
         q = chances(decode.logits(weights, h, cfg.model), how, vocab_size)
         text = _put(text, _sampled(q, _keys(how, p + k + 1, DRAFT)), p + k + 1)

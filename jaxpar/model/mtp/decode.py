@@ -34,6 +34,7 @@ def step(
     held: Held,
     cfg: Config,
     lengths: jax.Array | None = None,
+    of_text: jax.Array | None = None,
 ) -> tuple[jax.Array, Held]:
     """Run a module on some positions of each row.
 
@@ -41,11 +42,13 @@ def step(
               of the module before; of the final norm, for the first. tokens: int32 [B, T], those at
               k + 1 positions after x. first: int32 [B], positions of the first of x. held: of the
               module, from `Cache.layers`. lengths: as in `decode.layer`.
+              of_text: `length` of `decode.step`.
     Returns:  (hidden states for the head and for the next module, [B, T, D]; held).
     Communication: two all-reduces over TENSOR, and one for the embedding.
     """
     m, w = cfg.model, outside_layer(weights["top"], prefix(k))
-    of_text = first + tokens.shape[1] if lengths is None else lengths
+    if of_text is None:
+        of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, context = decode.context_of(tokens, first, of_text, held[0].shape[1], cfg)
     x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
     x, held = decode.layer(x, of_layer(w), context, held, first, cfg, lengths)

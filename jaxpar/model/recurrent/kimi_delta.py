@@ -1,6 +1,6 @@
 """Kimi Delta Attention (KDA), as a branch of a layer in place of attention.
 
-    project     queries, keys, values, two latents, and a rate per head: one matmul
+    project     queries, keys and values: one matmul; two latents, and a rate per head: another
     convolve    queries, keys and values, each channel over the latest tokens, then SiLU
     decay       of each channel of a key, from the first latent
     recur       the delta rule, with keys and queries of length 1     `delta_rule.py`
@@ -13,6 +13,7 @@ projection communicates over TENSOR.
 Source:   Kimi Team 2025 (2510.26692), Kimi Linear, sections 3 and 4.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule_by_channel
 from jaxpar.model.recurrent.heads import delta_heads
-from jaxpar.model.recurrent.parameters import KDA_PROJECTIONS
+from jaxpar.model.recurrent.parameters import KDA_GATES, KDA_PROJECTIONS
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
@@ -37,14 +38,15 @@ type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 WEIGHTS = (
-    *("kda_in", "kda_conv", "kda_f_b", "kda_g_b", "kda_a_log", "kda_dt_bias", "kda_norm"),
-    "kda_out",
+    *("kda_in", "kda_gates", "kda_conv", "kda_f_b", "kda_g_b", "kda_a_log", "kda_dt_bias"),
+    *("kda_norm", "kda_out"),
     *KDA_PROJECTIONS,  # only adapters of these
+    *KDA_GATES,
 )
 
 
 class KimiDeltaProjections(NamedTuple):
-    """The products of the input with this tensor rank's columns of `kda_in`."""
+    """The products of the input with this tensor rank's columns of `kda_in` and `kda_gates`."""
 
     mixed: jax.Array
     """[B, T, C]: queries, keys and values before the convolution."""
@@ -62,7 +64,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     """
     m, positions = ex.cfg.model, context.positions
     assert positions is not None, "made with the context of a model that has such layers"
-    projected = split(named(h.map(project, w).in_order(), "qkv"), m)
+    projected = split([named(y, "qkv") for y in h.map(project, w).in_order()], m)
     q, k, v = heads(causal_convolution(projected.mixed, w["kda_conv"], positions), m)
     begins, rates = positions == 0, (log_decay(projected, w, m), rate(projected))
     out, _ = delta_rule_by_channel(q, k, v, *rates, begins, m.recurrent_chunk)
@@ -71,21 +73,28 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 
 
 @jax.named_scope("in_projection")
-def project(h: NormOutput, w: Weights) -> jax.Array:
-    """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
-    (y,) = products(h.operand, [w["kda_in"]], "attn_norm")
-    return lora.add_side_by_side(h.scaled(y), h.operand, w, KDA_PROJECTIONS)
+def project(h: NormOutput, w: Weights) -> list[jax.Array]:
+    """Compute the products with `kda_in` and `kda_gates`, [B, T, columns] each.
+
+    The second is in the compute dtype also in float8: decays of many tokens are multiplied, and
+    gradients of latents are sums over tensor ranks, which would each be rounded.
+    """
+    (mixed,) = products(h.operand, [w["kda_in"]], "attn_norm")
+    mixed = lora.add_side_by_side(h.scaled(mixed), h.operand, w, KDA_PROJECTIONS)
+    x = h.array()
+    (gates,) = products(x, [w["kda_gates"]], "attn_norm")
+    return [mixed, lora.add_side_by_side(h.scaled(gates), x, w, KDA_GATES)]
 
 
-def split(y: jax.Array, m: ModelConfig) -> KimiDeltaProjections:
-    """Split the result of `project`."""
-    sizes = column_sizes(m, lax.axis_size(TENSOR))
-    ends = [sum(sizes[:3]), sum(sizes[:4]), sum(sizes[:5])]
-    return KimiDeltaProjections(*jnp.split(y, ends, axis=-1))
+def split(projected: Sequence[jax.Array], m: ModelConfig) -> KimiDeltaProjections:
+    """Split the results of `project`."""
+    mixed, gates = projected
+    latent = m.linear_value_head_dim
+    return KimiDeltaProjections(mixed, *jnp.split(gates, [latent, 2 * latent], axis=-1))
 
 
 def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
-    """Return a rank's columns of `kda_in`: queries, keys, values, two latents and rate."""
+    """Return a rank's columns: queries, keys and values; two latents and rate."""
     heads, latent = m.linear_num_key_heads // tensor, m.linear_value_head_dim
     keys, values = heads * m.linear_key_head_dim, heads * m.linear_value_head_dim
     return keys, keys, values, latent, latent, heads

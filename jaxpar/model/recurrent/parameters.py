@@ -31,6 +31,7 @@ FUSED_DIMS: dict[str, int | None] = {
     "mamba_norm": None,
     "mamba_out": -1,
     "kda_in": -2,
+    "kda_gates": -2,
     "kda_conv": None,
     "kda_f_b": -2,
     "kda_g_b": -2,
@@ -43,10 +44,18 @@ FUSED_DIMS: dict[str, int | None] = {
 #: Arrays that only recurrent layers have, and the fused ones made of others.
 OUTPUTS = ("delta_out", "mamba_out", "kda_out")
 
+#: The matrices after latents. A layer multiplies all of its tokens by them at once, also where the
+#: projections of the input are in parts.
+AFTER_LATENTS = ("kda_f_b", "kda_g_b")
+
+#: Matrices that `model.matmul_dtype` does not apply to.
+IN_COMPUTE_DTYPE = ("kda_gates", *AFTER_LATENTS)
+
 #: The projections of the input, in the order of the fused matrices.
 DELTA_PROJECTIONS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
 MAMBA_PROJECTIONS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")
-KDA_PROJECTIONS = ("kda_q", "kda_k", "kda_v", "kda_f_a", "kda_g_a", "kda_b")
+KDA_PROJECTIONS = ("kda_q", "kda_k", "kda_v")
+KDA_GATES = ("kda_f_a", "kda_g_a", "kda_b")
 
 
 def delta_net_specs(
@@ -157,6 +166,7 @@ def _fuse_kda(w: Tree, lead: tuple[int, ...]) -> Tree:
     D, width = w["kda_b"].shape[-2], w["kda_conv_q"].shape[-1]
     return {
         "kda_in": jnp.concatenate([flat(n, D, -1) for n in KDA_PROJECTIONS], axis=-1),
+        "kda_gates": jnp.concatenate([flat(n, D, -1) for n in KDA_GATES], axis=-1),
         "kda_conv": jnp.concatenate([flat(f"kda_conv_{n}", -1, width) for n in "qkv"], axis=-2),
         "kda_f_b": flat("kda_f_b", w["kda_f_b"].shape[-3], -1),
         "kda_g_b": flat("kda_g_b", w["kda_g_b"].shape[-3], -1),
