@@ -14,7 +14,7 @@ from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, REQUIRED, family_of, mod
 from jaxpar.convert.hf.config_file import CONFIG_FILE, HOLDS, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.hybrid_families import NEMOTRON_H_EXPERTS
-from jaxpar.convert.hf.keys import kimi_linear
+from jaxpar.convert.hf.keys import global_heads, kimi_linear
 from jaxpar.model.flops import num_params
 from jaxpar.runtime import hub
 
@@ -105,6 +105,7 @@ def _refuse_unknown(values: Values, family: Family) -> None:
     known |= {"no_rope_layers"} if family.nope else set()
     known |= {"moe_layers"} if family.chunked else set()
     known |= kimi_linear.KEYS if family.kimi_linear else set()
+    known |= global_heads.KEYS | global_heads.UNREAD if family.global_heads else set()
     known |= OF_LETTERS if family.letters else set()
     known |= set(UNREAD) if family.letters and EXPERTS not in family.letters else set()
     for key, value in values.items():

@@ -23,6 +23,14 @@ FIELDS = (
 BY_LAYER, HEAD_DIM, KV_HEADS = "per_layer_config", "global_head_dim", "num_global_key_value_heads"
 KEYS_AS_VALUES, BOTH_WAYS = "attention_k_eq_v", "use_bidirectional_attention"
 
+#: All keys that are read here.
+KEYS = {BY_LAYER, HEAD_DIM, KV_HEADS, KEYS_AS_VALUES, BOTH_WAYS, "layer_types"}
+
+#: Keys that mean nothing in models that import takes: of per-layer embeddings, of layers that share
+#: keys, and of experts.
+UNREAD = {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts"}
+UNREAD |= {"moe_intermediate_size"}
+
 #: Width of a global head in files without the key.
 DEFAULT_HEAD_DIM = 512
 
