@@ -145,7 +145,7 @@ def test_what_cannot_be_averaged_is_one_error_and_makes_nothing(runs, tmp_path, 
         ([one, two, new, "--weights", "0", "0"], "must be finite numbers of at least 0"),
         ([one, two, new, "--weights", "1", "nan"], "must be finite numbers of at least 0"),
         ([one, two, new, "--ema"], "step 3 of .* has no moving average"),
-        ([one, two, "gs://bucket/new"], "NEW"),
+        ([one, two, "gs://bucket/new"], "bucket/new.*gs:// is not supported"),
         ([one, two, str(Path(config_file) / "new")], "is a file"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -70,7 +70,7 @@ LONGROPE = tiny.ROPES["long"][1]
     ("rope", "said"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic': .*use .*longrope"),
-        ({"rope_type": "proportional"}, "rope_type = 'proportional': is a RoPE scaling that"),
+        ({"rope_type": "ntk"}, "rope_type = 'ntk': is a RoPE scaling that"),
         ({"rope_type": ["yarn"]}, r"rope_type = \['yarn'\]: is a RoPE scaling that"),
         ({"mrope_section": [8, 8]}, r"mrope_section = \[8, 8\]: is not a key of rope_type default"),
         (YARN | {"llama_4_scaling_beta": "0.1"}, "llama_4_scaling_beta = '0.1': must be a number"),
