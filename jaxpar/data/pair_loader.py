@@ -13,7 +13,7 @@ from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader, check_vocabulary
 from jaxpar.data.pairs import PairRows, pack_rows, plan_rows
-from jaxpar.data.taught.loader import TaughtLoader
+from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.sharding.batch import Batch
 
 #: The command that makes a dataset of pairs.
@@ -94,8 +94,8 @@ def open_loader(
     order: Callable[[int], np.ndarray | None] = lambda length: None,
 ) -> Loader:
     """Open the loader of a split: of pairs with `dpo.beta`, and with what a teacher says in the
-    training split with `distill.cache`. Args, Raises: as `Loader`; also as `TaughtLoader`.
+    training split with `distill.cache`. Args, Raises: as `Loader`; also as `TeacherCacheLoader`.
     """
     if cfg.distill.cache and split == TRAIN:
-        return TaughtLoader(cfg, mesh, split, order)
+        return TeacherCacheLoader(cfg, mesh, split, order)
     return (PairLoader if cfg.dpo.beta else Loader)(cfg, mesh, split, order)

@@ -49,7 +49,7 @@ def _dtype(spec: ParamSpec, cfg: Config) -> Any:
 
 
 def _fetched(x: jax.Array, dtype: Any, most: int | None) -> jax.Array:
-    """Copy an array to the device in equal slices: at most so many, or one for each row."""
+    """Copy an array to the device in equal slices: at most `most`, or one for each row."""
     if not in_host_memory(x):
         return x
     slices = max(n for n in range(1, (most or len(x)) + 1) if len(x) % n == 0)

@@ -19,7 +19,7 @@ from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
-from jaxpar.data.taught.loader import TaughtLoader
+from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
@@ -111,7 +111,7 @@ class Run:
 
     def _teacher(self) -> Teacher | None:
         """Return the teacher of a distillation; None if its files are in place of it."""
-        if isinstance(self.loader, TaughtLoader):
+        if isinstance(self.loader, TeacherCacheLoader):
             log(f"teacher    {check_kept(self.cfg, self.loader.taught.about)}")
             return None
         taught = self.cfg.distill.teacher

@@ -19,7 +19,7 @@ from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.config.serialize import to_json
-from jaxpar.data.taught.cache import About
+from jaxpar.data.teacher_cache.cache import About
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters

@@ -1,1 +1,1 @@
-"""Rules about objectives in place of next-token cross entropy, or beside it."""
+"""Rules about objectives that replace next-token cross entropy, or are added to it."""

@@ -123,7 +123,7 @@ def about_to_json(about: About) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, **asdict(about)}, indent=2) + "\n"
 
 
-class TaughtTokens:
+class TeacherCache:
     """A complete cache that fits a config."""
 
     def __init__(self, cfg: Config, sources: Sequence[str], sequences: Sequence[int]):

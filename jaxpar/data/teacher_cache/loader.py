@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.loader import Loader
-from jaxpar.data.taught.cache import TaughtTokens
+from jaxpar.data.teacher_cache.cache import TeacherCache
 from jaxpar.sharding.batch import Batch
 
 
-class TaughtLoader(Loader):
+class TeacherCacheLoader(Loader):
     """A `Loader` whose batches have `Batch.teacher_ids` and `Batch.teacher_scores`."""
 
     def __init__(self, *args: Any, **more: Any):
-        """As `Loader`. Raises: ConfigError also as `TaughtTokens`."""
+        """As `Loader`. Raises: ConfigError also as `TeacherCache`."""
         super().__init__(*args, **more)
         sources = [source.dataset.fingerprint for source in self.sources]
-        self.taught = TaughtTokens(self._cfg, sources, self.sequences_per_epoch)
+        self.taught = TeacherCache(self._cfg, sources, self.sequences_per_epoch)
 
     def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         assert length == self._cfg.data.seq_len  # a rule of the config: sequences are not cut

@@ -8,9 +8,15 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, open_loader
-from jaxpar.data.taught import cache
-from jaxpar.data.taught.cache import About, TeacherFile, about_to_json, missing_shards, shard_path
-from jaxpar.data.taught.loader import TaughtLoader
+from jaxpar.data.teacher_cache import cache
+from jaxpar.data.teacher_cache.cache import (
+    About,
+    TeacherFile,
+    about_to_json,
+    missing_shards,
+    shard_path,
+)
+from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from tests.data.test_loader import MESHES, assert_same, make_mesh
 
 K, LENGTH = 3, 16
@@ -72,7 +78,7 @@ def test_batches_have_what_the_teacher_says(sizes, cfg):
     """Of each row's own sequence, in the order of the sequence axis, over the end of an epoch."""
     order = np.random.default_rng(3).permutation(LENGTH)
     loader = open_loader(cfg, make_mesh(**sizes), "train", lambda length: order)
-    assert isinstance(loader, TaughtLoader)
+    assert isinstance(loader, TeacherCacheLoader)
     plain = Loader(cfg, make_mesh(), "train", lambda length: order)
     for step in (0, 5, sum(loader.sequences_per_epoch) // 8 + 3):
         batch = loader.batch(step)
