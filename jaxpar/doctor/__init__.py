@@ -22,6 +22,7 @@ from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.runtime.processes.networks.choosing import between_hosts
 
 MAY_IMPORT = (
     "config",
@@ -84,5 +85,7 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # missing devices are a finding
     if place is not None:
-        peers.log(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
+        seconds = cfg.cluster.connect_seconds
+        peers.log(f"cluster    {rendezvous.connect(place, seconds)}")
+        was_set += between_hosts(cfg.cluster.network, place.host, seconds, peers.log)
     return own, was_set

@@ -20,6 +20,7 @@ from jaxpar.doctor import topology
 from jaxpar.runtime.gpus import nvidia_smi
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
+from jaxpar.runtime.processes.networks.host import rdma_ports
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
@@ -41,7 +42,7 @@ class HostFacts:
                   their files in /dev, and folders in LD_LIBRARY_PATH that contain CUDA.
     gpus          `nvidia-smi`'s values for each GPU of the host.
     driver_error  why `gpus` is empty.
-    matrix, nvlinks, infiniband   as in `topology`.
+    matrix, nvlinks   as in `topology`. infiniband   RDMA ports, as from `rdma_ports`.
     backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
     backend_error   why JAX did not start.
     simulated     whether the devices are simulated on request.
@@ -94,7 +95,7 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
         versions=_versions() | _of_driver(found.get("gpus", []), ask),
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
         host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
-        infiniband=topology.infiniband(),
+        infiniband=rdma_ports(Path("/sys/class/infiniband")),
         **found,
     )
 

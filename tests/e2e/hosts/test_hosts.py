@@ -62,10 +62,11 @@ def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
     """Also where a host's name is a loopback address to itself, as on Debian."""
     config = write_ranks(tmp_path)
     with Network(2, own_names) as network:
-        run = Run(network, config, tmp_path, network.names[0])
+        run = Run(network, config, tmp_path, network.names[0], "--cluster.network", "tcp")
         codes = run.codes(150)
     assert codes == [exit_codes.EXIT_OK] * 2, run.said(0)[-2000:] + run.said(1)[-2000:]
     assert ", 2 hosts" in run.said(0)
+    assert "network    tcp: as cluster.network says" in run.said(0)
     ranks.assert_same_run(tmp_path / "run", whole)
 
 
