@@ -13,6 +13,7 @@ import jax
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
+from jaxpar.doctor.checks import paths as path_checks
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import bandwidth, compute, verification
@@ -127,8 +128,12 @@ class Examination:
         hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
-        by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
+        by_host = [
+            [*gpu_checks.check(f[0]), gpu_checks.used(f), *path_checks.check_paths(f[0])]
+            for f in hosts.values()
+        ]
         found = merge_findings(by_host, list(hosts)) + self._merged(host.check_host)
+        found += self._merged(lambda facts: [path_checks.numa_binding(facts)])
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:

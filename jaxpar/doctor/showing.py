@@ -1,7 +1,7 @@
 """Formats an examination's results as tables."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -19,6 +19,7 @@ from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
+from jaxpar.runtime.gpus.pci import address_of
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -74,7 +75,20 @@ def hardware(facts: HostFacts) -> list[Any]:
         shown.append(table(columns, rows))
     for port in facts.infiniband:
         shown.append(escape(f"  {port['card']}/{port['port']}: {port['state']}, {port['rate']}"))
+    if facts.gpus:
+        shown += [escape(line) for line in _network(facts.network)]
     return shown
+
+
+def _network(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the variables for the network to other hosts, with their reasons."""
+    yield f"  network to other hosts: {found['network']}, {found['why']}"
+    for name, value in found["to_set"].items():
+        yield f"    {name}={value}: set in runs on several hosts"
+    for name, value in found["kept"].items():
+        yield f"    {name}={value}: yours"
+    for name, value, why, source in found["suggested"]:
+        yield f"    consider {name}={value}: {why} ({source})"
 
 
 def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
@@ -92,8 +106,15 @@ def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
         ecc,
         f"{len(up)} x {up[0]:.1f} GB/s" if up else "-",
         facts.matrix.numa.get(f"GPU{index}") or "-",
-        ",".join(facts.matrix.cards.get(f"GPU{index}", [])) or "-",
+        _cards(facts, gpu) or "-",
     ]
+
+
+def _cards(facts: HostFacts, gpu: GpuFacts) -> str:
+    """Return the network cards nearest to a GPU, and how far they are."""
+    way, cards = facts.paths.nearest(address_of(gpu.get("pci.bus_id", "")))
+    names = cards or facts.matrix.cards.get(f"GPU{gpu.get('index')}", [])
+    return " ".join(filter(None, [",".join(names), way]))
 
 
 def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -85,7 +85,8 @@ class HostNetwork:
 def read(coordinator: str, env: Mapping[str, str], root: Path = Path("/")) -> HostNetwork:
     """Read this host's facts.
 
-    Args:     coordinator: name or address of process 0's host. env: for LD_LIBRARY_PATH.
+    Args:     coordinator: name or address of process 0's host; "" for none. env: for
+              LD_LIBRARY_PATH.
     """
     routes = list(_routes(root))
     plugins = dict(_plugins(root))
@@ -168,6 +169,8 @@ def interface_towards(addresses: list[str], routes: list[Route]) -> str:
 
 
 def _addresses(host: str) -> list[str]:
+    if not host:
+        return []
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
