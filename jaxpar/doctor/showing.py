@@ -14,6 +14,7 @@ from jaxpar.doctor.checks.measured import Rates, expectations
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
+from jaxpar.doctor.measure.hosts import HostRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
@@ -159,6 +160,32 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
         made(f"bus bandwidth, {unit}", lambda row: f"{row.bus / scale:,.1f}"),
         made(f"algorithm bandwidth, {unit}", lambda row: f"{row.algorithm / scale:,.1f}"),
     ]
+
+
+def hosts(rows: Sequence[HostRow]) -> list[Group]:
+    """Return times and bus bandwidth per device, within hosts and across them."""
+    if not rows:
+        return []
+    ways = list(dict.fromkeys(one.over for one in rows))
+    at = {(one.over, one.row.kind, i): one.row for way in ways for i, one in _numbered(rows, way)}
+    scale, unit = (1e9, "GB/s") if max(one.row.bus for one in rows) > 10e9 else (1e6, "MB/s")
+    lines = []
+    for _, kind, i in (key for key in at if key[0] == ways[-1]):
+        found = [at[way, kind, i] for way in ways]
+        cells = [(_time(row), f"{row.bus / scale:,.1f}") for row in found]
+        lines.append((kind, size_of(found[-1].size), *(cell for pair in cells for cell in pair)))
+    columns = [text for way in ways for text in (f"µs {way}", unit)]
+    title = "bus bandwidth of each device, while all devices of a host communicate"
+    return [titled(title, ["", "size", *columns], lines)]
+
+
+def _numbered(rows: Sequence[HostRow], way: str) -> Iterator[tuple[int, HostRow]]:
+    """Yield the rows of a way, each with the number of its size: sizes are rounded."""
+    sizes: dict[str, int] = {}
+    for one in rows:
+        if one.over == way:
+            sizes[one.row.kind] = sizes.get(one.row.kind, -1) + 1
+            yield sizes[one.row.kind], one
 
 
 def _steps(sizes: Sequence[int]) -> list[list[int]]:
