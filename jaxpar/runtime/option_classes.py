@@ -32,8 +32,8 @@ PATHS = {"data", "include_path", "input", "json", "output", "plot"}
 #: (`stores.reading.with_local_runs`).
 OR_ADDRESS = "or the address of a run"
 
-#: Marks an argument that may also be an address to write to.
-TO_ADDRESS = "or an address to write to"
+#: Marks an argument that may also be another address: of a folder to write, or a published model.
+TO_ADDRESS = "or another address"
 
 _READERS = tyro.constructors.ConstructorRegistry()
 

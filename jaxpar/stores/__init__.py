@@ -8,6 +8,7 @@ by parts, through a cache on the host's disk.
     files     the other files of a run                      sessions  who wrote a run last
     mirror    the thread that uploads                       fetching  downloads a run
     reading   lets commands read a run                      folders   datasets and exported models
+    models    runs and published models to start from
     cached    an object that is read by parts               cache     the parts on this host's disk
 """
 

@@ -28,7 +28,7 @@ FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "dat
 FIELDS += ["distill.teacher", "data.cache_dir"]
 
 #: Fields that take addresses of object stores.
-STORED_FIELDS = ("data.path", "data.held_out")
+STORED_FIELDS = ("data.path", "data.held_out", "run.init_from", "distill.teacher")
 
 WRONG = {
     "gs://bucket/run": "gs:// is not supported",
@@ -102,8 +102,8 @@ READERS = {
 }
 
 
-#: Arguments that take the address of a run.
-STORED = {"convert RUN", "report RUN", "sample RUN"}
+#: Arguments that take the address of a run or a published model.
+STORED = {"convert RUN", "convert DIR", "report RUN", "sample RUN"}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://box/run", "https://host/run"])

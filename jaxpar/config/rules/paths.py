@@ -145,8 +145,8 @@ def cache_folder(place: str) -> Path:
     return Path(cache) / "jaxpar" / place
 
 
-def check_data_path(field: str, name: str, fix: str) -> None:
-    """Check a path of a dataset, or the address of one, without using it.
+def check_path_or_address(field: str, name: str, fix: str) -> None:
+    """Check a path, or an address, without using it.
 
     Raises:   ConfigError as `check_path` and `read_address`.
     """

@@ -1,12 +1,8 @@
 """The copy of a dataset in a store: its small files, on this host. Its tokens stay in the store."""
 
-import fcntl
 import functools
 import hashlib
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +12,10 @@ from jaxpar.config.rules.paths import Address, cache_folder, is_address, read_ad
 from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, PREPARE, STREAM_FILE
 from jaxpar.data.stored.array import StoredArray
 from jaxpar.data.stored.writing import PARTS, read_parts
-from jaxpar.runtime.exit_codes import RunError
-from jaxpar.runtime.files import atomic
 from jaxpar.stores.cache import AFTER, PartCache
 from jaxpar.stores.cached import CachedObject
-from jaxpar.stores.folders import listed_files
-from jaxpar.stores.objects import ATTEMPTS, Altered, Content, Missing, Objects, Stamp
-
-#: What the small files of a copy are versions of.
-VERSIONS = "versions.json"
+from jaxpar.stores.folders import update_copy
+from jaxpar.stores.objects import Missing, Objects, Stamp
 
 #: Files that stay in the store.
 LARGE = ".bin"
@@ -51,37 +42,8 @@ class StoredFolder:
         if STREAM_FILE in names:
             rule = "is a streamed dataset, which needs its text on this host"
             raise ConfigError(field, str(address), rule, "prepare it without --stream")
-        self.path.mkdir(parents=True, exist_ok=True)
-        with _alone(self.path):
-            self._update(sorted(names & DATASET_FILES))
-
-    def _update(self, names: list[str]) -> None:
-        """Download the small files that are not here, are outdated or damaged."""
-        try:
-            recorded = listed_files(self._objects)
-        except Altered as error:
-            raise RunError(f"{self.address}: {error}. Fix: write the dataset again") from error
-        known = self.path / VERSIONS
-        before = json.loads(known.read_text()) if known.is_file() else {}
-        now = {}
-        for name in (name for name in names if not name.endswith(LARGE)):
-            size, stamp = self._objects.about(name)
-            now[name] = [size, *stamp]
-            expected = recorded.get(name)
-            if now[name] != before.get(name) or not _is_intact(self.path / name, size, expected):
-                self._download(name, expected)
-        for old in set(before) - set(now):
-            (self.path / old).unlink(missing_ok=True)
-        atomic.write(known, json.dumps(now).encode())
-
-    def _download(self, name: str, expected: Content | None) -> None:
-        why = ""
-        for _ in range(ATTEMPTS):
-            try:
-                return self._objects.download(name, self.path / name, expected)
-            except (Altered, Missing) as error:
-                why = str(error)
-        raise RunError(f"{self.address} is damaged: {why}. Fix: write the dataset again")
+        small = [name for name in sorted(names & DATASET_FILES) if not name.endswith(LARGE)]
+        update_copy(self._objects, self.path, small, names, again=True)
 
     def array(self, name: str, dtype: np.dtype, size: int, sha256: str) -> StoredArray:
         """Return the content of an object. If there is room, all of it is fetched meanwhile.
@@ -158,20 +120,3 @@ def close_all() -> None:
 @functools.cache
 def _cache(folder: Path) -> PartCache:
     return PartCache(folder, 1 << 60)
-
-
-def _is_intact(file: Path, size: int, expected: Content | None) -> bool:
-    if not file.is_file() or file.stat().st_size != size:
-        return False
-    if expected is None:
-        return True
-    with open(file, "rb") as opened_file:
-        return hashlib.file_digest(opened_file, "sha256").hexdigest() == expected.sha256
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a copy against other processes."""
-    with open(folder / ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
