@@ -13,9 +13,11 @@ comes back joins them. HOST serves the rendezvous, or another host does, which m
 python -m jaxpar.launch --serve-rendezvous HOST:PORT
 """
 
+import os
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.runtime.gpus import numa
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.hosts import running
 from jaxpar.runtime.processes.launcher import Launcher, read_command
@@ -44,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     options, args, cfg = read_command(argv, __doc__, model_from, _with_vocabulary)
     if options.serve_rendezvous:
         return running.serve(options, children.on_signals)
+    os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     if options.nodes:
         with output_may_be_lost():
             return running.run(options, args, cfg, children.on_signals)

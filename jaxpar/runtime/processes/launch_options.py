@@ -1,7 +1,7 @@
 """The options of `jaxpar.launch`."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,6 +20,8 @@ class OneHost:
     """Maximum restarts without a new checkpoint in between."""
     grace: float = 5.0
     """Seconds for the other processes to end after a failure, before they are killed."""
+    numa: Literal["auto", "off"] = "auto"
+    """auto: bind each process to the CPUs and the memory near its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
