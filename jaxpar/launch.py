@@ -11,6 +11,7 @@ Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.memory_checkpoint.places import kept_in_memory
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
@@ -35,9 +36,10 @@ def _with_vocabulary(cfg: Config) -> Config:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    launcher = Launcher(*read_command(argv, __doc__, model_from, _with_vocabulary))
-    children.on_signals(launcher.stop)
-    with output_may_be_lost():
+    options, args, cfg = read_command(argv, __doc__, model_from, _with_vocabulary)
+    with kept_in_memory(cfg) as memory, output_may_be_lost():
+        launcher = Launcher(options, args, cfg, memory)
+        children.on_signals(launcher.stop)
         return launcher.run()
 
 
