@@ -17,6 +17,8 @@ import os
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.memory_checkpoint.places import kept_in_memory
+from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.runtime.gpus import numa
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.hosts import running
@@ -47,12 +49,11 @@ def main(argv: Sequence[str]) -> int:
     if options.serve_rendezvous:
         return running.serve(options, children.on_signals)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
-    if options.nodes:
-        with output_may_be_lost():
-            return running.run(options, args, cfg, children.on_signals)
-    launcher = Launcher(options, args, cfg)
-    children.on_signals(launcher.stop)
-    with output_may_be_lost():
+    with kept_in_memory(cfg) as memory, output_may_be_lost():
+        if options.nodes:
+            return running.run(options, args, cfg, children.on_signals, memory, PieceServer)
+        launcher = Launcher(options, args, cfg, memory)
+        children.on_signals(launcher.stop)
         return launcher.run()
 
 

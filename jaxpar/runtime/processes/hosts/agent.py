@@ -6,7 +6,7 @@ them and the other members; between generations, it waits until enough hosts are
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.config import Config
@@ -14,6 +14,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import POLL_SECONDS, SETTLE_SECONDS
 from jaxpar.runtime.processes.hosts import generations, options
+from jaxpar.runtime.processes.hosts.copies import Copies
 from jaxpar.runtime.processes.hosts.formation import Formation
 from jaxpar.runtime.processes.hosts.generations import End, Generation, Over, StoreView
 from jaxpar.runtime.processes.hosts.link import CONNECT_SECONDS
@@ -39,8 +40,12 @@ class Agent:
         cfg: Config,
         gpus: list[dict[str, str]],
         membership: Membership,
+        copies: Copies | None = None,
     ):
-        """Args:     args, cfg: of the run. gpus: variables of each process, or none."""
+        """
+        Args:     args, cfg: of the run. gpus: variables of each process, or none. copies: of the
+                  state, in this host's memory.
+        """
         self.options, self.args, self.cfg, self.gpus = asked, args, cfg, gpus
         self.run_dir, self.here = Path(cfg.run.dir), membership
         self.least, self.most = options.limits(asked.nodes)
@@ -50,7 +55,7 @@ class Agent:
         self.coordinator: Service | None = None
         self.progress: Progress | None = None
         self.stopped_by: signal.Signals | None = None
-        self.variables: Mapping[str, str] = {}
+        self.copies = copies
         self._ignored: set[int] | None = None
         self._told = ""
         self._cut = False
@@ -167,8 +172,7 @@ class Agent:
         if not done:
             return
         self._end_here()
-        self.here.say(ready=trainers.generation.number + 1)
-        self.here.new_port()
+        self._offer(trainers.generation.number + 1)
         self.formation.over_since = self.formation.over_since or time.monotonic()
 
     def _notice_progress(self, seen: StoreView, generation: Generation) -> None:
@@ -217,7 +221,8 @@ class Agent:
         self.formation.started(generation)
         hosts = len({seen.hosts[m].address for m in generation.members})
         self.trainers = trainers
-        trainers.start(self.args, self.gpus, hosts, self.variables)
+        copies = self.copies.variables(generation, self.here.own) if self.copies else {}
+        trainers.start(self.args, self.gpus, hosts, copies)
         if self.stopped_by:
             trainers.ask_to_stop()
 
@@ -242,14 +247,19 @@ class Agent:
             if self.trainers is not None:
                 number = self.trainers.generation.number
                 self._end_here()
-                self.here.say(ready=number + 1)
-                self.here.new_port()
+                self._offer(number + 1)
         if self.stopped_by:
             return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
         if silent > limit:
             why = self.here.store.trouble
             return report(f"{where} {limit:g} s, --wait-seconds: {why}", exit_codes.EXIT_ERROR)
         return None
+
+    def _offer(self, number: int) -> None:
+        """Offer to be in a generation, with what this host has for it."""
+        in_memory = self.copies.newest_step() if self.copies else -1
+        self.here.say(ready=number, in_memory=in_memory)
+        self.here.new_port()
 
     def _end_here(self) -> None:
         """End the processes of this host, and the coordinator if it is here."""

@@ -107,10 +107,10 @@ class Formation:
     ) -> None:
         """Write the next generation, or the end of the run if it does not go on."""
         over = seen.overs.get(before.number) if before is not None else None
-        restarts, lost = Restarts(saved=self._newest()), []
+        restarts, lost = Restarts(saved=self._newest(ready)), []
         if before is not None and over is not None:
             lost = generations.lost_of(seen, before, over)
-            restarts, final = self._after(before, over, lost)
+            restarts, final = self._after(before, over, lost, self._newest(ready))
             if final is not None:
                 self._agent.here.create(f"end/{before.number}", final.as_text())
                 return
@@ -121,10 +121,10 @@ class Formation:
         self._agent.here.create(f"generation/{number}", formed.as_text())
 
     def _after(
-        self, before: Generation, over: Over, lost: Sequence[str]
+        self, before: Generation, over: Over, lost: Sequence[str], saved: int
     ) -> tuple[Restarts, End | None]:
         """Count a restart. Returns:  the counts, and the end of the run if there is no restart."""
-        past, saved = Restarts(**before.restarts), self._newest()
+        past = Restarts(**before.restarts)
         spent = 0 if saved > past.saved else past.spent
         if over.kind == "stopped" and not over.hosts:
             text = f"generation {before.number} has stopped"
@@ -141,8 +141,10 @@ class Formation:
             return past, End(code=over.code, text=f"{over.text}; {final}")
         return Restarts(spent=spent + 1, saved=saved, **told), None
 
-    def _newest(self) -> int:
-        return newest_checkpoint(self._agent.run_dir)
+    def _newest(self, hosts: Sequence[Host]) -> int:
+        """Return the latest step that is saved, on the disk or in the memory of these hosts."""
+        in_memory = max((host.in_memory for host in hosts), default=-1)
+        return max(newest_checkpoint(self._agent.run_dir), in_memory)
 
     def described(self, generation: Generation, seen: StoreView) -> str:
         """Describe a generation that starts."""
@@ -158,8 +160,10 @@ class Formation:
             why = "the most are training" if number == agent.most else f"with more, {why}"
             text += f"; spare: {', '.join(generation.spare)} ({why})"
         if generation.resumed:
-            saved = self._newest()
-            text += f"; from checkpoint {saved}" if saved >= 0 else "; from the beginning"
+            saved = self._newest([])
+            where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
+            copy = self._newest([seen.hosts[name] for name in generation.members])
+            text += f"; from step {copy}, in memory" if copy > saved else f"; {where}"
             spent = Restarts(**generation.restarts).spent
             text += f"; restart {spent} of {agent.options.restarts}" if spent else ""
         return text

@@ -53,6 +53,10 @@ class Host(_Entry):
     """The generation whose processes have all ended here with code 0."""
     left: bool = False
     """Its launcher ends."""
+    piece_port: int = 0
+    """Where it serves copies of the state in its memory; 0: nowhere."""
+    in_memory: int = -1
+    """The step of the latest copy of which it has a piece; -1 without any."""
     stepped: int = 0
     """The generation whose first step is done, as its first host tells."""
     count: int = 0
@@ -91,6 +95,8 @@ class Generation(_Entry):
     restarts: Mapping[str, Any] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     """Hosts that the generation before has lost."""
+    pieces: tuple[str, ...] = ()
+    """host:port of each member's server of pieces; empty if the run keeps no copies."""
     spare: tuple[str, ...] = ()
     """Hosts that are ready too, and not members."""
     silent: float = 0.0
@@ -221,6 +227,7 @@ def next_generation(
         lives=tuple(host.life for host in members),
         counts=tuple(host.processes for host in members),
         coordinator=joined(first.address, first.port),
+        pieces=tuple(joined(h.address, h.piece_port) for h in members if h.piece_port),
         resumed=before is not None,
         why=over.text if over is not None else "start",
         restarts=dataclasses.asdict(restarts),

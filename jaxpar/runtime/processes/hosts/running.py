@@ -1,9 +1,11 @@
 """Starts the launcher of one of several hosts, and serves the rendezvous."""
 
+import contextlib
 import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.runtime import exit_codes
@@ -13,11 +15,12 @@ from jaxpar.runtime.processes.children import POLL_SECONDS
 from jaxpar.runtime.processes.detect import is_loopback
 from jaxpar.runtime.processes.hosts import addresses, options
 from jaxpar.runtime.processes.hosts.agent import Agent
+from jaxpar.runtime.processes.hosts.copies import Copies, MakesServer
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
 from jaxpar.runtime.processes.hosts.store import Service
 from jaxpar.runtime.processes.launch_options import LaunchOptions
-from jaxpar.runtime.processes.launcher import report, shares_of_gpus
+from jaxpar.runtime.processes.launcher import CopiesInMemory, report, shares_of_gpus
 
 type OnSignals = Callable[[Callable[[signal.Signals], None]], None]
 
@@ -46,9 +49,18 @@ def serve(asked: LaunchOptions, on_signals: OnSignals) -> int:
     return report(f"stopped by {stopped[0].name}", exit_codes.EXIT_OK)
 
 
-def run(asked: LaunchOptions, args: list[str], cfg: Config, on_signals: OnSignals) -> int:
+def run(
+    asked: LaunchOptions,
+    args: list[str],
+    cfg: Config,
+    on_signals: OnSignals,
+    memory: CopiesInMemory | None,
+    makes_server: MakesServer,
+) -> int:
     """Train on this host, with the launchers of the others. Returns:  the run's exit code.
 
+    Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
+              nowhere. makes_server: serves these to other hosts.
     Raises:   ConfigError for GPUs that cannot be shared, and addresses that the others cannot use.
     """
     gpus = shares_of_gpus(asked.num_processes) if not cfg.run.cpu_devices else []
@@ -56,28 +68,27 @@ def run(asked: LaunchOptions, args: list[str], cfg: Config, on_signals: OnSignal
     devices = each or (len(visible.visible_gpu_ids()) if gpus else asked.num_processes)
     stopped: list[signal.Signals] = []
     on_signals(stopped.append)
-    service = _served_here(asked)
-    try:
-        own = {
-            "name": asked.host_name or socket.gethostname(),
-            "address": _address(asked, stopped),
-            "devices": devices,
-            "processes": asked.num_processes,
-        }
-        limit = asked.heartbeat_seconds
-        membership = Membership(asked.rendezvous, str(cfg.run.dir), own, limit)
-        agent = Agent(asked, args, cfg, gpus, membership)
+    with contextlib.ExitStack() as until_the_end:
+        service = _served_here(asked)
+        if service is not None:
+            until_the_end.callback(service.end)
+        own: dict[str, Any] = {"address": _address(asked, stopped), "devices": devices}
+        own |= {"name": asked.host_name or socket.gethostname(), "processes": asked.num_processes}
+        copies = None
+        if memory is not None:
+            server = until_the_end.enter_context(makes_server(memory.folder, own["address"]))
+            copies = Copies(memory, server)
+            own["piece_port"] = copies.port
+        here = Membership(asked.rendezvous, str(cfg.run.dir), own, asked.heartbeat_seconds)
+        until_the_end.callback(here.close)
+        agent = Agent(asked, args, cfg, gpus, here, copies)
         on_signals(agent.stop)
         if stopped:
             agent.stop(stopped[0])
         code = agent.run()
         if service is not None:
-            _linger(membership, asked)
-        membership.close()
+            _linger(here, asked)
         return code
-    finally:
-        if service is not None:
-            service.end()
 
 
 def _address(asked: LaunchOptions, stopped: list[signal.Signals]) -> str:
