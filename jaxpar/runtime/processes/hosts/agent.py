@@ -76,6 +76,8 @@ class Agent:
 
     def turn(self) -> int | None:
         """Do what is due. Returns:  the exit code once the run has ended for this host."""
+        if self.stopped_by:
+            self.here.say(leaving=True)
         seen = self.here.turn()
         patience = self.options.heartbeat_seconds
         if self.here.view is None:  # the first connection also takes the start of a process
@@ -104,8 +106,8 @@ class Agent:
         self._notice_progress(seen, generation)
         if done and trainers.all_ended_with(exit_codes.EXIT_OK):
             self.here.say(done=number)
-            self._all_done(seen, generation)
-            return None
+            if self._all_done(seen, generation):
+                return None
         if over is not None:
             self._finish(seen, trainers, over, done)
             return None
@@ -122,10 +124,10 @@ class Agent:
             return Over(kind="stopped", text=f"asked to stop{who}", hosts=tuple(leaving))
         done_elsewhere = {h.name for h in seen.hosts.values() if h.done >= generation.number}
         if absent := [m for m in seen.left_by(generation) if m not in done_elsewhere]:
-            silent = round(max(self._silent(m) for m in absent), 1)
+            silent = round(max(self.silent(m) for m in absent), 1)
             text = generations.lost_text(absent, silent, self.name)
             return Over(kind="lost", text=text, hosts=tuple(absent), silent=silent)
-        if trainers.failed():
+        if self.here.own.done < generation.number and trainers.failed():
             failure = trainers.failure()
             self._show_end_of_log(trainers, failure.rank)
             return Over(
@@ -149,16 +151,18 @@ class Agent:
         text = f"{', '.join(new)} can join"
         return Over(kind="join", text=text, hosts=tuple(new)) if new else None
 
-    def _silent(self, name: str) -> float:
+    def silent(self, name: str) -> float:
         """Return the seconds since a host's last sign of life; 0 if it has started again."""
         seconds = self.here.liveness.silent(name, time.monotonic())
         return seconds if seconds > self.options.heartbeat_seconds else 0.0
 
-    def _all_done(self, seen: StoreView, generation: Generation) -> None:
-        """End the run once the processes of all members have ended with code 0."""
-        done = [h.name for h in seen.hosts.values() if h.done == generation.number]
-        if set(generation.members) <= set(done):
-            self.here.create(f"end/{generation.number}", End(code=0, text="").as_text())
+    def _all_done(self, seen: StoreView, generation: Generation) -> bool:
+        """Return whether the processes of all members have ended with 0; if so, end the run."""
+        done = {h.name for h in seen.hosts.values() if h.done == generation.number}
+        if not set(generation.members) <= done:
+            return False
+        self.here.create(f"end/{generation.number}", End(code=0, text="").as_text())
+        return True
 
     def _finish(self, seen: StoreView, trainers: Trainers, over: Over, done: bool) -> None:
         """End the processes here, since the generation is over; then wait for the next one."""
@@ -296,5 +300,4 @@ class Agent:
         if self.trainers is not None:
             first = signal.SIGHUP if hung_up else signal.SIGTERM
             self.trainers.send(signal.SIGKILL if self.stopped_by else first)
-        self.here.say(leaving=True)
-        self.stopped_by = number
+        self.stopped_by = number  # the next turn tells the others

@@ -118,6 +118,10 @@ class Formation:
         names = {host.name for host in members}
         spare = tuple(host.name for host in ready if host.name not in names)
         formed = replace(formed, lost=tuple(lost), spare=spare)
+        if over is not None and over.kind == "failed" and lost:
+            silent = round(max(map(self._agent.silent, lost)), 1)
+            why = f"{generations.lost_text(lost, silent, self._agent.name)}; {over.text}"
+            formed = replace(formed, silent=silent, why=why)
         self._agent.here.create(f"generation/{number}", formed.as_text())
 
     def _after(
