@@ -7,7 +7,7 @@ Launchers of several hosts record when a generation takes its first step
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxpar.monitoring.goodput import GENERATION
 
@@ -28,13 +28,16 @@ def host_losses(events: Iterable[dict[str, Any]]) -> list[HostLoss]:
     found = []
     for event in events:
         lost, step = event.get("lost"), event.get("step")
-        times = [event.get("silent"), event.get("seconds")]
-        fine = isinstance(lost, list) and isinstance(step, int)
-        if event["event"] != GENERATION or not lost or not fine:
+        silent, seconds = event.get("silent"), event.get("seconds")
+        if event["event"] != GENERATION or not isinstance(lost, list) or not lost:
             continue
-        if all(isinstance(seconds, int | float) for seconds in times):
-            found.append(HostLoss(tuple(map(str, lost)), float(sum(times)), step))
+        if isinstance(step, int) and _is_time(silent) and _is_time(seconds):
+            found.append(HostLoss(tuple(map(str, lost)), silent + seconds, step))
     return found
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float)
 
 
 def described(losses: list[HostLoss]) -> str:
