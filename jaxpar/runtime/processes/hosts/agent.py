@@ -17,10 +17,9 @@ from jaxpar.runtime.processes.hosts import generations, options
 from jaxpar.runtime.processes.hosts.copies import Copies
 from jaxpar.runtime.processes.hosts.formation import Formation
 from jaxpar.runtime.processes.hosts.generations import End, Generation, Over, StoreView
-from jaxpar.runtime.processes.hosts.link import CONNECT_SECONDS
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.progress import Progress
-from jaxpar.runtime.processes.hosts.store import Service
+from jaxpar.runtime.processes.hosts.store import START_SECONDS, Service
 from jaxpar.runtime.processes.hosts.trainers import Trainers
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.processes.launcher import report
@@ -81,12 +80,12 @@ class Agent:
         seen = self.here.turn()
         patience = self.options.heartbeat_seconds
         if self.here.view is None:  # the first connection also takes the start of a process
-            patience += CONNECT_SECONDS
+            patience += START_SECONDS
         if self.here.silent() > patience:
             return self._without_store()
+        self.here.eager = self.trainers is None
         if seen is None:
-            if self.trainers is not None:
-                self.trainers.over()
+            self._look_here()
             return None
         if self._cut:
             self._cut = False
@@ -95,6 +94,14 @@ class Agent:
             self._end_here()
             return report(end.text, end.code) if end.text else end.code
         return self._train(seen, self.trainers) if self.trainers else self._wait(seen)
+
+    def _look_here(self) -> None:
+        """Notice at once that a process has ended, between two looks at the others."""
+        if self.trainers is not None:
+            before = len(self.trainers.ended)
+            self.trainers.over()
+            if len(self.trainers.ended) > before:
+                self.here.hurry()
 
     # ------------------------------------------------------------------------ while it trains
 

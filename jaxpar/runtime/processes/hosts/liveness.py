@@ -16,6 +16,7 @@ class Liveness:
     """Seconds without a change after which a host counts as lost."""
     _seen: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By host: its last text, and when that text was first seen."""
+    _looked: bool = False
     _fresh: set[str] = field(default_factory=set)
     """Hosts whose entry has changed since this launcher first saw it, or is this launcher's own."""
 
@@ -32,8 +33,6 @@ class Liveness:
                 if known is not None or self._looked:
                     self._fresh.add(host)
         self._looked = True
-
-    _looked: bool = False
 
     def alive(self, now: float) -> set[str]:
         """Return the hosts that have shown a sign of life within the limit."""

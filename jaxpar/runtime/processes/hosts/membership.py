@@ -15,6 +15,9 @@ from jaxpar.runtime.processes.hosts.store import Read, Store
 #: Signs of life within the limit after which a host counts as lost.
 SIGNS = 5
 
+#: Seconds between two looks while no generation trains.
+EAGER_SECONDS = 0.25
+
 
 class Membership:
     """The entry of this host, rewritten all the time, and the latest view of the others."""
@@ -27,7 +30,7 @@ class Membership:
         """
         prefix = f"jaxpar/{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self.limit, self._every = limit, limit / SIGNS
-        self.store = Store(rendezvous, prefix, limit / 2)
+        self.store = Store(rendezvous, prefix, limit)
         self._held = FreePort(own["address"])
         self.own = Host(life=uuid.uuid4().hex, port=self._held.number, ready=1, **own)
         self.liveness = Liveness(limit)
@@ -35,6 +38,8 @@ class Membership:
         """The latest view; None before the first one."""
         self.contact = time.monotonic()
         """When the store was known to answer last."""
+        self.eager = True
+        """Look often, since no generation trains."""
         self._asked, self._changed = float("-inf"), True
         self._create: dict[str, str] = {}
 
@@ -47,6 +52,10 @@ class Membership:
     def create(self, key: str, text: str) -> None:
         """Write a text once, unless another launcher has written it already."""
         self._create.setdefault(key, text)
+        self._changed = True
+
+    def hurry(self) -> None:
+        """Exchange texts at the next turn."""
         self._changed = True
 
     def new_port(self) -> None:
@@ -63,7 +72,8 @@ class Membership:
         read = self.store.answer()
         if read is not None:
             self._take(read)
-        due = self._changed or time.monotonic() - self._asked > self._every
+        every = min(self._every, EAGER_SECONDS) if self.eager else self._every
+        due = self._changed or time.monotonic() - self._asked > every
         if due and self.store.free():
             self._asked, self._changed = time.monotonic(), False
             self.own = dataclasses.replace(self.own, count=self.own.count + 1)

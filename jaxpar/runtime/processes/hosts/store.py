@@ -21,6 +21,9 @@ from jaxpar.runtime.processes.hosts import link, service
 #: Seconds between the ends and starts of a link that fails.
 AGAIN_SECONDS = 0.5
 
+#: Seconds for a link to start and to connect, on a busy host.
+START_SECONDS = 20.0
+
 
 @dataclass(frozen=True)
 class Read:
@@ -92,7 +95,7 @@ class Store:
     def _watch(self, process: subprocess.Popen) -> None:
         """End a link that does not answer, and forget one that has ended."""
         late = time.monotonic() - self._asked
-        limit = self._patience if self._ready else link.CONNECT_SECONDS + self._patience
+        limit = self._patience if self._ready else START_SECONDS
         if process.poll() is not None and not self._answers:
             self.trouble = self.trouble or "its connection was lost"
             self._end(process)
