@@ -5,9 +5,10 @@ host's memory, /dev/shm, and sends them to other hosts. The files outlive the pr
 failure the processes start again, agree on the newest step of which every piece is left, and load
 it onto their mesh, which may be another one.
 
-    kept_in_memory, PieceServer    for a launcher: the folder of the files, and who reads them
-    MemoryCheckpointer             for the training loop: copies
-    find, restore                  for a start: the newest complete copy, and its arrays
+    places.kept_in_memory, server.PieceServer    for a launcher: the folder of the files, and the
+                                                 server from which other hosts read them
+    writing.MemoryCheckpointer                   for the training loop: makes copies
+    finding.find, restoring.restore              for a start: the newest copy, and its arrays
 """
 
-MAY_IMPORT = ("config", "runtime")
+MAY_IMPORT = ("config", "runtime", "sharding", "step", "data", "checkpoint")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class HostLost(OSError):
 
 
 class PieceClient:
-    """A connection to the server of a host. One request at a time.
+    """A connection to the server of a host. Threads may share it.
 
     A request is a line of JSON, and so is the answer. Bytes of a file follow the answer to "read",
     and the request "write" once it is granted.
@@ -31,22 +32,26 @@ class PieceClient:
 
     def __init__(self, address: str):
         """Args:     address: host:port. Raises:   HostLost."""
-        self.address = address
+        self.address, self._lock = address, threading.RLock()
         host, _, port = address.rpartition(":")
-        with self._or_lost():
+        try:
             to = (host.strip("[]"), int(port))
             self._socket = socket.create_connection(to, CONNECT_SECONDS)
             self._socket.settimeout(STALLED_SECONDS)
             self._file = self._socket.makefile("rb")
+        except (OSError, ValueError) as error:
+            raise HostLost(f"{address}: {error}") from error
 
     def files(self) -> dict[str, int]:
         """Return the bytes of each complete file of the host, by name. Raises:   HostLost."""
-        return dict(self._ask({"do": "list"})["files"])
+        with self._lock:
+            return dict(self._ask({"do": "list"})["files"])
 
     def read(self, name: str, begin: int, memory: memoryview) -> None:
         """Read bytes of a file, from `begin` on, as many as fit. Raises:   HostLost."""
-        self._ask({"do": "read", "name": name, "begin": begin, "size": memory.nbytes})
-        with self._or_lost():
+        request = {"do": "read", "name": name, "begin": begin, "size": memory.nbytes}
+        with self._lock, self._or_lost():
+            self._ask(request)
             done = 0
             while done < memory.nbytes:
                 got = self._file.readinto(memory[done:])
@@ -56,12 +61,12 @@ class PieceClient:
 
     def write(self, path: Path) -> None:
         """Send a file, under its name. Raises:   HostLost; also if the host has no room for it."""
-        with open(path, "rb") as file:
+        with self._lock, open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             self._ask({"do": "write", "name": path.name, "size": size})
             with self._or_lost():
                 self._socket.sendfile(file)
-        self._answer()
+            self._answer()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._or_lost():
@@ -83,6 +88,7 @@ class PieceClient:
         except HostLost:
             raise
         except (OSError, ValueError) as error:
+            self.close()  # what comes next on it is not known
             raise HostLost(f"{self.address}: {error or type(error).__name__}") from error
 
     def close(self) -> None:

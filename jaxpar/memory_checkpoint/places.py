@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,16 @@ def complete_files(folder: Path) -> dict[PieceFile, list[Path]]:
                 if (file := read_name(path.name)) is not None:
                     found.setdefault(file, []).append(path)
     return found
+
+
+def delete_files(folder: Path, kind: str, keep: Callable[[PieceFile | None], bool]) -> None:
+    """Delete files of a host in OWN or MIRRORED. Some may be deleted by others meanwhile.
+
+    Args:     keep: called with what a name says, None for a file that is not complete.
+    """
+    for path in (folder / kind).iterdir():
+        if not keep(read_name(path.name)):
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
