@@ -101,6 +101,29 @@ class Objects:
 
         return self._retried(f"reading {name}", read)
 
+    def about(self, name: str) -> tuple[int, Stamp]:
+        """Return an object's size and version. Raises:   Missing, StoreError."""
+
+        def look() -> tuple[int, Stamp]:
+            found = _obstore().head(self._store, name)
+            return found["size"], Stamp(found["e_tag"], found["version"])
+
+        return self._retried(f"looking at {name}", look)
+
+    def read_range(self, name: str, first: int, last: int, stamp: Stamp) -> bytes:
+        """Return bytes first to last of an object, if it is the given version.
+
+        Raises:   Missing; Conflict if it has been replaced; StoreError.
+        """
+        options: Any = {"range": (first, last)}
+        if stamp.e_tag is not None:
+            options["if_match"] = stamp.e_tag
+
+        def read() -> bytes:
+            return bytes(_obstore().get(self._store, name, options=options).bytes())
+
+        return self._retried(f"reading {name}", read)
+
     def write(self, name: str, content: bytes) -> None:
         """Write an object, replacing one of this name. Raises:   StoreError."""
         self._retried(f"writing {name}", lambda: _obstore().put(self._store, name, content))
@@ -170,7 +193,7 @@ class Objects:
             chunks = _obstore().list(self._store, folder or None, chunk_size=1000)
             return [Found(one["path"], one["size"]) for chunk in chunks for one in chunk]
 
-        return sorted(self._retried(f"listing {folder or 'the run'}", listed))
+        return sorted(self._retried(f"listing {folder or 'objects'}", listed))
 
     def delete(self, names: list[str]) -> None:
         """Delete objects; those that do not exist are ignored. Raises:   StoreError."""

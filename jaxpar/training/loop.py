@@ -19,7 +19,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
+from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
@@ -126,7 +126,7 @@ def compiled(
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))
-        peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+        peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
         with CacheReads() as reads:

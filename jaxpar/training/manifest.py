@@ -89,9 +89,9 @@ def _data(run: Run) -> str:
     sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
     total = sum(source.weight for source in sources)
     lines = [
-        f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
+        f"{source.dataset.name}, {source.dataset.num_tokens:,} tokens"
         + (f", {source.weight / total:.2%} of the sequences" if len(sources) > 1 else "")
-        + f", {epochs[str(source.dataset.path)]:.3g} epochs"
+        + f", {epochs[source.dataset.name]:.3g} epochs"
         for source in sources
     ]
     for stage in stages(run.cfg)[1:]:
