@@ -87,6 +87,10 @@ class LostPieces(Exception):
 class _FileLost(Exception):
     """A file is damaged, or its host is lost."""
 
+    def __init__(self, file: str, opened: StoredPieces):
+        super().__init__(file)
+        self.file, self.opened = file, opened
+
 
 class CopiedPieces:
     """The pieces of a copy, from this host's files first. Threads may share it."""
@@ -111,7 +115,8 @@ class CopiedPieces:
                 return {box: self._part(chosen, box, np.dtype(x.dtype)) for box in boxes}
             except _FileLost as error:
                 with self._lock:
-                    self._reopen(str(error))
+                    if self._opened[error.file] is error.opened:  # no other thread has reopened it
+                        self._reopen(error.file)
 
     def _covering(self, name: str, boxes: list[Box]) -> list[tuple[str, ArrayPiece]]:
         """Return pieces, with their files, that cover boxes of an array. Raises:   LostPieces."""
@@ -162,4 +167,4 @@ class CopiedPieces:
             return opened.read(piece, size, box)
         except (DamagedPieces, OSError) as error:
             integrity.warn(f"copies in memory: {error}; this file is not used")
-            raise _FileLost(file) from error
+            raise _FileLost(file, opened) from error
