@@ -15,7 +15,7 @@ from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
 from jaxpar.doctor.facts import HostFacts
-from jaxpar.doctor.measure import bandwidth, compute, verification
+from jaxpar.doctor.measure import bandwidth, compute, latency, verification
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.options import DoctorOptions, mesh_for
 from jaxpar.doctor.progress import SectionProgress
@@ -167,6 +167,14 @@ class Examination:
             for r in rows
         ]
         return Section(record, found, showing.bandwidth(rows))
+
+    def latency(self) -> Section:
+        """Time small messages by NCCL and by XLA's kernel."""
+        if not self.on_gpu or not self._several():
+            return Section([], [skipped("latency", "needs two GPUs")])
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        rows = list(latency.measure(mesh, o.repeats, o.seconds, self.progress.tell))
+        return Section([dataclasses.asdict(r) for r in rows], [], showing.latency(rows))
 
     def links(self) -> Section:
         """Time every pair of devices."""
