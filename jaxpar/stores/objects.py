@@ -68,6 +68,8 @@ class Found(NamedTuple):
 
     name: str
     size: int
+    modified: str = ""
+    """Date and time, in the zone of this host."""
 
 
 class Content(NamedTuple):
@@ -191,9 +193,19 @@ class Objects:
 
         def listed() -> list[Found]:
             chunks = _obstore().list(self._store, folder or None, chunk_size=1000)
-            return [Found(one["path"], one["size"]) for chunk in chunks for one in chunk]
+            return [_found(one) for chunk in chunks for one in chunk]
 
         return sorted(self._retried(f"listing {folder or 'objects'}", listed))
+
+    def level(self, folder: str) -> tuple[list[str], list[str]]:
+        """Return the names of the folders and of the objects in one that ends in "/", or in the
+        address. Raises:   StoreError."""
+
+        def listed() -> tuple[list[str], list[str]]:
+            found = _obstore().list_with_delimiter(self._store, folder or None)
+            return sorted(found["common_prefixes"]), sorted(one["path"] for one in found["objects"])
+
+        return self._retried(f"listing {folder or 'objects'}", listed)
 
     def delete(self, names: list[str]) -> None:
         """Delete objects; those that do not exist are ignored. Raises:   StoreError."""
@@ -247,6 +259,11 @@ class Objects:
 
     def _refused(self, rule: str, fix: str) -> ConfigError:
         return ConfigError(self._field, str(self.address), rule, fix)
+
+
+def _found(about: Any) -> Found:
+    modified = about["last_modified"].astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return Found(about["path"], about["size"], modified)
 
 
 class _Passing(Exception):

@@ -81,6 +81,7 @@ def steps(
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
             state, metrics = ready.train_step(state, batch)
+            state = ready.outer_steps(step + 1, state)
             between.report(step, metrics)
             between.check_replicas(step + 1, state)
             between.evaluate(step + 1, state)

@@ -18,6 +18,7 @@ from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 from jaxpar.training.run import Run
 
 
@@ -56,6 +57,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),
         *_parametrization(run),
+        *_replicas(run),
         f"devices    {manifest['device']}, mesh {manifest['mesh']}",
         f"attention  {run.attention}",
         f"execution  {'; '.join(run.execution.in_words())}",
@@ -82,6 +84,11 @@ def _parametrization(run: Run) -> list[str]:
     """Describe µP's factors, if the model has them."""
     text = in_words_of_mup(run.cfg.model)
     return [f"mup        {text}"] if text else []
+
+
+def _replicas(run: Run) -> list[str]:
+    """Describe the replicas of DiLoCo, and what they exchange."""
+    return [f"diloco     {in_words_of_diloco(run.cfg)}"] if run.cfg.diloco.every else []
 
 
 def _data(run: Run) -> str:

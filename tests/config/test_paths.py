@@ -103,7 +103,7 @@ READERS = {
 
 
 #: Arguments that take the address of a run or a published model.
-STORED = {"convert RUN", "convert DIR", "report RUN", "sample RUN"}
+STORED = {"checkpoint RUN", "runs FOLDER", "convert RUN", "convert DIR", "report RUN", "sample RUN"}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://box/run", "https://host/run"])
