@@ -31,11 +31,16 @@ def checked(cfg: Config) -> Run:
         run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
-    about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
+    about = lambda: f"{to_json(run.cfg)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
     return run
+
+
+def _origin(run: Run) -> int | None:
+    """Return the step of the run that the weights come from, which may go on meanwhile."""
+    return run.origin.step if run.origin is not None else None
 
 
 def opened(run: Run, environment: list[str]) -> RunLock | None:
@@ -75,9 +80,10 @@ def run_to_end(
     """
     c = cfg.cluster
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
-    with stored(cfg) as mirror, output_may_be_lost(), profile_on_signal(), watchdog as watch:
+    with stored(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
-        run.mirror = mirror
+        store.begin()
+        run.mirror = store.mirror
         run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)
@@ -86,6 +92,6 @@ def run_to_end(
         else:
             with lock or contextlib.nullcontext():
                 run.records.lock = lock
-                run.records.lease = mirror.lease if mirror is not None else None
+                run.records.lease = store.lease
                 return train(run, watch)
     raise taken
