@@ -87,7 +87,7 @@ class HostFacts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class StartedAs:
     """What a process knows of itself from its command line and launcher.
 
     network   `cluster.network`. coordinator   process 0's host; "" for a single process.
@@ -102,7 +102,7 @@ class Asked:
 def of_the_host(
     environment: Mapping[str, str],
     ask: nvidia_smi.Run = nvidia_smi.run,
-    asked: Asked = Asked(),
+    asked: StartedAs = StartedAs(),
     root: Path = pci.ROOT,
 ) -> HostFacts:
     """Read all facts that are available before JAX starts.
