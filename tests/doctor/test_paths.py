@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import paths as checks
-from jaxpar.doctor.facts import StartedAs, HostFacts, of_the_host
+from jaxpar.doctor.facts import HostFacts, StartedAs, of_the_host
 from jaxpar.doctor.paths import acs_of
 from tests.doctor.hosts import nvidia_smi_of
 from tests.runtime.kernel_files import CARDS, GPUS, device, link, rdma, two_sockets, write
