@@ -146,6 +146,13 @@ def test_a_library_that_the_loader_does_not_find(root, monkeypatch):
     assert status == "warn" and "libibverbs.so.1, so that NCCL uses TCP" in said
 
 
+def test_cards_that_a_container_does_not_have(root):
+    for file in (root / "dev/infiniband").glob("*"):
+        file.unlink()
+    finding = checks.network(facts(root))
+    assert finding.status == "warn" and "--device /dev/infiniband" in finding.remedy
+
+
 def test_nothing_is_judged_without_gpus_or_cards(tmp_path):
     own = of_the_host({}, nvidia_smi_of(), StartedAs(), tmp_path)
     alone = dataclasses.replace(own, gpus=[])

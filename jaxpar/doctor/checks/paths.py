@@ -103,6 +103,8 @@ def network(facts: HostFacts) -> Finding:
     if missing:
         told = f"{said}; the dynamic loader does not find NCCL's plugin, so that it uses TCP"
         return warned(check, told, f"install it, and set LD_LIBRARY_PATH={missing[0]}")
+    if found["network"] == "tcp" and "cannot be opened" in found["why"]:
+        return warned(check, said, "docker run --device /dev/infiniband --ulimit memlock=-1")
     if found["network"] in ("ib", "roce") and not facts.paths.verbs:
         told = f"{said}; the dynamic loader does not find libibverbs.so.1, so that NCCL uses TCP"
         return warned(check, told, "apt install libibverbs1 ibverbs-providers")
