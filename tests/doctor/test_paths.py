@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from jaxpar.doctor import showing
+from jaxpar.doctor import paths, showing
 from jaxpar.doctor.checks import paths as checks
 from jaxpar.doctor.facts import HostFacts, StartedAs, of_the_host
 from jaxpar.doctor.paths import acs_of
@@ -20,6 +20,7 @@ def root(tmp_path, monkeypatch):
     """Two sockets with a card each, as they should be."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(paths, "finds_verbs", lambda: True)
     two_sockets(tmp_path)
     write(tmp_path / "proc/cpuinfo", "flags : fpu vmx")
     write(tmp_path / "proc/driver/nvidia/version", "NVIDIA UNIX Open Kernel Module for x86_64")
@@ -137,6 +138,19 @@ def test_a_plugin_that_the_loader_does_not_find(root):
     rdma(root, "rdmap1", "Unspecified", driver="efa")
     status, said = found(root)["network"]
     assert status == "warn" and "so that it uses TCP" in said
+
+
+def test_a_library_that_the_loader_does_not_find(root, monkeypatch):
+    monkeypatch.setattr(paths, "finds_verbs", lambda: False)
+    status, said = found(root)["network"]
+    assert status == "warn" and "libibverbs.so.1, so that NCCL uses TCP" in said
+
+
+def test_cards_that_a_container_does_not_have(root):
+    for file in (root / "dev/infiniband").glob("*"):
+        file.unlink()
+    finding = checks.network(facts(root))
+    assert finding.status == "warn" and "--device /dev/infiniband" in finding.remedy
 
 
 def test_nothing_is_judged_without_gpus_or_cards(tmp_path):
