@@ -52,6 +52,11 @@ class Slot:
         for file in self._files:
             file.allocate(local if local.platform == "gpu" else None)
 
+    def wait(self) -> None:
+        """Wait until the memory is there, or has failed."""
+        if self._allocated is not None:
+            self._allocated.exception()
+
     @property
     def ready(self) -> bool:
         """Whether the memory is there."""

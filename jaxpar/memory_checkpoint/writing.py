@@ -71,7 +71,8 @@ class MemoryCheckpointer:
                   called in every process, also from a thread. asked: as in `Saved`.
         """
         self._cfg, self._plan, self._log = cfg, plan, log
-        self._asked, self._restored = asked, restored
+        self._about = metadata_of_run(cfg, SkippedBatches(), asked)
+        self._restored = restored
         self._folder = plan.place.folder
         if plan.first_here:
             for kind in (OWN, MIRRORED):
@@ -96,6 +97,11 @@ class MemoryCheckpointer:
         room = not self._restored or free_bytes(self._folder) >= self._plan.needed
         for slot in self._slots if room else self._slots[:1]:
             slot.begin(self._threads)
+
+    def wait_for_memory(self) -> None:
+        """Wait until the memory that `begin` allocates is there, or has failed."""
+        for slot in self._slots:
+            slot.wait()
 
     def due(self, step: int) -> bool:
         """Whether a copy is due after a step."""
@@ -123,7 +129,8 @@ class MemoryCheckpointer:
             self.record("copy skipped", step=step, reason=why)
             return False
         tree = snapshot(state, self._cfg).saved
-        about = metadata_of_run(self._cfg, skipped, self._asked) | metadata_of(tree, tokens_seen)
+        about = self._about | {"skipped_batches": skipped.ranges, "rewinds": skipped.rewinds}
+        about |= metadata_of(tree, tokens_seen)
         about |= {} if best is None else {"best": dataclasses.asdict(best)}
         group, self._number = Group(step, self._session, self._number), self._number + 1
         try:
