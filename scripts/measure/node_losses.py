@@ -3,7 +3,7 @@
     python scripts/measure/node_losses.py --hosts 4 --losses 30 --memory-every 5
     python scripts/measure/node_losses.py --hosts 4 --losses 30 --disk-only
 
-Trains a tiny model in float32, with a launcher on each of several hosts, which are network
+Trains a tiny model in float32, compiled without LLVM's optimizations, with a launcher on each of several hosts, which are network
 namespaces (as root on Linux). Another one serves the rendezvous. Each loss is one of KINDS, on a
 random host, at a random step. Hosts that are lost come back as often as not, and always before
 fewer than the least are left.
@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxpar.monitoring.goodput import goodput, read_events  # noqa: E402
 from tests import ranks  # noqa: E402
+from tests.conftest import compile_quickly  # noqa: E402
 from tests.e2e.hosts.elastic import SIZES, ElasticRun, different, last_step  # noqa: E402
 from tests.e2e.hosts.network import Network  # noqa: E402
 
@@ -135,7 +136,8 @@ class Trial:
 def arguments(asked: argparse.Namespace) -> list[str]:
     """Return the arguments of both runs, after the config."""
     steps = asked.losses * (BETWEEN[1] + 8) + 40
-    args = [*SIZES, "--train.num-steps", str(steps), "--evaluation.every", "0"]
+    args = [*SIZES, "--model.num-layers", "1", "--train.num-steps", str(steps)]
+    args += ["--evaluation.every", "0", "--cluster.hang-seconds", "0"]
     args += ["--checkpoint.every", str(asked.every), "--checkpoint.keep", "2"]
     return (
         args if asked.disk_only else [*args, "--checkpoint.memory-every", str(asked.memory_every)]
@@ -170,6 +172,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="kept; else a temporary one")
     asked = parser.parse_args()
+    compile_quickly()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="node_losses"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
