@@ -3,10 +3,10 @@
     python scripts/measure/node_losses.py --hosts 4 --losses 30 --memory-every 5
     python scripts/measure/node_losses.py --hosts 4 --losses 30 --disk-only
 
-Trains a tiny model in float32, compiled without LLVM's optimizations, with a launcher on each of several hosts, which are network
-namespaces (as root on Linux). Another one serves the rendezvous. Each loss is one of KINDS, on a
-random host, at a random step. Hosts that are lost come back as often as not, and always before
-fewer than the least are left.
+Trains a tiny model in float32, compiled without LLVM's optimizations. A launcher runs on each of
+several hosts, which are network namespaces (as root on Linux); another one serves the rendezvous.
+Each loss is one of KINDS, on a random host, at a random step. Hosts that are lost come back as
+often as not, and always before fewer than the least are left.
 
 Prints a line for each loss, and a summary: the seconds from the loss to the end of the next step,
 and the steps that were repeated. Ends with 1 if a loss or gradient norm of any step, each time that
@@ -164,6 +164,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=4, choices=(3, 4))
     parser.add_argument("--losses", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=1e6, help="lose no more hosts after that")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--memory-every", type=int, default=0, help="steps between copies in memory")
@@ -185,7 +186,7 @@ def main() -> int:
 def measured(folder: Path, asked: argparse.Namespace) -> int:
     """Lose hosts, print what each loss cost, and compare the run. Returns the exit code."""
     losses: list[Loss] = []
-    load = os.getloadavg()[0]
+    load, until = os.getloadavg()[0], time.monotonic() + 60 * asked.minutes
     with Network(asked.hosts + 1) as network:
         trial = Trial(network, folder, asked)
         try:
@@ -196,6 +197,8 @@ def measured(folder: Path, asked: argparse.Namespace) -> int:
                 losses.append(one := trial.lose())
                 row = f"| {one.kind} | {one.host} | {one.step} | {one.hosts} | {one.noticed:.1f} s "
                 print(row + f"| {one.seconds:.1f} s | {one.repeated} |", flush=True)
+                if time.monotonic() > until:
+                    break
                 trial.refill()
         finally:
             trial.run.end()
