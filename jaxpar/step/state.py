@@ -25,6 +25,7 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.optimizer.rules import make_optimizer
+from jaxpar.parallel.replicas.feedback import feedback_specs
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
@@ -48,11 +49,17 @@ class TrainState:
     """Scalars of `loss_scale.initial_guard`."""
     ema: Any = ()
     """Moving average of the trainable parameters, with their shapes and shardings; () without."""
+    feedback: Any = ()
+    """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The parts that a checkpoint has, by name: without a moving average if there is none."""
-        return {name: part for name, part in vars(self).items() if name != "ema" or part != ()}
+        """The parts that a checkpoint has, by name: without optional ones that there are not."""
+        return {n: part for n, part in vars(self).items() if n not in OPTIONAL or part != ()}
+
+
+#: Parts of a state that only some runs have.
+OPTIONAL = ("ema", "feedback")
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -91,7 +98,17 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(step, params, opt_state, guard, _abstract_average(cfg, params))
+    average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
+    return TrainState(step, params, opt_state, guard, average, kept)
+
+
+def feedback_of(cfg: Config, specs: Any = None) -> Any:
+    """Return the specs of what compressed sums over replicas keep; () without.
+
+    Args:     specs: of all parameters. None: those of a logical state.
+    """
+    specs = specs_of(cfg) if specs is None else specs
+    return feedback_specs(split(specs, specs)[0], cfg.parallel)
 
 
 def _abstract_average(cfg: Config, params: Any) -> Any:
@@ -116,7 +133,8 @@ def state_specs(cfg: Config) -> TrainState:
     params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
-    return TrainState(PartitionSpec(), params, opt_state, guard, ema)
+    feedback = partition_specs(feedback_of(cfg))
+    return TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -190,7 +208,14 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     # Created by a program: device_put would compare the values across processes.
     scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
-    return TrainState(step, params, opt_state(params), guard, fresh_average(params, cfg))
+    average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
+    return TrainState(step, params, opt_state(params), guard, average, feedback)
+
+
+def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:
+    """Return what compressed sums keep before the first step: errors of zero; () without."""
+    specs = feedback_of(cfg)
+    return init_params(specs, cfg, mesh) if specs else ()
 
 
 def fresh_average(params: Any, cfg: Config) -> Any:

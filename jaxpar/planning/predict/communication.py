@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
+from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
+from jaxpar.parallel.replicas.sent_bytes import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -28,6 +30,7 @@ from jaxpar.sharding.axes import (
     SEQUENCE,
     TENSOR,
 )
+from jaxpar.step.layer_order import with_slots
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,24 @@ def _of_matrices(
 
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """The sum of gradients over replicas, in float32 or compressed."""
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
     sent = 2 * (ranks - 1) / ranks * 4 * shard.owned
+    method = cfg.parallel.replica_reduction
+    if method != "float32":
+        sent = sent_over_replicas(cfg)
     seconds = sent / ring_bandwidth(ranks, here, cluster)
-    return Traffic("replica", sent, seconds, seconds, rates.EXPOSED["replica"])
+    passes = rates.COMPRESSION[method] * 4 * shard.owned / cluster.gpu.bandwidth.value
+    # A compressed sum takes all layers' gradients together, at the end of the backward.
+    exposed = rates.EXPOSED["replica"] if method == "float32" else 1.0
+    return Traffic("replica", sent, seconds + passes, seconds, exposed)
+
+
+def sent_over_replicas(cfg: Config) -> float:
+    """Return the bytes that a device sends over REPLICA in a step, from the parameters' shapes."""
+    return sent_bytes(with_slots(trainable_specs(cfg), cfg), cfg.parallel)
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
