@@ -8,9 +8,11 @@ after non-finite or spiking losses (17), if the same step fails twice with the s
 Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 """
 
+import os
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.runtime.gpus import numa
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
@@ -36,6 +38,7 @@ def _with_vocabulary(cfg: Config) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
     launcher = Launcher(*read_command(argv, __doc__, model_from, _with_vocabulary))
+    os.environ[numa.VARIABLE] = launcher.options.numa  # the processes inherit it
     children.on_signals(launcher.stop)
     with output_may_be_lost():
         return launcher.run()

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import feedback, integrity, store
+from jaxpar.checkpoint import feedback, integrity, replicas, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     AVERAGED,
@@ -31,10 +31,9 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
-from jaxpar.step.conversions import in_configured_dtypes
+from jaxpar.step.diloco.trainers import num_trainers
 from jaxpar.step.state import (
     TrainState,
-    abstract_logical,
     abstract_weights,
     averaged,
     fresh_average,
@@ -99,13 +98,15 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     Args:     step: a saved step. None: the latest.
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
               another dtype are converted, by rounding to nearest. A moving average
-              that was not saved begins with the weights. Errors of compressed sums: `feedback.py`.
+              that was not saved begins with the weights. Another number of DiLoCo's replicas than
+              before starts from the outer weights. Errors of compressed sums: `feedback.py`.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
-    target = abstract_logical(_with_saved_dtypes(cfg, saved), mesh).saved
+    stored = _with_saved_dtypes(cfg, saved)
+    target = replicas.abstract_saved(stored, mesh, saved).saved
     begins = "ema" in target and not saved.has_average
     if begins:
         del target["ema"]
@@ -116,18 +117,19 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         target["feedback"] = used
     # What the checkpoint then has in vain.
     ends = (saved.has_average and "ema" not in target) or feedback.has_feedback(saved)
-    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends)
+    others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
+    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends or others)
     loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # an earlier version saved no guard
-        loaded["guard"] = jax.device_put(loss_scale.initial_guard(cfg), to)
+        loaded["guard"] = jax.device_put(replicas.initial_guard(cfg, saved), to)
     elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
-        fresh = jax.device_put(loss_scale.initial_guard(cfg), to)  # another dtype, another scale
+        fresh = jax.device_put(replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    wanted = abstract_logical(cfg, mesh)
-    state = to_running(in_configured_dtypes(TrainState(**loaded), wanted, cfg), cfg)
+    state = replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved)
+    state = to_running(state, cfg)
     state = dataclasses.replace(state, feedback=feedback.completed(state.feedback, cfg, mesh))
     if begins:
         peers.log(f"the moving average begins with the weights of step {saved.step}")

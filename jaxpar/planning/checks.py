@@ -12,7 +12,7 @@ from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
 
 
-OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
+OF_THE_RANKING = ("all", "fix", "write", "compile", "lower", "tokens", "top")
 
 
 #: Default number of layouts in the ranking.
@@ -60,15 +60,15 @@ def check_imbalance(load: float) -> None:
 
 
 def check_compiled(options: argparse.Namespace) -> None:
-    """Check the number of layouts to compile.
+    """Check the numbers of layouts to compile and to lower.
 
-    Raises:   ConfigError if it exceeds the number of layouts shown.
+    Raises:   ConfigError if one exceeds the number of layouts shown.
     """
     shown = options.top or DEFAULT_TOP
-    if options.compile > shown:
-        rule = f"must be at most {shown}, the number of layouts shown"
-        fix = f"use --compile {shown} or --top {options.compile}"
-        raise ConfigError("--compile", options.compile, rule, fix)
+    for option, asked in (("--compile", options.compile), ("--lower", options.lower)):
+        if asked > shown:
+            rule = f"must be at most {shown}, the number of layouts shown"
+            raise ConfigError(option, asked, rule, f"use {option} {shown} or --top {asked}")
 
 
 def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:

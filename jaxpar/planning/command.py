@@ -24,6 +24,7 @@ from jaxpar.planning import (
     checks,
     compiling,
     layouts,
+    lowering,
     override,
     showing,
     whole_run,
@@ -109,15 +110,14 @@ def parser(doc: str | None = None) -> Parser:
         f"fullest_rank_mean of a run ({EXPERT_IMBALANCE})"
     )
     add("--expert-imbalance", type=float, default=EXPERT_IMBALANCE, help=told)
-    add(
-        "--quick",
-        action="store_true",
-        help="try fewer layouts, such as only powers of two of microbatches",
-    )
+    told = "try fewer layouts, such as only powers of two of microbatches"
+    add("--quick", action="store_true", help=told)
     add("--write", metavar="FILE", help="write the best layout as a config file, FILE.py")
     add("--json", action="store_true", help="print JSON instead of tables")
     told = "compile the best K layouts with XLA"
     made.whole("--compile", 0, Range(0, 1_000_000, 1), metavar="K", help=told)
+    told = "lower the train step of the best K layouts, as each process would at its start"
+    made.whole("--lower", 0, Range(0, 1_000_000, 1), metavar="K", help=told)
     add("--min-gpus", action="store_true", help="find the fewest GPUs that fit (implies --quick)")
     add(
         "--largest",
@@ -229,6 +229,8 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
         record["cost"] = dataclasses.asdict(cost)
     if options.compile:
         record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
+    if options.lower:
+        record["lowered"] = lower_first(chosen[: options.lower], cluster, console)
     record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
     console.print(f"\nBest layout: {record['command']}", soft_wrap=True)
     if options.write:
@@ -270,6 +272,21 @@ def compile_first(
         {"error": found} if isinstance(found, str) else dataclasses.asdict(found)
         for _, found in pairs
     ]
+
+
+def lower_first(
+    chosen: Sequence[Layout], cluster: Cluster, console: Console
+) -> list[dict[str, Any]]:
+    """Lower the train steps of layouts one by one, and print what was found.
+
+    Raises:   ConfigError as `lowering.check_can_lower`.
+    """
+    steps = []
+    for layout in chosen:
+        with stage(f"lowering {layouts.describe(layout.cfg)}"):
+            steps.append(lowering.lower_layout(layout.cfg, cluster))
+    showing.show_lowered(console, chosen, steps)
+    return [dataclasses.asdict(step) for step in steps]
 
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:

@@ -6,12 +6,12 @@ chooses some matmul kernels differently. The memory agreed to 0.1 GiB in the run
 (docs/planning.md).
 """
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +20,16 @@ import jax
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.serialize import from_json, to_json
+from jaxpar.planning.lowering import PLUGIN, has_plugin, lower, topology_mesh
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GPUS, Gpu
 from jaxpar.runtime.gpus import xla_flags
-
-#: The module of the plugin.
-PLUGIN = "jax_plugins.xla_cuda13"
 
 #: GPUs for which compilation without a GPU was compared with the real GPU.
 COMPILES_FOR = ("h200", "h100")
 
 #: Largest topology that was tested, in GPUs.
-MAX_COMPILED_GPUS = 512
+MAX_COMPILED_GPUS = 4096
 
 
 @dataclass(frozen=True)
@@ -46,48 +44,6 @@ class CompiledMemory:
     def total(self) -> int:
         """The peak: state, batch and temporaries."""
         return self.arguments + self.temporary
-
-
-def target_config(gpu: Gpu) -> str:
-    """Return XLA's target description of a GPU, a text protocol buffer.
-
-    The properties are published ones, or shared by all GPUs of the compute capability.
-    """
-    major, minor = gpu.compute_capability.split(".")
-    capability = f"major: {major} minor: {minor}"
-    if int(major) >= 9:  # before Hopper, compilers know no target such as sm_80a
-        capability += " feature_extension: ACCELERATED_FEATURES"
-    return f"""gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: {gpu.multiprocessors}
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {int(gpu.memory_peak.value)}
-  l2_cache_size: {gpu.l2_bytes}
-  clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {int(gpu.memory.value)}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ {capability} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  device_interconnect_info {{ active_links: {gpu.links} }}
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.19.0"
-  name: "{gpu.device_kind}"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 19 }}
-runtime_version {{ major: 13 }}
-device_description_str: "{gpu.device_kind}"
-"""
 
 
 def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
@@ -111,18 +67,10 @@ def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
             "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or remove --compile"
         )
     if count > MAX_COMPILED_GPUS:
-        rule = f"supports at most {MAX_COMPILED_GPUS} GPUs"
+        rule = f"supports at most {MAX_COMPILED_GPUS:,} GPUs"
         raise ConfigError(
             "--compile", count, rule, f"use --gpus {MAX_COMPILED_GPUS}, or remove --compile"
         )
-
-
-def has_plugin() -> bool:
-    """Return whether JAX's CUDA plugin is installed."""
-    try:
-        return importlib.util.find_spec(PLUGIN) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> CompiledMemory:
@@ -177,39 +125,10 @@ def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, s
 
 def compile_here(job: dict[str, Any]) -> dict[str, Any]:
     """Lower and compile the step in the new process, and return its memory analysis."""
-    import time
-
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh, NamedSharding
-
-    from jaxpar.kernels.platform import compiling_for
-    from jaxpar.planning.predict.kernels import SOME_DOCUMENTS, platform_of
-    from jaxpar.sharding.axes import AXES, BATCH_SPEC
-    from jaxpar.sharding.batch import Batch
-    from jaxpar.sharding.mesh import axis_sizes
-    from jaxpar.step.state import abstract_state, state_shardings
-    from jaxpar.step.train_step import make_train_step
-
     cfg, gpu = from_json(json.dumps(job["config"])), GPUS[job["gpu"]]
-    per_host = min(job["per_host"], job["gpus"])
-    shape = f"1x{job['gpus'] // per_host}x{per_host}"
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target_config(gpu), topology=shape
-    )
-    devices: Any = np.array(topology.devices).reshape(axis_sizes(cfg.parallel))
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
-    state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, mesh))
-    rows = (cfg.train.global_batch_size, cfg.data.seq_len)
-    ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
-    scores = ints.update(dtype=jnp.float32) if cfg.dpo.beta else None
+    mesh = topology_mesh(cfg, gpu, job["gpus"], job["per_host"])
     began = time.perf_counter()
-    with compiling_for(platform_of(gpu)):
-        step: Any = make_train_step(cfg, mesh, SOME_DOCUMENTS)
-        program = step.lower(state, Batch(ints, ints, ints, ints, scores)).compile()
-    memory = program.memory_analysis()
+    memory = lower(cfg, gpu, mesh)[0].compile().memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,

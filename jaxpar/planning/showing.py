@@ -14,6 +14,7 @@ from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
+from jaxpar.planning.lowering import LoweredStep
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
 from jaxpar.planning.predict.matrices import iteration_flops
@@ -275,6 +276,22 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
             cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
         rows.append(cells)
     columns = ["compiled without a GPU", "predicted GiB", "XLA's GiB", "error", "took"]
+    console.print(table(columns, rows))
+
+
+def show_lowered(console: Console, chosen: Sequence[Layout], steps: Sequence[LoweredStep]) -> None:
+    """Print the lowered train steps: how long each process needs, and how large they are."""
+    rows = [
+        (
+            f"{i}. {describe(layout.cfg)}, remat {layout.cfg.parallel.remat}",
+            f"{step.trace_seconds:.1f}",
+            f"{step.lower_seconds:.1f}",
+            f"{step.bytecode / (1 << 20):.1f}",
+            step.digest,
+        )
+        for i, (layout, step) in enumerate(zip(chosen, steps, strict=False), 1)
+    ]
+    columns = ["lowered without a GPU", "trace,s", "lower,s", "MiB", "hash"]
     console.print(table(columns, rows))
 
 

@@ -30,6 +30,7 @@ from jaxpar.sharding.initial_values import init_options, initial_values, leaf_ke
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
+from jaxpar.step.diloco import trainers
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -49,17 +50,17 @@ class TrainState:
     """Scalars of `loss_scale.initial_guard`."""
     ema: Any = ()
     """Moving average of the trainable parameters, with their shapes and shardings; () without."""
+    diloco: Any = ()
+    """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`); ()
+    without."""
     feedback: Any = ()
     """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The parts that a checkpoint has, by name: without optional ones that there are not."""
-        return {n: part for n, part in vars(self).items() if n not in OPTIONAL or part != ()}
-
-
-#: Parts of a state that only some runs have.
-OPTIONAL = ("ema", "feedback")
+        """The parts that a checkpoint has, by name: without what there is none of."""
+        optional = ("ema", "diloco", "feedback")
+        return {name: p for name, p in vars(self).items() if name not in optional or p != ()}
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -99,7 +100,8 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
     average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
-    return TrainState(step, params, opt_state, guard, average, kept)
+    state = TrainState(step, params, opt_state, guard, average, feedback=kept)
+    return trainers.abstract_replicas(state, trainers.num_trainers(cfg))
 
 
 def feedback_of(cfg: Config, specs: Any = None) -> Any:
@@ -134,7 +136,8 @@ def state_specs(cfg: Config) -> TrainState:
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
     feedback = partition_specs(feedback_of(cfg))
-    return TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback)
+    state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback=feedback)
+    return trainers.replica_specs(state, trainers.num_trainers(cfg))
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -201,15 +204,17 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
 
 def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     """Return the state at step 0 with the given parameters, in running order."""
-    to = state_shardings(cfg, mesh)
+    to, replicas = state_shardings(cfg, mesh), trainers.num_trainers(cfg)
     if cfg.optimizer.offload_masters:
         params = jax.device_put(params, to.params)
-    opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
+    own = functools.partial(trainers.for_each, n=replicas)
+    opt_state = jax.jit(lambda p: own(_init_opt_state(cfg, p)), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
-    scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
+    scalars = lambda: (jnp.int32(0), own(loss_scale.initial_guard(cfg)))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
-    return TrainState(step, params, opt_state(params), guard, average, feedback)
+    state = TrainState(step, params, opt_state(params), guard, average, feedback=feedback)
+    return dataclasses.replace(state, diloco=trainers.start(params, replicas, to.diloco))
 
 
 def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:

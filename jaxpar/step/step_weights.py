@@ -14,7 +14,8 @@ from jaxpar.optimizer import loss_scale
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import reduce_gradients
 from jaxpar.parallel.replicas.reduction import reduce_compressed
-from jaxpar.sharding.axes import FSDP_AXES
+from jaxpar.sharding.axes import AXES, FSDP_AXES
+from jaxpar.step.diloco.trainers import trainer_axes
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:
@@ -59,7 +60,7 @@ def summed(grads: Any, feedback: Any, scale: jax.Array | float, cfg: Config) -> 
     """
     specs = trainable_specs(cfg)
     if feedback is None or cfg.parallel.replica_reduction == "float32":
-        grads = reduce_gradients(grads, specs)
+        grads = reduce_gradients(grads, specs, trainer_axes(cfg, AXES))
         return loss_scale.unscale_gradients(cfg, grads, scale), feedback
     grads = loss_scale.unscale_gradients(cfg, grads, scale)  # errors outlive a loss scale
     return reduce_compressed(grads, feedback, specs, cfg.parallel)

@@ -36,10 +36,12 @@ from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
 from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel
-from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
+from jaxpar.sharding.axes import AXES, BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import objective, qk_clip, recorded_routing
+from jaxpar.step.diloco.inner import of_each_replica
+from jaxpar.step.diloco.trainers import num_trainers, trainer_axes
 from jaxpar.step.expert_loads import (
     ExpertLoads,
     balance_bias,
@@ -144,8 +146,9 @@ def make_train_step(
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
     as_input = cfg.optimizer.schedule_as_input
+    one = functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record)
     step = jax.shard_map(
-        functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
+        of_each_replica(one) if num_trainers(cfg) else one,
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),
@@ -236,7 +239,8 @@ def train_step(
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
     params = join(trainable, frozen)
-    return TrainState(state.step + 1, params, opt_state, guard, ema, feedback), metrics
+    state = TrainState(state.step + 1, params, opt_state, guard, ema, feedback=feedback)
+    return state, metrics
 
 
 def loss_and_gradients(
@@ -271,7 +275,8 @@ def loss_gradients_and_loads(
               the new feedback).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
-    cfg, num_tokens = ex.cfg, objective.count_labels(batch)
+    cfg, token_axes = ex.cfg, trainer_axes(ex.cfg, TOKEN_AXES)
+    num_tokens = objective.count_labels(batch, token_axes)
     count = objective.count(batch, cfg) if cfg.dpo.beta else num_tokens
     trainable, frozen = split(varying(weights_on_device(params, cfg)), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
@@ -297,9 +302,10 @@ def loss_gradients_and_loads(
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
+    axes = trainer_axes(cfg, AXES)
     grads, feedback = summed(grads, feedback, scale, cfg)
-    loss = psum(loss_sum, TOKEN_AXES) / count
-    norm = global_norm(fused_weights.unstack_layers(grads, cfg))
+    loss = psum(loss_sum, token_axes) / count
+    norm = global_norm(fused_weights.unstack_layers(grads, cfg), axes)
     named = objective.reported(loss, cfg)
     metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
     metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))

@@ -19,7 +19,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
+from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
@@ -81,6 +81,7 @@ def steps(
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
             state, metrics = ready.train_step(state, batch)
+            state = ready.outer_steps(step + 1, state)
             between.report(step, metrics)
             between.check_replicas(step + 1, state)
             between.evaluate(step + 1, state)
@@ -126,7 +127,7 @@ def compiled(
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))
-        peers.check_same(f"program{which}", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+        peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
         with CacheReads() as reads:

@@ -14,6 +14,7 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.replica_check import ReplicaCheck
 from jaxpar.step.state import (
     TrainState,
@@ -33,6 +34,7 @@ class Prepared:
 
     train_step: StepPrograms
     evaluation: Evaluation
+    outer_steps: OuterSteps
     replicas: ReplicaCheck
     host: checkpoint.HostCopy
 
@@ -58,12 +60,13 @@ def prepared(
     saved = abstract_snapshot(state, run.cfg, run.mesh).saved
     with checkpoint.HostCopy(saved) as host:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
-        replicas = ReplicaCheck(cfg, run.mesh)
+        outer_steps, replicas = OuterSteps(cfg, run.mesh), ReplicaCheck(cfg, run.mesh)
 
         def others() -> jax.stages.Lowered | None:
             compile_fingerprints(saved)
             compile_snapshot(like)
             compile_averaged(like)
+            outer_steps.compile(like)
             if cfg.guard.replica_check_every:
                 replicas.compile(like)
             run.prepare_metrics()
@@ -85,4 +88,4 @@ def prepared(
                     lowered.compile()  # JAX keeps it for calls
         peers.any_process(False)  # a collective would fail while another process still compiles
         run.startup.ended("compilation")
-        yield Prepared(train_step, evaluation, replicas, host)
+        yield Prepared(train_step, evaluation, outer_steps, replicas, host)

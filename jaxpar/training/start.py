@@ -31,11 +31,16 @@ def checked(cfg: Config) -> Run:
         run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
-    about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
+    about = lambda: f"{to_json(run.cfg)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
     return run
+
+
+def _origin(run: Run) -> int | None:
+    """Return the step of the run that the weights come from, which may go on meanwhile."""
+    return run.origin.step if run.origin is not None else None
 
 
 def opened(run: Run, environment: list[str]) -> RunLock | None:

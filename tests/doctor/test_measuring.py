@@ -9,10 +9,12 @@ import pytest
 from jax import lax
 
 from jaxpar.config import ConfigError, ParallelConfig
-from jaxpar.doctor import options
-from jaxpar.doctor.measure import bandwidth, compute, links, timing, verification
+from jaxpar.doctor import options, showing
+from jaxpar.doctor.checks import measured
+from jaxpar.doctor.measure import bandwidth, compute, hosts, links, timing, verification
 from jaxpar.doctor.measure.verification import COLLECTIVES
 from jaxpar.sharding.mesh import make_mesh
+from tests.doctor.hosts import facts_of
 
 ELEMENTS = 32
 
@@ -108,6 +110,76 @@ def test_sizes_and_bus_factors():
         "all-to-all": 0.875,
         "permute": 1.0,
     }
+
+
+def test_collectives_within_hosts_and_across_them(devices, monkeypatch):
+    """Two hosts of two devices: a group is a host, then the devices of one number."""
+    groups = hosts.by_host(devices[:4], ["a"])
+    assert groups == [list(devices[:4])] and not hosts.equal(groups)
+    assert not hosts.equal([devices[:1], devices[1:3]])
+    monkeypatch.setattr(hosts, "MEASURED", ("all-reduce", "all-gather"))
+    rows = list(hosts.measure([devices[:2], devices[2:4]], 1 << 10, 1, 10))
+    expected = [(way, kind) for way in (hosts.WITHIN, hosts.ACROSS) for kind in hosts.MEASURED]
+    assert [(one.over, one.row.kind) for one in rows] == expected
+    assert {(one.row.size, one.row.devices) for one in rows} == {(1 << 10, 2)}
+    alone = hosts.measure([devices[:1], devices[2:3]], 1 << 10, 1, 10)
+    assert next(alone).over == hosts.ACROSS
+
+
+def rows_of_hosts(across: float, size: int = 1 << 30) -> list[hosts.HostRow]:
+    """Rows of 2 hosts of 8 devices: 300 GB/s within them, so many GB/s across them."""
+    made = []
+    for way, devices, rate in ((hosts.WITHIN, 8, 300e9), (hosts.ACROSS, 2, across * 1e9)):
+        for kind in hosts.MEASURED:
+            for bytes_ in (1 << 10, size - size % devices):
+                seconds = bandwidth.KINDS[kind].bus(devices) * bytes_ / rate
+                call = timing.Spread(seconds, seconds, seconds)
+                row = bandwidth.BandwidthRow(kind, bytes_, devices, call)
+                made.append(hosts.HostRow(way, row))
+    return made
+
+
+def test_bandwidth_across_hosts_is_held_against_the_ports():
+    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+    ports = [port | {"driver": "mlx5_core"}] * 8
+    down = port | {"state": "1: DOWN", "driver": "mlx5_core"}
+    facts = facts_of(infiniband=[*ports, down], network={"network": "ib"})
+    assert measured.rate_of_ports(facts) == 400e9
+
+    def found(across, own=facts, devices=(8, 8), size=1 << 30, on_gpu=True):
+        return measured.across_hosts(rows_of_hosts(across, size), devices, own, on_gpu)
+
+    said = "all-reduce 45 GB/s for each device, 300 within a host; 360 for the host, of 400 by"
+    assert found(45).status == "pass" and found(45).said.startswith(said)
+    assert found(20).status == "warn" and found(20).remedy
+    assert found(20, size=1 << 20).status == "pass"  # too short to say
+    assert "not judged" in found(20, on_gpu=False).said
+    tcp = facts_of(infiniband=[], network={"network": "tcp"})
+    assert found(1, tcp).status == "pass" and "no RDMA ports" in found(1, tcp).said
+    efa = [port | {"driver": "efa", "rate": "100 Gb/sec", "link_layer": "Unspecified"}] * 32
+    assert measured.rate_of_ports(facts_of(infiniband=efa, network={"network": "efa"})) == 400e9
+    assert found(45, devices=(16,)).said == "one host"
+    assert measured.across_hosts([], (8, 4), facts, True).status == "skip"
+
+
+def test_the_table_of_hosts():
+    assert showing.hosts([]) == []
+    (shown,) = showing.hosts(rows_of_hosts(45))
+    table = shown.renderables[1]
+    assert table.row_count == 8
+    cells = [list(column.cells) for column in table.columns]
+    assert [column[1] for column in cells][:2] == ["all-reduce", "1 GiB"]
+    assert cells[3][1] == "300.0" and cells[5][1] == "45.0"
+
+
+def test_groups_communicate_within_themselves(devices):
+    """Two groups of two sum their own numbers, in the program that is timed."""
+    mesh = bandwidth.in_groups([devices[:2], devices[2:4]])
+    x = jnp.asarray([1.0, 2.0, 3.0, 4.0])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+    program = bandwidth.compile_repeated(mesh, bandwidth.KINDS["all-gather"], 1, 1)
+    # The last element of what was gathered is written into the operand.
+    assert program(jax.device_put(x, place)).tolist() == [2.0, 2.0, 4.0, 4.0]
 
 
 def test_every_collective_is_timed(devices):

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.model.parameters import trainable_specs
@@ -159,10 +161,12 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     method = cfg.parallel.replica_reduction
     if method != "float32":
         sent = sent_over_replicas(cfg)
+    if every := cfg.diloco.every:  # an outer step, spread over the steps between
+        sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     passes = rates.COMPRESSION[method] * 4 * shard.owned / cluster.gpu.bandwidth.value
-    # A compressed sum takes all layers' gradients together, at the end of the backward.
-    exposed = rates.EXPOSED["replica"] if method == "float32" else 1.0
+    # Nothing hides an outer step, or a compressed sum of all layers at the end of the backward.
+    exposed = rates.EXPOSED["replica"] if method == "float32" and not every else 1.0
     return Traffic("replica", sent, seconds + passes, seconds, exposed)
 
 

@@ -32,6 +32,16 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     """
     if registry.function("model.attention", cfg.model.attention):
         return True  # registered functions are unknown: assume that they store all scores
+    return "reference" in attention_backends(cfg, gpu)
+
+
+def attention_backends(cfg: Config, gpu: Gpu) -> frozenset[str]:
+    """Return the backends of attention in a layout's forward and backward.
+
+    Empty for attention that is registered outside the package. Args and Raises: as above.
+    """
+    if registry.function("model.attention", cfg.model.attention):
+        return frozenset()
     p, rows = cfg.parallel, shard_of(cfg).rows
     return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
 
@@ -39,7 +49,7 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
 @functools.cache
 def _chosen(
     model: ModelConfig, data: DataConfig, cut: tuple[int, int, str], rows: int, gpu: Gpu
-) -> bool:
+) -> frozenset[str]:
     sequence, tensor, context = cut
     parallel = ParallelConfig(data=1, sequence=sequence, tensor=tensor, context=context)  # type: ignore[arg-type]
     cfg = Config(model=model, data=data, parallel=parallel)
@@ -59,4 +69,4 @@ def _chosen(
         )
         for of_mask, mask in zip(of_masks(model), masks, strict=True)
     ]
-    return any("reference" in (c.forward, c.backward) for c in choices)
+    return frozenset(name for c in choices for name in (c.forward, c.backward))

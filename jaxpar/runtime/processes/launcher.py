@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -43,6 +43,8 @@ class LaunchOptions:
     """Maximum restarts without a new checkpoint in between."""
     grace: float = 5.0
     """Seconds for the other processes to end after a failure, before they are killed."""
+    numa: Literal["auto", "off"] = "auto"
+    """auto: bind each process to the CPUs and the memory near its GPUs."""
 
 
 def read_command(
@@ -84,7 +86,7 @@ def read_command(
 def _check_places(rest: Sequence[str]) -> None:
     """Raise ConfigError for run arguments that the launcher sets, or that are its own options."""
     of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
-    own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace"]
+    own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace", "--numa"]
     for arg, following in zip(rest, [*rest[1:], ""], strict=True):
         name, given, value = arg.partition("=")
         name, value = name.replace("_", "-"), value if given else following

@@ -148,15 +148,17 @@ def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     return result
 
 
-def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
+def check_same(what: str, value: Callable[[], str | bytes], seconds: float) -> None:
     """Check that every process has the same value, since processes that differ could deadlock.
 
-    Args:     text: returns the value to compare; not called in a run of one process.
+    Args:     value: returns the value to compare; not called in a run of one process.
     Raises:   PeerFailed naming the first process that differs from process 0.
     """
     if world_size() == 1:
         return
-    digests = exchange(what, hashlib.sha256(text().encode()).hexdigest(), seconds)
+    own = value()
+    content = own.encode() if isinstance(own, str) else own
+    digests = exchange(what, hashlib.sha256(content).hexdigest(), seconds)
     for process, digest in enumerate(digests):
         if digest != digests[0]:
             name, first = process_name(process), process_name(0)

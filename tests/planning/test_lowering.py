@@ -1,0 +1,81 @@
+"""Train steps are lowered for thousands of GPUs without a device."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.config_file import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.planning import lowering
+from jaxpar.planning.predict.hardware import GPUS
+from jaxpar.sharding.mesh import make_mesh
+from tests.tiny import TINY
+
+H100 = GPUS["h100"]
+
+
+def with_calls(work: Callable[[], Any]) -> tuple[Any, int]:
+    """The result, and the number of Python functions that were called for it."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        return work(), calls
+    finally:
+        sys.setprofile(None)
+
+
+def on(devices: int, base: Config = TINY, **changes: Any) -> Config:
+    """A config for so many devices, with a row for each."""
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    rows = {"train.global_batch_size": devices}
+    return resolve(replace(base, **rows | {"parallel.data": -1} | named), devices)
+
+
+def test_devices_do_not_matter_to_the_program_nor_their_number_to_the_work():
+    few, many = on(8, parallel__tensor=2), on(512, parallel__tensor=2, parallel__replica=32)
+    real = lowering.lower(few, H100, make_mesh(few.parallel, jax.devices()[:8]))[1]
+    (_, of_few), calls = with_calls(
+        lambda: lowering.lower(few, H100, lowering.abstract_mesh(few, H100))
+    )
+    (_, of_many), more_calls = with_calls(
+        lambda: lowering.lower(many, H100, lowering.abstract_mesh(many, H100))
+    )
+    assert of_few.digest == real.digest != of_many.digest
+    assert of_many.bytecode < 1.3 * of_few.bytecode
+    assert more_calls < 1.01 * calls
+
+
+@pytest.mark.skipif(lowering.has_plugin(), reason="the CUDA plugin is here")
+def test_cudnn_is_not_lowered_without_the_plugin():
+    with pytest.raises(ConfigError, match=r"attention_backend = .*cudnn on h100.*pallas_hopper"):
+        lowering.check_can_lower(on(8, load_config("llama3_8b")), H100)
+
+
+PARALLEL = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layers, mesh",
+    [
+        ("llama3_70b", 8, (1, 8, 64, 1, 1, 8)),
+        ("llama3_70b", 8, (8, 1, 64, 1, 1, 8)),
+        ("mixtral_8x7b", 2, (1, 8, 64, 8, 1, 1)),
+    ],
+)
+def test_4096_gpus(name, layers, mesh):
+    sizes = {f"parallel__{axis}": size for axis, size in zip(PARALLEL, mesh, strict=True)}
+    more = {"model__num_layers": layers, "model__attention_backend": "pallas_hopper"}
+    pipeline = {"parallel__zero": 1, "parallel__num_microbatches": 8} if mesh[0] > 1 else {}
+    cfg = on(4096, load_config(name), **sizes, **more, **pipeline)
+    found = lowering.lower(cfg, H100, lowering.abstract_mesh(cfg, H100))[1]
+    assert found.bytecode < 20 << 20 and found.trace_seconds + found.lower_seconds < 600
