@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import integrity, replicas, store
+from jaxpar.checkpoint import feedback, integrity, replicas, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     AVERAGED,
@@ -98,8 +98,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     Args:     step: a saved step. None: the latest.
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
               another dtype are converted, by rounding to nearest. A moving average
-              that was not saved begins with the weights. Another number of DiLoCo's replicas than
-              before starts from the outer weights.
+              that was not saved begins with the weights. Errors of compressed sums: `feedback.py`.
+              Another number of DiLoCo's replicas: `replicas.py`.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
@@ -112,9 +112,14 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         del target["ema"]
     known = _has_guard(folder(cfg.run.dir) / str(saved.step))
     scalars = target["guard"] if known else target.pop("guard")
-    ends = saved.has_average and "ema" not in target  # which the checkpoint then has in vain
-    others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
-    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends or others)
+    errors = target.pop("feedback", ())
+    if used := feedback.to_load(errors, saved, cfg):
+        target["feedback"] = used
+    # What the checkpoint then has in vain.
+    ends = (saved.has_average and "ema" not in target) or feedback.has_feedback(saved)
+    ends |= replicas.saved_trainers(saved) != num_trainers(cfg)
+    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends)
+    loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # an earlier version saved no guard
         loaded["guard"] = jax.device_put(replicas.initial_guard(cfg, saved), to)
@@ -123,8 +128,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    state = replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved)
-    state = to_running(state, cfg)
+    state = to_running(replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved), cfg)
+    state = dataclasses.replace(state, feedback=feedback.completed(state.feedback, cfg, mesh))
     if begins:
         peers.log(f"the moving average begins with the weights of step {saved.step}")
         state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))
