@@ -99,8 +99,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     Args:     step: a saved step. None: the latest.
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
               another dtype are converted, by rounding to nearest. A moving average
-              that was not saved begins with the weights. Errors of compressed sums: `feedback.py`.
-              Another number of DiLoCo's replicas: `replicas.py`.
+              that was not saved begins with the weights. Another number of DiLoCo's replicas than
+              before starts from the outer weights. Errors of compressed sums: `feedback.py`.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
@@ -134,8 +134,8 @@ def restore_from(
         target["feedback"] = used
     # What the checkpoint then has in vain.
     ends = (saved.has_average and "ema" not in target) or feedback.has_feedback(saved)
-    ends |= replicas.saved_trainers(saved) != num_trainers(cfg)
-    loaded = load(target, ends)
+    others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
+    loaded = load(target, ends or others)
     loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not has_guard:  # an earlier version saved no guard
@@ -145,7 +145,8 @@ def restore_from(
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    state = to_running(replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved), cfg)
+    state = replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved)
+    state = to_running(state, cfg)
     state = dataclasses.replace(state, feedback=feedback.completed(state.feedback, cfg, mesh))
     if begins:
         peers.log(f"the moving average begins with the weights of step {saved.step}")

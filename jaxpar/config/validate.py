@@ -142,8 +142,8 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_links = (compressed_sums, diloco)
+    of_links = (compressed_sums,)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
-    objectives = (evaluation, best, dpo, distillation, qk_clip)
+    objectives = (evaluation, best, dpo, distillation, qk_clip, diloco)
     for rule in first + others + of_links + of_models + objectives:
         rule(cfg)

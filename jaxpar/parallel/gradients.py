@@ -29,7 +29,7 @@ def reduce_gradients(grads: Any, specs: Any, axes: tuple[str, ...] = AXES) -> An
 
 
 def missing_axes(spec: ParamSpec, axes: tuple[str, ...] = AXES) -> tuple[str, ...]:
-    """Return those of some mesh axes along which a parameter is replicated."""
+    """Return those of the mesh axes along which a parameter is replicated."""
     sharded = axes_of(spec.partition_spec)
     return tuple(axis for axis in axes if axis not in sharded)
 

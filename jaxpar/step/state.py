@@ -50,20 +50,17 @@ class TrainState:
     """Scalars of `loss_scale.initial_guard`."""
     ema: Any = ()
     """Moving average of the trainable parameters, with their shapes and shardings; () without."""
-    feedback: Any = ()
-    """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
     diloco: Any = ()
     """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`); ()
     without."""
+    feedback: Any = ()
+    """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The parts that a checkpoint has, by name: without optional ones that there are not."""
-        return {n: part for n, part in vars(self).items() if n not in OPTIONAL or part != ()}
-
-
-#: Parts of a state that only some runs have.
-OPTIONAL = ("ema", "feedback", "diloco")
+        """The parts that a checkpoint has, by name: without what there is none of."""
+        optional = ("ema", "diloco", "feedback")
+        return {name: p for name, p in vars(self).items() if name not in optional or p != ()}
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -103,7 +100,7 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
     average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
-    state = TrainState(step, params, opt_state, guard, average, kept)
+    state = TrainState(step, params, opt_state, guard, average, feedback=kept)
     return trainers.abstract_replicas(state, trainers.num_trainers(cfg))
 
 
@@ -139,7 +136,7 @@ def state_specs(cfg: Config) -> TrainState:
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
     feedback = partition_specs(feedback_of(cfg))
-    state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback)
+    state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback=feedback)
     return trainers.replica_specs(state, trainers.num_trainers(cfg))
 
 
@@ -216,8 +213,8 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     scalars = lambda: (jnp.int32(0), own(loss_scale.initial_guard(cfg)))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
-    diloco = trainers.start(params, replicas, to.diloco)
-    return TrainState(step, params, opt_state(params), guard, average, feedback, diloco)
+    state = TrainState(step, params, opt_state(params), guard, average, feedback=feedback)
+    return dataclasses.replace(state, diloco=trainers.start(params, replicas, to.diloco))
 
 
 def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:

@@ -239,7 +239,8 @@ def train_step(
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
     params = join(trainable, frozen)
-    return TrainState(state.step + 1, params, opt_state, guard, ema, feedback), metrics
+    state = TrainState(state.step + 1, params, opt_state, guard, ema, feedback=feedback)
+    return state, metrics
 
 
 def loss_and_gradients(
@@ -301,9 +302,10 @@ def loss_gradients_and_loads(
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
+    axes = trainer_axes(cfg, AXES)
     grads, feedback = summed(grads, feedback, scale, cfg)
     loss = psum(loss_sum, token_axes) / count
-    norm = global_norm(fused_weights.unstack_layers(grads, cfg), trainer_axes(cfg, AXES))
+    norm = global_norm(fused_weights.unstack_layers(grads, cfg), axes)
     named = objective.reported(loss, cfg)
     metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
     metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))

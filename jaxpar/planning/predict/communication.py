@@ -157,24 +157,17 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
-    if cfg.diloco.every:
-        sent = 2 * (ranks - 1) / ranks * _outer_bytes(cfg) * shard.owned
-        seconds = sent / ring_bandwidth(ranks, here, cluster)
-        return Traffic("replica", sent, seconds, seconds, 1.0)
     sent = 2 * (ranks - 1) / ranks * 4 * shard.owned
     method = cfg.parallel.replica_reduction
     if method != "float32":
         sent = sent_over_replicas(cfg)
+    if every := cfg.diloco.every:  # an outer step, spread over the steps between
+        sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     passes = rates.COMPRESSION[method] * 4 * shard.owned / cluster.gpu.bandwidth.value
-    # A compressed sum takes all layers' gradients together, at the end of the backward.
-    exposed = rates.EXPOSED["replica"] if method == "float32" else 1.0
+    # Nothing hides an outer step, or a compressed sum of all layers at the end of the backward.
+    exposed = rates.EXPOSED["replica"] if method == "float32" and not every else 1.0
     return Traffic("replica", sent, seconds + passes, seconds, exposed)
-
-
-def _outer_bytes(cfg: Config) -> float:
-    """Return the bytes of an element in DiLoCo's outer steps, spread over the steps between."""
-    return jnp.dtype(cfg.diloco.outer_dtype).itemsize / cfg.diloco.every
 
 
 def sent_over_replicas(cfg: Config) -> float:
