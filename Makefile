@@ -54,6 +54,7 @@ lint: install ## Check style and formatting
 	@echo "==> Style"
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(VENV)/bin/hadolint Dockerfile
 
 .PHONY: format
 format: install ## Format the code and fix what can be fixed

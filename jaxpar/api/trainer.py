@@ -28,6 +28,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import adapters
 from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.step.train_step import StepMetrics
 from jaxpar.training import elastic, manifest
@@ -68,6 +69,7 @@ class Trainer:
         self._run = run
         self._train_steps: dict[tuple[int, ...], FirstRunAlone] = {}
         self._evaluation: Evaluation | None = None
+        self._outer_steps = OuterSteps(run.cfg, run.mesh)
 
     @property
     def _seconds(self) -> float:
@@ -116,7 +118,9 @@ class Trainer:
                 yield next(batches)[1]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """Take one optimizer step. The first call for a size of batches compiles it.
+        """Take one optimizer step, and the outer steps of DiLoCo that are due after it.
+
+        The first call for a size of batches compiles the step.
 
         Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
                   may still be computed when this returns; `float` waits for them.
@@ -124,7 +128,10 @@ class Trainer:
         size = batch.tokens.shape
         if size not in self._train_steps:
             self._train_steps[size] = compiled(self._run, state, batch)
-        return self._train_steps[size](state, batch)
+        state, metrics = self._train_steps[size](state, batch)
+        if self.cfg.diloco.every:
+            state = self._outer_steps(int(state.step), state)
+        return state, metrics
 
     def evaluate(self, state: TrainState) -> float:
         """Return the loss on held-out text, in nats per token.

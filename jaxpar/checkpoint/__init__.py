@@ -35,7 +35,7 @@ from jaxpar.checkpoint.saved import (
 )
 from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 
-MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data")
+MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data", "stores")
 
 __all__ = [
     "AVERAGED",

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from jaxpar.checkpoint import inspection
+from jaxpar.checkpoint import inspection, stored
 from jaxpar.checkpoint.branching import branch
 from jaxpar.checkpoint.merging import merge
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
+from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.option_classes import read_subcommand
+from jaxpar.runtime.option_classes import OR_ADDRESS, read_subcommand
 from jaxpar.runtime.program import run_program
 
 
@@ -25,16 +26,16 @@ from jaxpar.runtime.program import run_program
 class Ls:
     """List the checkpoints of a run: step, date, bytes, mesh, and the result of checking files."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
+    """Run folder, or the address of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     """Verify all files and arrays of a run's checkpoints. Exit code 1 on any damage."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
+    """Run folder, or the address of a run."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to verify. None: all."""
 
@@ -115,12 +116,14 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     match options:
         case Ls(run=run):
-            for number, row in enumerate(inspection.rows(run)):
+            rows = stored.rows(run) if is_address(run) else inspection.rows(run)
+            for number, row in enumerate(rows):
                 if number == 0:
                     print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
                 print(row, flush=True)
         case Verify(run=run, step=step):
-            if not inspection.verify(run, step, log):
+            verify = stored.verify if is_address(run) else inspection.verify
+            if not verify(run, step, log):
                 return exit_codes.EXIT_ERROR
         case Diff():
             one, other = (options.run, options.step), (options.other, options.other_step)

@@ -105,7 +105,10 @@ def _row(run_dir: str | Path, step: int) -> CheckpointRow:
         check = f"{DAMAGED}: {found[0]}"
     else:
         saved = read_saved(run_dir, step)
-        mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
+        mesh, check = (
+            mesh_in_words(saved.config["parallel"]),
+            _witnesses(at, len(saved.fingerprints)),
+        )
     return CheckpointRow(step, date, sum(file.st_size for file in files), mesh, check)
 
 
@@ -114,7 +117,7 @@ def _paths(place: Path) -> set[Path]:
     return {Path(at, name) for at, *names in os.walk(place) for name in itertools.chain(*names)}
 
 
-def _mesh(parallel: dict[str, Any]) -> str:
+def mesh_in_words(parallel: dict[str, Any]) -> str:
     """Describe the mesh that wrote a checkpoint, as `mesh.describe` does."""
     named = [f"{axis}={parallel.get(axis, 1)}" for axis in AXES if parallel.get(axis, 1) != 1]
     return " ".join(named) or "1 device"

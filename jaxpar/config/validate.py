@@ -50,6 +50,8 @@ from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
+from jaxpar.config.rules.parallel.diloco import diloco
+from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches, zero_bubble
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
     best,
@@ -61,7 +63,6 @@ from jaxpar.config.rules.run import (
     schedule,
 )
 from jaxpar.config.rules.type_check import check_types
-from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
@@ -136,6 +137,6 @@ def _each_rule(cfg: Config) -> None:
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
-    objectives = (evaluation, best, dpo, distillation, qk_clip)
+    objectives = (evaluation, best, dpo, distillation, qk_clip, diloco)
     for rule in first + others + of_models + objectives:
         rule(cfg)

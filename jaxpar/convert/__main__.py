@@ -18,13 +18,15 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.megatron import importing as megatron_import
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.option_classes import OR_ADDRESS, read_subcommand
+from jaxpar.runtime.option_classes import OR_ADDRESS, TO_ADDRESS, read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.stores.folders import new_folder_at
 from jaxpar.stores.reading import with_local_runs
 
 type Dtype = Literal["bfloat16", "float16", "float32"]
@@ -44,9 +46,9 @@ class Checking:
 class FromHf:
     """Convert a published model to a run with a checkpoint of step 0."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder with config.json and .safetensors files, or a name on the Hugging Face Hub: org/model
-    or org/model@revision."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR"), TO_ADDRESS]
+    """Folder with config.json and .safetensors files, or its address, s3://BUCKET/PREFIX, or a name
+    on the Hugging Face Hub: org/model or org/model@revision."""
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder to write; it must be new."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
@@ -89,8 +91,8 @@ class ToHf:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder."""
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder to write; it must be new."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR"), TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX; it must be new."""
     step: Annotated[checkpoint.Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Literal["trained", "ema"] = "trained"
@@ -112,8 +114,8 @@ class ToPeft:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Folder of a run with lora.rank."""
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder to write; it must be new."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR"), TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX; it must be new."""
     base: str | None = None
     """Name or folder of the base model. None: the published folder in run.init_from."""
     step: Annotated[checkpoint.Step, STEP] = None
@@ -234,7 +236,8 @@ def to_hf(options: ToHf, step: int) -> None:
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
     shard_bytes = int(options.shard_gb * 1e9)
-    exporting.to_hf(export, Path(options.folder), log, tolerance, shard_bytes)
+    with new_folder_at("DIR", options.folder, CONFIG_FILE) as folder:
+        exporting.to_hf(export, folder, log, tolerance, shard_bytes)
     log(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
 
 
@@ -245,7 +248,8 @@ def to_peft(options: ToPeft, step: int) -> None:
     )
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
-    peft_folder.to_peft(export, Path(options.folder), log, base, tolerance)
+    with new_folder_at("DIR", options.folder, peft_folder.ADAPTER_CONFIG) as folder:
+        peft_folder.to_peft(export, folder, log, base, tolerance)
     log(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
 
 

@@ -16,7 +16,7 @@ from jaxpar.convert.hf.family import COMMON, Family
 from jaxpar.convert.hf.hybrid_families import NEMOTRON_H_EXPERTS
 from jaxpar.convert.hf.keys import global_heads, kimi_linear
 from jaxpar.model.flops import num_params
-from jaxpar.runtime import hub
+from jaxpar.stores import models
 
 #: Keys of config.json that do not change what a model computes, but for dropout, which there is
 #: none of.
@@ -64,7 +64,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     """
     rule = "is not a folder"
     fix = f"use a folder with {CONFIG_FILE}, or org/model of the Hugging Face Hub"
-    found = hub.find(named, "model.from", (CONFIG_FILE,), rule, fix)
+    found = models.find(named, "model.from", (CONFIG_FILE,), rule, fix)
     values = read_config_json(Path(found.folder))
     table = family_of(values)
     kind = table.model_type

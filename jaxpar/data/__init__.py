@@ -6,6 +6,7 @@ Prepare:  documents -> readers, columns -> tokenizer -> writer    (`python -m ja
 Formats:  megatron, bin_file -> token_file -> sources             (`inspect`, `convert`)
 Train:    sources -> mixture -> packing -> loader                 (batch(step), a pure function)
           sources -> pairs -> pair_loader                         (the same of pairs)
+Store:    stored/ -> sources                              (tokens in an object store, cached)
 Stream:   text -> stream/ -> sources                              (tokens that are never stored)
 
 A name is imported when it is first used: the processes that tokenize need no JAX.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jaxpar.data.pair_loader import PairLoader, open_loader
     from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
 
-MAY_IMPORT = ("config", "runtime", "sharding")
+MAY_IMPORT = ("config", "runtime", "sharding", "stores")
 
 _MODULES = {
     "Loader": "jaxpar.data.loader",

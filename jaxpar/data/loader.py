@@ -86,11 +86,11 @@ class Loader:
         cfg, seq_len, found = self._cfg, self._cfg.data.seq_len, dataset.num_tokens
         check_vocabulary(cfg, dataset)
         if dataset.meta is not None and dataset.meta.kind == PAIRS:
-            rule, path = "is a dataset of pairs of responses", str(dataset.path)
+            rule, path = "is a dataset of pairs of responses", dataset.name
             fix = "use --dpo.beta 0.1, or other data"
             raise ConfigError("data.path", path, rule, fix)
         if num_sequences(found, seq_len) == 0:
-            rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.path} has {found}"
+            rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.name} has {found}"
             raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
 
     @property
@@ -129,7 +129,7 @@ class Loader:
         """Return the epochs of each source in the first num_steps steps, by path."""
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
         taken = self._mixture.taken(sequences_before(self._cfg, batches))
-        paths = [str(source.dataset.path) for source in self.sources]
+        paths = [source.dataset.name for source in self.sources]
         return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
 
     @property
@@ -300,7 +300,7 @@ def check_vocabulary(cfg: Config, dataset: TokenDataset) -> None:
     """Check that the model has every token of a dataset. Raises: ConfigError."""
     needed = dataset.vocab_size
     if needed > cfg.model.vocab_size:
-        rule = f"must cover the {needed} tokens of the dataset {dataset.path}"
+        rule = f"must cover the {needed} tokens of the dataset {dataset.name}"
         if dataset.meta is None:
             rule = f"must be above token id {needed - 1}, which is in {dataset.file}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
@@ -317,4 +317,4 @@ def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDatase
     token = int(indices[row]) * (stretch.shape[1] - 1) + column
     found = int(dataset.tokens[token])
     rule = f"{dataset.place(token)} is {found}, outside the vocabulary of {dataset.vocab_size}"
-    raise ConfigError("data.path", str(dataset.path), rule, "copy the damaged file again")
+    raise ConfigError("data.path", dataset.name, rule, "copy the damaged file again")

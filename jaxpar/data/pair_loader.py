@@ -48,7 +48,7 @@ class PairLoader(Loader):
         return 2 << (self.rows.most_pairs - 1).bit_length()
 
     def _check_fits(self, dataset: TokenDataset) -> None:
-        cfg, path = self._cfg, str(dataset.path)
+        cfg, path = self._cfg, dataset.name
         check_vocabulary(cfg, dataset)
         if dataset.meta is None or dataset.meta.kind != PAIRS or dataset.targets is None:
             rule = f"is not a dataset of pairs, which {flag('dpo.beta', cfg.dpo.beta)} needs"

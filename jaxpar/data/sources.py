@@ -11,11 +11,13 @@ import numpy as np
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.mixture import Share, shares
+from jaxpar.config.rules.paths import is_address
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import META_FILE, PREPARE, TRAIN, read_meta
 from jaxpar.data.formats.token_file import TokenFile, offsets_from, scan
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.prepare.documents import READERS
+from jaxpar.data.stored.folder import local
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime import exit_codes
 
@@ -54,8 +56,9 @@ def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> N
     Args:     field, value: what names the datasets, for the error.
     Raises:   ConfigError if they record another one.
     """
-    folders = [share.path for share in shares(cfg)] + paths
-    metas = {path: read_meta(path) for path in folders if (Path(path) / META_FILE).is_file()}
+    named = [share.path for share in shares(cfg)] + paths
+    folders = {path: Path(local(cfg, field, path)) for path in named}
+    metas = {path: read_meta(p) for path, p in folders.items() if (p / META_FILE).is_file()}
     known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
     first = next(iter(known), "")
     other = next((path for path in known if known[path] != known[first]), None)
@@ -65,11 +68,13 @@ def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> N
 
 
 def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenDataset:
+    place = local(cfg, field, path)
     try:
         workers = cfg.data.tokenize_workers
-        dataset = open_tokens(path, split, cfg.data.eos_id, whole, workers=workers)
+        dataset = open_tokens(place, split, cfg.data.eos_id, whole, workers=workers)
     except ConfigError as error:
-        raise ConfigError(field, error.value, error.rule, error.fix) from error
+        value = path if is_address(path) else error.value
+        raise ConfigError(field, value, error.rule, error.fix) from error
     except OSError as error:
         what = f"{error.filename or path} cannot be read: {error.strerror or error}"
         if error.errno not in FOR_GOOD:
@@ -195,8 +200,9 @@ def fingerprint(cfg: Config) -> str:
 
 
 def _identity(cfg: Config, field: str, path: str) -> str:
-    if (Path(path) / META_FILE).is_file():
-        return read_meta(path).fingerprint
+    folder = Path(local(cfg, field, path))
+    if (folder / META_FILE).is_file():
+        return read_meta(folder).fingerprint
     return _open(cfg, field, path, TRAIN, whole=False).fingerprint
 
 
@@ -205,7 +211,7 @@ def tokenizer_folder(cfg: Config) -> str:
 
     Raises:   ConfigError for token files, which have no tokenizer.
     """
-    path = shares(cfg)[0].path
+    path = local(cfg, "data.path", shares(cfg)[0].path)
     if Path(path).exists() and not (Path(path) / META_FILE).is_file():
         fix = "convert it to a folder: python -m jaxpar.data convert --tokenizer tokenizer.json"
         raise ConfigError("data.path", path, "has tokens without their tokenizer", fix)

@@ -2,7 +2,7 @@
 
 docs/doctor.md explains each check.
 
-facts, topology   what a process reads about its host
+facts, topology, paths   what a process reads about its host
 measure/          verifies collectives; times collectives, pairs of devices and matmuls
 checks/           pure functions from facts and figures to findings
 examination       runs the sections in order
@@ -22,6 +22,7 @@ from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.runtime.processes.networks.choosing import between_hosts
 
 MAY_IMPORT = (
     "config",
@@ -74,7 +75,10 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     place = detect.detect(cfg, os.environ)
     if options.json is not None and (place is None or place.process_id == 0):
         check_file(options.json)  # the others write nothing, and may run on other hosts
-    own = facts.of_the_host(dict(os.environ))  # before anything is set here
+    share = rendezvous.local_gpus(place) if place else None
+    coordinator = place.host if place else ""
+    started = facts.StartedAs(network=cfg.cluster.network, coordinator=coordinator, share=share)
+    own = facts.of_the_host(dict(os.environ), started=started)  # before anything is set here
     was_set = []
     if visible.gpu_is_present():  # NVLink multicast stays off, whatever the user has set
         os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -84,5 +88,7 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # missing devices are a finding
     if place is not None:
-        peers.log(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
+        seconds = cfg.cluster.connect_seconds
+        peers.log(f"cluster    {rendezvous.connect(place, seconds)}")
+        was_set += between_hosts(cfg.cluster.network, place.host, seconds, peers.log)
     return own, was_set

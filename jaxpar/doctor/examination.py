@@ -13,10 +13,13 @@ import jax
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
+from jaxpar.doctor.checks import paths as path_checks
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
 from jaxpar.doctor.facts import HostFacts
-from jaxpar.doctor.measure import bandwidth, compute, verification
+from jaxpar.doctor.measure import bandwidth, compute, latency, verification
+from jaxpar.doctor.measure import hosts as hosts_of
 from jaxpar.doctor.measure import links as links_of
+from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.options import DoctorOptions, mesh_for
 from jaxpar.doctor.progress import SectionProgress
 from jaxpar.planning.predict.hardware import gpu_of_kind
@@ -41,6 +44,17 @@ class Section:
     record: Any = None
     findings: list[Finding] = dataclasses.field(default_factory=list)
     tables: list[Any] = dataclasses.field(default_factory=list)
+
+
+def _figures(row: BandwidthRow) -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "bytes": row.size,
+        "devices": row.devices,
+        "seconds": dataclasses.asdict(row.call),
+        "algorithm_bytes_per_second": row.algorithm,
+        "bus_bytes_per_second": row.bus,
+    }
 
 
 class Examination:
@@ -127,8 +141,12 @@ class Examination:
         hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
-        by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
+        by_host = [
+            [*gpu_checks.check(f[0]), gpu_checks.used(f), *path_checks.check_paths(f[0])]
+            for f in hosts.values()
+        ]
         found = merge_findings(by_host, list(hosts)) + self._merged(host.check_host)
+        found += self._merged(lambda facts: [path_checks.numa_binding(facts)])
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
@@ -157,16 +175,23 @@ class Examination:
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
         how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
         rows = list(bandwidth.measure(mesh, *how))
-        one_host = len({facts.host["name"] for facts in self.facts}) == 1
+        hosts = [facts.host["name"] for facts in self.facts]
         gpu = gpu_of_kind(self.facts[0].devices[0])
-        found = measured.bus_bandwidth(rows, gpu, one_host)
-        record = [
-            {"kind": r.kind, "bytes": r.size, "devices": r.devices}
-            | {"seconds": dataclasses.asdict(r.call)}
-            | {"algorithm_bytes_per_second": r.algorithm, "bus_bytes_per_second": r.bus}
-            for r in rows
-        ]
-        return Section(record, found, showing.bandwidth(rows))
+        found = measured.bus_bandwidth(rows, gpu, len(set(hosts)) == 1)
+        groups = hosts_of.by_host(jax.devices(), hosts)
+        apart = list(hosts_of.measure(groups, *how)) if hosts_of.equal(groups) else []
+        found += [measured.across_hosts(apart, list(map(len, groups)), self.facts[0], self.on_gpu)]
+        record = [{"over": "all", **_figures(row)} for row in rows]
+        record += [{"over": one.over, **_figures(one.row)} for one in apart]
+        return Section(record, found, [*showing.bandwidth(rows), *showing.hosts(apart)])
+
+    def latency(self) -> Section:
+        """Time small messages by NCCL and by XLA's kernel."""
+        if not self.on_gpu or not self._several():
+            return Section([], [skipped("latency", "needs two GPUs")])
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        rows = list(latency.measure(mesh, o.repeats, o.seconds, self.progress.tell))
+        return Section([dataclasses.asdict(r) for r in rows], [], showing.latency(rows))
 
     def links(self) -> Section:
         """Time every pair of devices."""

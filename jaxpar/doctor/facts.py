@@ -16,10 +16,14 @@ from typing import Any
 
 import jax
 
-from jaxpar.doctor import topology
-from jaxpar.runtime.gpus import nvidia_smi
+from jaxpar.doctor import paths, topology
+from jaxpar.doctor.paths import PathFacts
+from jaxpar.runtime.gpus import nvidia_smi, pci, visible
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
+from jaxpar.runtime.processes.networks import host as networks
+from jaxpar.runtime.processes.networks.choosing import choose
+from jaxpar.runtime.processes.networks.host import rdma_ports
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
@@ -41,7 +45,9 @@ class HostFacts:
                   their files in /dev, and folders in LD_LIBRARY_PATH that contain CUDA.
     gpus          `nvidia-smi`'s values for each GPU of the host.
     driver_error  why `gpus` is empty.
-    matrix, nvlinks, infiniband   as in `topology`.
+    matrix, nvlinks   as in `topology`. infiniband   RDMA ports, as from `rdma_ports`.
+    paths         between GPUs, network cards and CPUs.
+    network       the network to other hosts and its variables: the fields of `NetworkChoice`.
     backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
     backend_error   why JAX did not start.
     simulated     whether the devices are simulated on request.
@@ -56,6 +62,8 @@ class HostFacts:
     matrix: topology.Matrix = dataclasses.field(default_factory=topology.Matrix)
     nvlinks: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
     infiniband: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    paths: PathFacts = dataclasses.field(default_factory=PathFacts)
+    network: dict[str, Any] = dataclasses.field(default_factory=dict)
     backend: str = ""
     devices: list[str] = dataclasses.field(default_factory=list)
     backend_error: str = ""
@@ -74,15 +82,39 @@ class HostFacts:
     def from_json(text: str) -> "HostFacts":
         """Restore facts from `to_json`."""
         read = json.loads(text)
-        return HostFacts(**read | {"matrix": topology.Matrix(**read["matrix"])})
+        matrix, paths = topology.Matrix(**read["matrix"]), PathFacts(**read["paths"])
+        return HostFacts(**read | {"matrix": matrix, "paths": paths})
 
 
-def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi.run) -> HostFacts:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartedAs:
+    """What a process knows of itself from its command line and launcher.
+
+    network   `cluster.network`. coordinator   process 0's host; "" for a single process.
+    share     which of the visible GPUs are this process's; None: all.
+    """
+
+    network: str = "auto"
+    coordinator: str = ""
+    share: list[int] | None = None
+
+
+def of_the_host(
+    environment: Mapping[str, str],
+    ask: nvidia_smi.Run = nvidia_smi.run,
+    started: StartedAs = StartedAs(),
+    root: Path = pci.ROOT,
+) -> HostFacts:
     """Read all facts that are available before JAX starts.
 
-    Args:     environment: `os.environ`, as set by the user.
+    Args:     environment: `os.environ`, as set by the user. root: of the kernel's files.
+    Raises:   ConfigError for a network that the host does not have.
     """
     found: dict[str, Any] = {}
+    ids, ports = visible.visible_gpu_ids(), rdma_ports(root / "sys/class/infiniband")
+    own = ids if started.share is None else [ids[i] for i in started.share]
+    wanted = "auto" if started.network == "none" else started.network
+    network = choose(wanted, networks.read(started.coordinator, environment, root), environment)
     try:
         found["gpus"] = nvidia_smi.gpus(ask)
         found["matrix"] = topology.read_matrix(ask(["topo", "-m"]))
@@ -94,7 +126,9 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
         versions=_versions() | _of_driver(found.get("gpus", []), ask),
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
         host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
-        infiniband=topology.infiniband(),
+        infiniband=ports,
+        paths=paths.read(own, ports, root, ask),
+        network=json.loads(json.dumps(dataclasses.asdict(network))),
         **found,
     )
 

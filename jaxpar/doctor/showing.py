@@ -1,7 +1,7 @@
 """Formats an examination's results as tables."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,11 +14,15 @@ from jaxpar.doctor.checks.measured import Rates, expectations
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
+from jaxpar.doctor.measure.hosts import HostRow
+from jaxpar.doctor.measure.latency import LatencyRow
 from jaxpar.doctor.measure.links import Link
+from jaxpar.doctor.measure.timing import Spread
 from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
+from jaxpar.runtime.gpus.pci import address_of
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -74,7 +78,20 @@ def hardware(facts: HostFacts) -> list[Any]:
         shown.append(table(columns, rows))
     for port in facts.infiniband:
         shown.append(escape(f"  {port['card']}/{port['port']}: {port['state']}, {port['rate']}"))
+    if facts.gpus:
+        shown += [escape(line) for line in _network(facts.network)]
     return shown
+
+
+def _network(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the variables for the network to other hosts, with their reasons."""
+    yield f"  network to other hosts: {found['network']}, {found['why']}"
+    for name, value in found["to_set"].items():
+        yield f"    {name}={value}: set in runs on several hosts"
+    for name, value in found["kept"].items():
+        yield f"    {name}={value}: yours"
+    for name, value, why, source in found["suggested"]:
+        yield f"    consider {name}={value}: {why} ({source})"
 
 
 def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
@@ -92,8 +109,15 @@ def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
         ecc,
         f"{len(up)} x {up[0]:.1f} GB/s" if up else "-",
         facts.matrix.numa.get(f"GPU{index}") or "-",
-        ",".join(facts.matrix.cards.get(f"GPU{index}", [])) or "-",
+        _cards(facts, gpu) or "-",
     ]
+
+
+def _cards(facts: HostFacts, gpu: GpuFacts) -> str:
+    """Return the network cards nearest to a GPU, and how far they are."""
+    way, cards = facts.paths.nearest(address_of(gpu.get("pci.bus_id", "")))
+    names = cards or facts.matrix.cards.get(f"GPU{gpu.get('index')}", [])
+    return " ".join(filter(None, [",".join(names), way]))
 
 
 def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
@@ -140,6 +164,51 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
     ]
 
 
+def latency(rows: Sequence[LatencyRow]) -> list[Group]:
+    """Return the time of small messages by size, with a column per collective and method."""
+    columns = list(dict.fromkeys((row.kind, row.method) for row in rows))
+    at = {(row.launch, row.size, row.kind, row.method): row.call for row in rows}
+
+    def cell(call: Spread | None) -> str:
+        return "-" if call is None else _spread(call)
+
+    def made(launch: str) -> Group:
+        lines = [
+            (size_of(size), *(cell(at[launch, size, *column]) for column in columns))
+            for size in sorted({row.size for row in rows})
+        ]
+        title = f"µs per call, launched {launch}, and how much slower the slowest batch is"
+        return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
+
+    return [made(launch) for launch in dict.fromkeys(row.launch for row in rows)]
+
+
+def hosts(rows: Sequence[HostRow]) -> list[Group]:
+    """Return times and bus bandwidth per device, within hosts and across them."""
+    if not rows:
+        return []
+    ways = list(dict.fromkeys(one.over for one in rows))
+    at = {(one.over, one.row.kind, i): one.row for way in ways for i, one in _numbered(rows, way)}
+    scale, unit = (1e9, "GB/s") if max(one.row.bus for one in rows) > 10e9 else (1e6, "MB/s")
+    lines = []
+    for _, kind, i in (key for key in at if key[0] == ways[-1]):
+        found = [at[way, kind, i] for way in ways]
+        cells = [(_time(row), f"{row.bus / scale:,.1f}") for row in found]
+        lines.append((kind, size_of(found[-1].size), *(cell for pair in cells for cell in pair)))
+    columns = [text for way in ways for text in (f"µs {way}", unit)]
+    title = "bus bandwidth of each device, while all devices of a host communicate"
+    return [titled(title, ["", "size", *columns], lines)]
+
+
+def _numbered(rows: Sequence[HostRow], way: str) -> Iterator[tuple[int, HostRow]]:
+    """Yield the rows of a way, each with the number of its size: sizes are rounded."""
+    sizes: dict[str, int] = {}
+    for one in rows:
+        if one.over == way:
+            sizes[one.row.kind] = sizes.get(one.row.kind, -1) + 1
+            yield sizes[one.row.kind], one
+
+
 def _steps(sizes: Sequence[int]) -> list[list[int]]:
     steps: list[list[int]] = []
     for size in sizes:
@@ -151,7 +220,11 @@ def _steps(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _time(row: BandwidthRow) -> str:
-    return f"{row.call.median * 1e6:,.1f} +{row.call.slowest / row.call.median - 1:.0%}"
+    return _spread(row.call)
+
+
+def _spread(call: Spread) -> str:
+    return f"{call.median * 1e6:,.1f} +{call.slowest / call.median - 1:.0%}"
 
 
 def size_of(size: int) -> str:

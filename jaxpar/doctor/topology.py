@@ -1,9 +1,8 @@
-"""How a host's GPUs and network cards are connected: NVLink, PCIe, NUMA, InfiniBand."""
+"""How a host's GPUs and network cards are connected, from `nvidia-smi`: NVLink, PCIe, NUMA."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 #: Colors and underlines, which `nvidia-smi topo -m` writes even to a pipe.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -68,18 +67,4 @@ def read_nvlinks(text: str) -> dict[str, list[float | None]]:
             found[gpu] = []
         elif link := re.match(r"\s+Link \d+: (?:([\d.]+) GB/s|<inactive>|.*inactive)", line):
             found[gpu].append(float(link[1]) if link[1] else None)
-    return found
-
-
-def infiniband(folder: str = "/sys/class/infiniband") -> list[dict[str, str]]:
-    """Return the ports of RDMA cards: card, port, state, rate and link layer."""
-    found = []
-    for port in sorted(Path(folder).glob("*/ports/*")):
-        about = {"card": port.parents[1].name, "port": port.name}
-        for name in ("state", "rate", "link_layer"):
-            try:
-                about[name] = (port / name).read_text().strip()
-            except OSError:
-                about[name] = ""
-        found.append(about)
     return found

@@ -21,6 +21,7 @@ from jaxpar.config import (
     CheckpointConfig,
     Config,
     ConfigError,
+    DilocoConfig,
     OptimizerConfig,
     ParallelConfig,
 )
@@ -52,6 +53,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
         optimizer=rule,
         train=train,
         checkpoint=saving,
+        diloco=DilocoConfig(),
     )
 
 

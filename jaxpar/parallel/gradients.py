@@ -13,30 +13,32 @@ from jaxpar.sharding.params import map_specs
 
 
 @jax.named_scope("reduce_gradients")
-def reduce_gradients(grads: Any, specs: Any) -> Any:
+def reduce_gradients(grads: Any, specs: Any, axes: tuple[str, ...] = AXES) -> Any:
     """Sum each local gradient over every axis along which its parameter is replicated.
 
     FSDP has already summed over the axes that shard the parameter. This is the only other
     reduction, once per step.
 
     Args:     grads: tree of float32 local shards, varying over every axis. specs: its ParamSpecs.
+              axes: those to sum over at most.
     Returns:  the summed shards, invariant over the axes of the sums.
     Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
     """
 
     def reduce(spec, grad):
         sharded = axes_of(spec.partition_spec)
-        return psum(grad, tuple(axis for axis in AXES if axis not in sharded))
+        return psum(grad, tuple(axis for axis in axes if axis not in sharded))
 
     return map_specs(reduce, specs, grads)
 
 
 @jax.named_scope("grad_norm")
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: Any, axes: tuple[str, ...] = AXES) -> jax.Array:
     """Compute the Euclidean norm of all arrays together, counting replicated values once.
 
     Args:     tree: local shards, each invariant over the axes along which it is replicated.
-    Returns:  float32 scalar, the same on every device.
+              axes: those to sum over at most.
+    Returns:  float32 scalar, the same along `axes`.
     Communication: one scalar all-reduce for each distinct set of sharded axes.
     """
     # Sum by row first, and add up rows of the same shape: reducing each array to a scalar would
@@ -44,12 +46,12 @@ def global_norm(tree: Any) -> jax.Array:
     rows: dict[tuple, jax.Array] = {}
     for x in jax.tree.leaves(tree):
         of_x = _squares_by_row(x)
-        key = varying_axes(x), of_x.shape
+        key = tuple(axis for axis in varying_axes(x) if axis in axes), of_x.shape
         rows[key] = rows[key] + of_x if key in rows else of_x
     sums: dict[tuple[str, ...], jax.Array] = {}
-    for (axes, _), squares in rows.items():
-        sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(squares)
-    total = [psum(s, axes) if axes else s for axes, s in sums.items()]
+    for (over, _), squares in rows.items():
+        sums[over] = sums.get(over, jnp.float32(0)) + jnp.sum(squares)
+    total = [psum(s, over) if over else s for over, s in sums.items()]
     return jnp.sqrt(sum(total, jnp.float32(0)))
 
 

@@ -16,4 +16,5 @@ MAY_IMPORT = (
     "model",
     "optimizer",
     "step",
+    "stores",
 )

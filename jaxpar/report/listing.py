@@ -19,7 +19,7 @@ from jaxpar.report.runs import RunRead
 DEPTH = 3
 
 #: Fields that differ between any two runs, and say nothing.
-IGNORED = frozenset({"run.dir"})
+IGNORED = frozenset({"run.dir", "run.store"})
 
 COLUMNS = ("run", "steps", "loss", "held-out", "bits/byte", "tokens", "tokens/s", "time", "differs")
 

@@ -1,16 +1,19 @@
 """The table of runs in a terminal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import is_address
 from jaxpar.report import listing
 from jaxpar.report.runs import RunRead, read_run
+from jaxpar.runtime.option_classes import OR_ADDRESS
 from jaxpar.runtime.stages import stage
+from jaxpar.stores.fetching import for_reading, runs_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,9 @@ class RunsOptions:
     """Options of the list."""
 
     folders: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER ...]")
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER ...]"), OR_ADDRESS
     ] = ("runs",)
-    """Folders with runs, or of runs."""
+    """Folders with runs, or of runs; or their addresses."""
     json: bool = False
     """Print a JSON list, with full precision, instead of a table."""
 
@@ -30,17 +33,20 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
 
     Raises:   ConfigError if a folder does not exist, or there is no run in any.
     """
-    paths: dict[Path, None] = {}
+    places: dict[str, None] = {}
     for name in folders:
+        if is_address(name):
+            places |= dict.fromkeys(runs_at("FOLDER", name, listing.DEPTH))
+            continue
         if not Path(name).is_dir():
             fix = "give a folder with runs, such as runs"
             raise ConfigError("FOLDER", name, "is not a folder", fix)
-        paths |= dict.fromkeys(listing.find_runs(Path(name)))
+        places |= dict.fromkeys(map(str, listing.find_runs(Path(name))))
     runs = []
-    for path in paths:
+    for place in places:
         try:
-            with stage(f"reading {path}"):
-                runs.append(read_run(str(path)))
+            with stage(f"reading {place}"):
+                runs.append(_read(place))
         except ConfigError as error:
             print(f"left out   {error}")
     if not runs:
@@ -49,6 +55,14 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
             "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.quickstart"
         )
     return runs
+
+
+def _read(place: str) -> RunRead:
+    """Read a run in a folder, or a copy of one at an address, without its checkpoints."""
+    if not is_address(place):
+        return read_run(place)
+    folder = for_reading("FOLDER", place, lambda line: None, checkpoints=False)
+    return replace(read_run(str(folder)), name=place)
 
 
 def lines(shown: Sequence[listing.Summary]) -> list[str]:

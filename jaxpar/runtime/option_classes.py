@@ -32,6 +32,9 @@ PATHS = {"data", "include_path", "input", "json", "output", "plot"}
 #: (`stores.reading.with_local_runs`).
 OR_ADDRESS = "or the address of a run"
 
+#: Marks an argument that may also be another address: of a folder to write, or a published model.
+TO_ADDRESS = "or another address"
+
 _READERS = tyro.constructors.ConstructorRegistry()
 
 
@@ -110,7 +113,8 @@ def refuse_addresses(options: Any) -> None:
         name = (metavar or field.name.upper()).strip("[ ").split()[0] if positional else option
         value = getattr(options, field.name)
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not (OR_ADDRESS in about and is_address(text)):
+            may_be = OR_ADDRESS in about or TO_ADDRESS in about
+            if isinstance(text, str) and not (may_be and is_address(text)):
                 refuse_address(name, text, "use a path on this host")
 
 

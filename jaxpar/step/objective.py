@@ -20,10 +20,13 @@ from jaxpar.sharding.axes import TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
-def count_labels(batch: Batch) -> jax.Array:
-    """Count the labeled tokens of the global batch, float32: exact up to 2**24, 16 million."""
+def count_labels(batch: Batch, axes: tuple[str, ...] = TOKEN_AXES) -> jax.Array:
+    """Count the labeled tokens of the global batch, float32: exact up to 2**24, 16 million.
+
+    Args:     axes: those over which its tokens are split.
+    """
     own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
-    return psum(own, TOKEN_AXES).astype(jnp.float32)
+    return psum(own, axes).astype(jnp.float32)
 
 
 def count(batch: Batch, cfg: Config) -> jax.Array:

@@ -29,6 +29,7 @@ from jaxpar.sharding.initial_values import init_options, initial_values, leaf_ke
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
+from jaxpar.step.diloco import trainers
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -48,11 +49,15 @@ class TrainState:
     """Scalars of `loss_scale.initial_guard`."""
     ema: Any = ()
     """Moving average of the trainable parameters, with their shapes and shardings; () without."""
+    diloco: Any = ()
+    """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`); ()
+    without."""
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The parts that a checkpoint has, by name: without a moving average if there is none."""
-        return {name: part for name, part in vars(self).items() if name != "ema" or part != ()}
+        """The parts that a checkpoint has, by name: without what there is none of."""
+        optional = ("ema", "diloco")
+        return {name: p for name, p in vars(self).items() if name not in optional or p != ()}
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -91,7 +96,8 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(step, params, opt_state, guard, _abstract_average(cfg, params))
+    state = TrainState(step, params, opt_state, guard, _abstract_average(cfg, params))
+    return trainers.abstract_replicas(state, trainers.num_trainers(cfg))
 
 
 def _abstract_average(cfg: Config, params: Any) -> Any:
@@ -116,7 +122,8 @@ def state_specs(cfg: Config) -> TrainState:
     params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
-    return TrainState(PartitionSpec(), params, opt_state, guard, ema)
+    state = TrainState(PartitionSpec(), params, opt_state, guard, ema)
+    return trainers.replica_specs(state, trainers.num_trainers(cfg))
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -183,14 +190,16 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
 
 def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     """Return the state at step 0 with the given parameters, in running order."""
-    to = state_shardings(cfg, mesh)
+    to, replicas = state_shardings(cfg, mesh), trainers.num_trainers(cfg)
     if cfg.optimizer.offload_masters:
         params = jax.device_put(params, to.params)
-    opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
+    own = functools.partial(trainers.for_each, n=replicas)
+    opt_state = jax.jit(lambda p: own(_init_opt_state(cfg, p)), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
-    scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
+    scalars = lambda: (jnp.int32(0), own(loss_scale.initial_guard(cfg)))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
-    return TrainState(step, params, opt_state(params), guard, fresh_average(params, cfg))
+    state = TrainState(step, params, opt_state(params), guard, fresh_average(params, cfg))
+    return dataclasses.replace(state, diloco=trainers.start(params, replicas, to.diloco))
 
 
 def fresh_average(params: Any, cfg: Config) -> Any:

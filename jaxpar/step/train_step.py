@@ -36,10 +36,12 @@ from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
 from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel
-from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
+from jaxpar.sharding.axes import AXES, BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import objective, qk_clip, recorded_routing
+from jaxpar.step.diloco.inner import of_each_replica
+from jaxpar.step.diloco.trainers import num_trainers, trainer_axes
 from jaxpar.step.expert_loads import (
     ExpertLoads,
     balance_bias,
@@ -144,8 +146,9 @@ def make_train_step(
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
     as_input = cfg.optimizer.schedule_as_input
+    one = functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record)
     step = jax.shard_map(
-        functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
+        of_each_replica(one) if num_trainers(cfg) else one,
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),
@@ -260,7 +263,8 @@ def loss_gradients_and_loads(
     Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
-    cfg, num_tokens = ex.cfg, objective.count_labels(batch)
+    cfg, token_axes = ex.cfg, trainer_axes(ex.cfg, TOKEN_AXES)
+    num_tokens = objective.count_labels(batch, token_axes)
     count = objective.count(batch, cfg) if cfg.dpo.beta else num_tokens
     trainable, frozen = split(varying(weights_on_device(params, cfg)), parameters.specs_of(cfg))
     shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
@@ -286,10 +290,11 @@ def loss_gradients_and_loads(
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
-    grads = reduce_gradients(grads, parameters.trainable_specs(cfg))
+    axes = trainer_axes(cfg, AXES)
+    grads = reduce_gradients(grads, parameters.trainable_specs(cfg), axes)
     grads = loss_scale.unscale_gradients(cfg, grads, scale)
-    loss = psum(loss_sum, TOKEN_AXES) / count
-    norm = global_norm(fused_weights.unstack_layers(grads, cfg))
+    loss = psum(loss_sum, token_axes) / count
+    norm = global_norm(fused_weights.unstack_layers(grads, cfg), axes)
     named = objective.reported(loss, cfg)
     metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
     metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))

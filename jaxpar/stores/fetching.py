@@ -20,6 +20,7 @@ from jaxpar.stores import steps
 from jaxpar.stores.files import download_files
 from jaxpar.stores.objects import Altered, Missing, Objects
 from jaxpar.stores.parts import GROWING, joined, length, ranges
+from jaxpar.stores.sessions import NAME as SESSION
 from jaxpar.stores.sessions import last_session, note, require_same_run, sessions_of
 
 #: Folder of a run for checkpoints that another session's have replaced.
@@ -173,6 +174,26 @@ def for_reading(
     with RunLock(folder, READERS_SECONDS, log):  # another command may be downloading it
         fetch(objects, folder, steps.MARK, log, step, reading=True, checkpoints=checkpoints)
     return folder
+
+
+def runs_at(field: str, text: str, depth: int) -> list[str]:
+    """Return the addresses of the runs at and below an address, in order.
+
+    Args:     depth: of the prefixes that are looked into.
+    Raises:   ConfigError for an address that cannot be used; StoreError.
+    """
+    address = read_address(field, text)
+    objects = Objects(address, field)
+
+    def below(folder: str, depth: int) -> list[str]:
+        folders, names = objects.level(folder)
+        if {f"{folder}config.json", f"{folder}{SESSION}"} <= set(names):
+            return [f"{address}/{folder}".rstrip("/")]
+        if not depth:
+            return []
+        return [run for one in folders for run in below(f"{one}/", depth - 1)]
+
+    return below("", depth)
 
 
 def with_local_config(argv: Sequence[str]) -> list[str]:

@@ -68,6 +68,8 @@ class Found(NamedTuple):
 
     name: str
     size: int
+    modified: str = ""
+    """Date and time, in the zone of this host."""
 
 
 class Content(NamedTuple):
@@ -98,6 +100,29 @@ class Objects:
         def read() -> tuple[bytes, Stamp]:
             found = _obstore().get(self._store, name)
             return bytes(found.bytes()), Stamp(found.meta["e_tag"], found.meta["version"])
+
+        return self._retried(f"reading {name}", read)
+
+    def about(self, name: str) -> tuple[int, Stamp]:
+        """Return an object's size and version. Raises:   Missing, StoreError."""
+
+        def look() -> tuple[int, Stamp]:
+            found = _obstore().head(self._store, name)
+            return found["size"], Stamp(found["e_tag"], found["version"])
+
+        return self._retried(f"looking at {name}", look)
+
+    def read_range(self, name: str, first: int, last: int, stamp: Stamp) -> bytes:
+        """Return bytes first to last of an object, if it is the given version.
+
+        Raises:   Missing; Conflict if it has been replaced; StoreError.
+        """
+        options: Any = {"range": (first, last)}
+        if stamp.e_tag is not None:
+            options["if_match"] = stamp.e_tag
+
+        def read() -> bytes:
+            return bytes(_obstore().get(self._store, name, options=options).bytes())
 
         return self._retried(f"reading {name}", read)
 
@@ -168,9 +193,19 @@ class Objects:
 
         def listed() -> list[Found]:
             chunks = _obstore().list(self._store, folder or None, chunk_size=1000)
-            return [Found(one["path"], one["size"]) for chunk in chunks for one in chunk]
+            return [_found(one) for chunk in chunks for one in chunk]
 
-        return sorted(self._retried(f"listing {folder or 'the run'}", listed))
+        return sorted(self._retried(f"listing {folder or 'objects'}", listed))
+
+    def level(self, folder: str) -> tuple[list[str], list[str]]:
+        """Return the names of the folders and of the objects in one that ends in "/", or in the
+        address. Raises:   StoreError."""
+
+        def listed() -> tuple[list[str], list[str]]:
+            found = _obstore().list_with_delimiter(self._store, folder or None)
+            return sorted(found["common_prefixes"]), sorted(one["path"] for one in found["objects"])
+
+        return self._retried(f"listing {folder or 'objects'}", listed)
 
     def delete(self, names: list[str]) -> None:
         """Delete objects; those that do not exist are ignored. Raises:   StoreError."""
@@ -224,6 +259,11 @@ class Objects:
 
     def _refused(self, rule: str, fix: str) -> ConfigError:
         return ConfigError(self._field, str(self.address), rule, fix)
+
+
+def _found(about: Any) -> Found:
+    modified = about["last_modified"].astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return Found(about["path"], about["size"], modified)
 
 
 class _Passing(Exception):

@@ -9,6 +9,10 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime.option_classes import OR_ADDRESS
 from jaxpar.stores.fetching import for_reading
+from jaxpar.stores.models import find, run_at
+
+#: Files of a published model.
+PUBLISHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 #: Options that write into the run's folder or follow it, which a copy does not allow.
 NOT_OF_A_COPY = ("save", "follow", "watch")
@@ -33,12 +37,19 @@ def with_local_runs[T](options: T, log: Callable[[str], None], checkpoints: bool
         if not any(map(is_address, texts)):
             continue
         step = _step(given, texts)
-        local = tuple(
-            str(for_reading("RUN", text, log, step, checkpoints)) if is_address(text) else text
-            for text in texts
-        )
+        local = tuple(_local(text, log, step, checkpoints) for text in texts)
         values[field.name] = local if isinstance(value, tuple) else local[0]
     return dataclasses.replace(given, **values)
+
+
+def _local(text: str, log: Callable[[str], None], step: int | None, checkpoints: bool) -> str:
+    """Return a folder with a copy of the run or the published model of an address."""
+    if not is_address(text):
+        return text
+    if run_at("RUN", text, checkpoints=False) is not None:
+        return str(for_reading("RUN", text, log, step, checkpoints))
+    rule, fix = "contains no run", "use the run.dir or run.store of a run"
+    return str(find(text, "RUN", PUBLISHED, rule, fix).folder)
 
 
 def _step(options: Any, texts: tuple[str, ...]) -> int | None:

@@ -38,9 +38,10 @@ def prepare_quickstart(cfg: Config) -> None:
         return
 
     def work() -> None:
+        devices = jax.device_count()  # in every process: JAX waits for all of them
         if peers.rank() == 0 and not (Path(cfg.data.path) / META_FILE).exists():
             if not cfg.parallel.auto:
-                check_fits(resolve(cfg, jax.device_count()), peers.processes_here())
+                check_fits(resolve(cfg, devices), peers.processes_here())
             peers.log(f"text       the Python standard library's source, to {cfg.data.path}")
             prepare_text(cfg.data.path)
 

@@ -16,6 +16,7 @@ from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.runtime import hub
 from jaxpar.step import adapters
 from jaxpar.step.state import TrainState, init_state, state_of
+from jaxpar.stores.models import run_at
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Origin:
     """The adapters in a run's checkpoint."""
     changes: str = ""
     """The fields of the model that differ, in words; only those of `run.init_changes` may."""
+    named: str = ""
+    """The folder of a run as given, which may be an address."""
 
     def __str__(self) -> str:
         if self.source is not None:
             return self.source.name
-        return f"{self.folder}, step {self.step}"
+        return f"{self.named or self.folder}, step {self.step}"
 
 
 def find(cfg: Config) -> Origin | None:
@@ -45,16 +48,18 @@ def find(cfg: Config) -> Origin | None:
     """
     if not cfg.run.init_from:
         return None
-    folder = Path(cfg.run.init_from)
-    if folder.is_dir() and checkpoint.saved_steps(folder):
+    named = cfg.run.init_from
+    folder = run_at("run.init_from", named)
+    if folder is not None and folder.is_dir() and checkpoint.saved_steps(folder):
         load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
         step, there = checkpoint.read_whole(folder, None, load)
-        return Origin(folder, step, None, there.lora, _changes(cfg, there))
-    if not (folder / CONFIG_FILE).is_file() and not hub.is_name(cfg.run.init_from):
+        return Origin(folder, step, None, there.lora, _changes(cfg, there), named)
+    published = folder is None or (folder / CONFIG_FILE).is_file() or hub.is_name(named)
+    if not published:
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"
-        raise ConfigError("run.init_from", cfg.run.init_from, rule, fix)
-    source = open_source(cfg.run.init_from, "run.init_from")
+        raise ConfigError("run.init_from", named, rule, fix)
+    source = open_source(named, "run.init_from")
     return Origin(source.folder, None, source, changes=_changes(cfg, source.config))
 
 

@@ -18,6 +18,7 @@ from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 from jaxpar.training.run import Run
 
 
@@ -56,6 +57,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),
         *_parametrization(run),
+        *_replicas(run),
         f"devices    {manifest['device']}, mesh {manifest['mesh']}",
         f"attention  {run.attention}",
         f"execution  {'; '.join(run.execution.in_words())}",
@@ -84,14 +86,19 @@ def _parametrization(run: Run) -> list[str]:
     return [f"mup        {text}"] if text else []
 
 
+def _replicas(run: Run) -> list[str]:
+    """Describe the replicas of DiLoCo, and what they exchange."""
+    return [f"diloco     {in_words_of_diloco(run.cfg)}"] if run.cfg.diloco.every else []
+
+
 def _data(run: Run) -> str:
     """Describe each source in one line, with its number of epochs by the end of the run."""
     sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
     total = sum(source.weight for source in sources)
     lines = [
-        f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
+        f"{source.dataset.name}, {source.dataset.num_tokens:,} tokens"
         + (f", {source.weight / total:.2%} of the sequences" if len(sources) > 1 else "")
-        + f", {epochs[str(source.dataset.path)]:.3g} epochs"
+        + f", {epochs[source.dataset.name]:.3g} epochs"
         for source in sources
     ]
     for stage in stages(run.cfg)[1:]:

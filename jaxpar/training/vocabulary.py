@@ -29,7 +29,7 @@ def with_vocabulary(cfg: Config) -> Config:
     if cfg.run.init_from:
         rule = f"must be that of the weights in run.init_from = {cfg.run.init_from}"
         raise ConfigError(_PATH, 0, rule, f"use {flag(_PATH)} with the size of that model")
-    sizes = {one.dataset.vocab_size: one.dataset.path for one in open_sources(cfg, TRAIN)}
+    sizes = {one.dataset.vocab_size: one.dataset.name for one in open_sources(cfg, TRAIN)}
     needed = max(sizes)
     of = math.lcm(MULTIPLE, max(cfg.parallel.tensor * cfg.parallel.pipeline, 1))
     size = -(-needed // of) * of

@@ -27,6 +27,7 @@ from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
+from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.train_step import StepMetrics, make_train_step
 from jaxpar.training import initial_weights
@@ -139,12 +140,14 @@ class Replay:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
             now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
+        outer_steps = OuterSteps(self.cfg, run.mesh)
         for done in range(self.begin, self.number - 1):
             told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
             batch_of_step = run.taught(run.loader.batch(batch))
             now, measured = self._step(run.mesh, now, batch_of_step)
+            now = outer_steps(done + 1, now)
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
@@ -158,6 +161,7 @@ class Replay:
         with stage(f"taking step {self.number} with batch {batch}"):
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
             after, measured = self._step(mesh, placed, self._batch_on(mesh, batch))
+            after = OuterSteps(self.cfg, mesh)(self.number, after)
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 

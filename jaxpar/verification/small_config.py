@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config import Config, DilocoConfig, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
     GLOBAL,
@@ -24,9 +24,13 @@ from jaxpar.sharding.params import count
 
 
 def float32(cfg: Config) -> Config:
-    """Return the config in float32, with the reference kernels, which run on all devices."""
+    """Return the config in float32, with the reference kernels, which run on all devices.
+
+    Replicas sum their gradients: with DiLoCo, each would train on its own.
+    """
     return replace(
         cfg,
+        diloco=DilocoConfig(),
         **{
             "model.dtype": "float32",
             "model.matmul_dtype": "compute",

@@ -25,7 +25,10 @@ from jaxpar.runtime.option_classes import read_options
 from jaxpar.sweeps.command import read_command as read_sweep
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
-FIELDS += ["distill.teacher"]
+FIELDS += ["distill.teacher", "data.cache_dir"]
+
+#: Fields that take addresses of object stores.
+STORED_FIELDS = ("data.path", "data.held_out", "run.init_from", "distill.teacher")
 
 WRONG = {
     "gs://bucket/run": "gs:// is not supported",
@@ -42,13 +45,16 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_path_that_cannot_be_used_is_refused(field, name):
+    if field in STORED_FIELDS and name.startswith("gs://"):
+        check(replace(Config(), **{field: name}))  # tests/stores
+        return
     with pytest.raises(ConfigError, match=WRONG[name]) as error:
         check(replace(Config(), **{field: name}))
     assert error.value.field == field
     str(error.value).encode()  # it can be printed
 
 
-@pytest.mark.parametrize("name", ["gs://bucket/x", "runs/\udcff"])
+@pytest.mark.parametrize("name", ["https://host/x", "runs/\udcff"])
 def test_those_of_a_mixture_and_of_a_conversion_too(name):
     with pytest.raises(ConfigError, match=r"data.mixture = "):
         check(replace(Config(), **{"data.mixture": f"{name}:1,b:2"}))
@@ -57,7 +63,9 @@ def test_those_of_a_mixture_and_of_a_conversion_too(name):
 
 
 OUTPUTS = {
-    "data prepare": lambda name: writer.whole_folder(name, overwrite=False).__enter__(),
+    "data prepare": lambda name: writer.whole_folder(
+        name.replace("gs://", "gs:/"), overwrite=False
+    ).__enter__(),
     "convert to-torch": lambda name: torch_file.check_file(Path(f"{name}.pt")),
     "report": lambda name: where(f"{name}.html", ["run"]),
     "bench --card": lambda name: options.check_file("--card", f"{name}.json"),
@@ -94,8 +102,8 @@ READERS = {
 }
 
 
-#: Arguments that take the address of a run.
-STORED = {"convert RUN", "report RUN", "sample RUN"}
+#: Arguments that take the address of a run or a published model.
+STORED = {"checkpoint RUN", "runs FOLDER", "convert RUN", "convert DIR", "report RUN", "sample RUN"}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://box/run", "https://host/run"])

@@ -227,15 +227,6 @@ def test_a_topology_of_few_words():
         topology.read_matrix("Failed to initialize NVML")
 
 
-def test_infiniband_ports(tmp_path):
-    port = tmp_path / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE\n")
-    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert topology.infiniband(str(tmp_path)) == [PORT | {"link_layer": ""}]
-    assert topology.infiniband(str(tmp_path / "none")) == []
-
-
 def test_flags_are_read():
     text = "--xla_a=1 --xla_b  --xla_c= --xla_d=x,y"
     assert variables.flags_of(text) == {"xla_a": "1", "xla_b": "true", "xla_c": "", "xla_d": "x,y"}

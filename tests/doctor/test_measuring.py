@@ -1,18 +1,22 @@
 """Collectives are verified, and figures are what they are called; on simulated devices."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from rich.console import Console
 
 from jaxpar.config import ConfigError, ParallelConfig
-from jaxpar.doctor import options
-from jaxpar.doctor.measure import bandwidth, compute, links, timing, verification
+from jaxpar.doctor import options, showing
+from jaxpar.doctor.checks import measured
+from jaxpar.doctor.measure import bandwidth, compute, hosts, latency, links, timing, verification
 from jaxpar.doctor.measure.verification import COLLECTIVES
 from jaxpar.sharding.mesh import make_mesh
+from tests.doctor.hosts import facts_of
 
 ELEMENTS = 32
 
@@ -110,6 +114,76 @@ def test_sizes_and_bus_factors():
     }
 
 
+def test_collectives_within_hosts_and_across_them(devices, monkeypatch):
+    """Two hosts of two devices: a group is a host, then the devices of one number."""
+    groups = hosts.by_host(devices[:4], ["a"])
+    assert groups == [list(devices[:4])] and not hosts.equal(groups)
+    assert not hosts.equal([devices[:1], devices[1:3]])
+    monkeypatch.setattr(hosts, "MEASURED", ("all-reduce", "all-gather"))
+    rows = list(hosts.measure([devices[:2], devices[2:4]], 1 << 10, 1, 10))
+    expected = [(way, kind) for way in (hosts.WITHIN, hosts.ACROSS) for kind in hosts.MEASURED]
+    assert [(one.over, one.row.kind) for one in rows] == expected
+    assert {(one.row.size, one.row.devices) for one in rows} == {(1 << 10, 2)}
+    alone = hosts.measure([devices[:1], devices[2:3]], 1 << 10, 1, 10)
+    assert next(alone).over == hosts.ACROSS
+
+
+def rows_of_hosts(across: float, size: int = 1 << 30) -> list[hosts.HostRow]:
+    """Rows of 2 hosts of 8 devices: 300 GB/s within them, so many GB/s across them."""
+    made = []
+    for way, devices, rate in ((hosts.WITHIN, 8, 300e9), (hosts.ACROSS, 2, across * 1e9)):
+        for kind in hosts.MEASURED:
+            for bytes_ in (1 << 10, size - size % devices):
+                seconds = bandwidth.KINDS[kind].bus(devices) * bytes_ / rate
+                call = timing.Spread(seconds, seconds, seconds)
+                row = bandwidth.BandwidthRow(kind, bytes_, devices, call)
+                made.append(hosts.HostRow(way, row))
+    return made
+
+
+def test_bandwidth_across_hosts_is_held_against_the_ports():
+    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+    ports = [port | {"driver": "mlx5_core"}] * 8
+    down = port | {"state": "1: DOWN", "driver": "mlx5_core"}
+    facts = facts_of(infiniband=[*ports, down], network={"network": "ib"})
+    assert measured.rate_of_ports(facts) == 400e9
+
+    def found(across, own=facts, devices=(8, 8), size=1 << 30, on_gpu=True):
+        return measured.across_hosts(rows_of_hosts(across, size), devices, own, on_gpu)
+
+    said = "all-reduce 45 GB/s for each device, 300 within a host; 360 for the host, of 400 by"
+    assert found(45).status == "pass" and found(45).said.startswith(said)
+    assert found(20).status == "warn" and found(20).remedy
+    assert found(20, size=1 << 20).status == "pass"  # too short to say
+    assert "not judged" in found(20, on_gpu=False).said
+    tcp = facts_of(infiniband=[], network={"network": "tcp"})
+    assert found(1, tcp).status == "pass" and "no RDMA ports" in found(1, tcp).said
+    efa = [port | {"driver": "efa", "rate": "100 Gb/sec", "link_layer": "Unspecified"}] * 32
+    assert measured.rate_of_ports(facts_of(infiniband=efa, network={"network": "efa"})) == 400e9
+    assert found(45, devices=(16,)).said == "one host"
+    assert measured.across_hosts([], (8, 4), facts, True).status == "skip"
+
+
+def test_the_table_of_hosts():
+    assert showing.hosts([]) == []
+    (shown,) = showing.hosts(rows_of_hosts(45))
+    table = shown.renderables[1]
+    assert table.row_count == 8
+    cells = [list(column.cells) for column in table.columns]
+    assert [column[1] for column in cells][:2] == ["all-reduce", "1 GiB"]
+    assert cells[3][1] == "300.0" and cells[5][1] == "45.0"
+
+
+def test_groups_communicate_within_themselves(devices):
+    """Two groups of two sum their own numbers, in the program that is timed."""
+    mesh = bandwidth.in_groups([devices[:2], devices[2:4]])
+    x = jnp.asarray([1.0, 2.0, 3.0, 4.0])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+    program = bandwidth.compile_repeated(mesh, bandwidth.KINDS["all-gather"], 1, 1)
+    # The last element of what was gathered is written into the operand.
+    assert program(jax.device_put(x, place)).tolist() == [2.0, 2.0, 4.0, 4.0]
+
+
 def test_every_collective_is_timed(devices):
     mesh = bandwidth.one_axis(devices[:4])
     rows = list(bandwidth.measure(mesh, 1 << 10, 2, 10))
@@ -138,6 +212,48 @@ def test_calls_that_the_compiler_leaves_out_are_seen(devices):
     idle = dataclasses.replace(kind, run=lambda x: x)
     with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program instead of 3"):
         bandwidth.compile_repeated(mesh, idle, 8, 3)
+
+
+def test_small_messages_are_timed_by_the_method_that_the_program_uses(devices, monkeypatch):
+    """CPUs have no kernel for small messages, so it has no time there."""
+    monkeypatch.setattr(latency, "SIZES", (1 << 10,))
+    rows = list(latency.measure(bandwidth.one_axis(devices[:2]), 2, 10))
+    at = {(row.launch, row.kind, row.method): row for row in rows}
+    assert set(at) == set(itertools.product(latency.LAUNCHES, latency.KINDS, latency.METHODS))
+    assert {row.size for row in rows} == {1 << 10}
+    assert all((row.call is None) == (row.method == "kernel") for row in rows)
+    console = Console(width=118)
+    with console.capture() as printed:
+        console.print(*showing.latency(rows))
+    shown = printed.get()
+    assert shown.count("all-gather, kernel") == shown.count("1 KiB") == 2
+    assert shown.count("in a CUDA graph") == 1
+
+
+PROGRAM = """HloModule jit_f, num_partitions=2
+
+%sum (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %all-reduce = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[8]{0}) fusion-start(%x), calls=%sum, backend_config={KIND}
+  %done = f32[8]{0} fusion-done(%start), backend_config={KIND}
+  ROOT %y = f32[8]{0} fusion(%done), kind=kCustom, calls=%sum, backend_config={OTHER}
+}
+"""
+
+
+def test_a_program_that_mixes_methods_is_seen():
+    """A fusion that is started and awaited counts once."""
+    kernel = '{"kind":"__triton_collective"}'
+    both = PROGRAM.replace("{KIND}", kernel).replace("{OTHER}", kernel)
+    assert latency.uses_kernel(both, 2)
+    assert not latency.uses_kernel(PROGRAM, 2)
+    with pytest.raises(bandwidth.LeftOut, match="1 of 2 calls use XLA's kernel"):
+        latency.uses_kernel(PROGRAM.replace("{KIND}", kernel), 2)
 
 
 # -------------------------------------------------------------------------------------- links

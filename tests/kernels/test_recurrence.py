@@ -166,7 +166,10 @@ def test_refusals(shape, platform, why):
 
 def test_choices():
     """Without a measurement, the kernels are used only by name."""
-    assert choose("auto", QWEN3_NEXT, HOPPER) == "reference"
+    unmeasured = Platform("gpu", "NVIDIA GH200 480GB", "9.0")
+    assert choose("auto", QWEN3_NEXT, unmeasured) == "reference"
+    assert choose("triton", QWEN3_NEXT, unmeasured) == "triton"
+    assert choose("auto", QWEN3_NEXT, HOPPER) == "triton"
     assert choose("auto", QWEN3_NEXT, Platform("gpu", "NVIDIA H200", "9.0")) == "triton"
     assert choose("triton", QWEN3_NEXT, HOPPER) == "triton"
     assert choose("reference", QWEN3_NEXT, HOPPER) == "reference"

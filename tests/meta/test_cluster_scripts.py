@@ -1,25 +1,31 @@
-"""The cluster files: checked by shellcheck, run with a make-believe Slurm, read field by field.
+"""The cluster files: checked by shellcheck, run with a make-believe Slurm, held against schemas.
 
-The JobSet is held against the fields that it uses of JobSet v1alpha2, batch/v1 and core/v1, written
-down below from their documentation; no cluster has been asked.
+The JobSet's Job is checked by the schemas of Kubernetes, and what is around it by those of JobSet's
+own fields; sbatch's options by its manual. No cluster has been asked.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
+from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import detect
+from jaxpar.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"
 SLURM, JOBSET = DEPLOY / "slurm.sh", DEPLOY / "jobset.yaml"
+SKY, CHECK_SKY = DEPLOY / "sky.yaml", DEPLOY / "check_sky.py"
 
 # ----------------------------------------------------------------------------------- Slurm
 
@@ -93,6 +99,60 @@ def test_the_process_that_ends_first_counts(submit, says, code, counts):
     assert asked[1:] == ["scontrol requeue 4711"] * (counts not in (2, 17))
 
 
+#: The long options of sbatch. Source: its manual, https://slurm.schedmd.com/sbatch.html.
+SBATCH = set(
+    """account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+    constraint consolidate-segments container container-id contiguous core-spec cores-per-socket
+    cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+    exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus
+    gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+    mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core
+    ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode output overcommit
+    oversubscribe parsable partition prefer priority profile propagate qos quiet reboot requeue
+    reservation resv-ports segment signal sockets-per-node spread-job spread-segments stepmgr
+    switches test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+    use-min-nodes verbose wait wait-all-nodes wckey wrap""".split()
+)
+
+#: What the manual allows as values of the options that are used; None for no value.
+VALUES = {
+    "job-name": r"\S+",
+    "nodes": r"\d+(-\d+)?",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"([a-z]\w*:)?\d+",
+    "cpus-per-task": r"\d+",
+    "exclusive": None,
+    "time": r"\d+|(\d+-)?\d+:\d\d(:\d\d)?",
+    "signal": r"([RB]+:)?([A-Z]+|\d+)(@\d+)?",
+    "requeue": None,
+    "open-mode": r"append|truncate",
+    "output": r"\S+",
+    "array": r"\d+-\d+(%\d+)?",
+}
+
+
+def sbatch_misfits(script: str) -> list[str]:
+    """The #SBATCH lines of a script whose option or value sbatch does not know."""
+    found = []
+    for line in re.findall(r"^#SBATCH (.*)", script, re.MULTILINE):
+        name, given, value = line.strip().removeprefix("--").partition("=")
+        allowed = VALUES.get(name, "")
+        fits = not given if allowed is None else re.fullmatch(allowed, value)
+        if not line.startswith("--") or name not in SBATCH or not fits:
+            found.append(line)
+    return found
+
+
+def test_slurm_knows_the_options():
+    text = SLURM.read_text()
+    assert text.count("#SBATCH ") > 8 and sbatch_misfits(text) == []
+    assert set(VALUES) <= SBATCH
+    assert sbatch_misfits(job_array("python", ["quickstart"], [["a"], ["b"]], "runs/s")) == []
+    for option, instead in (("nodes=2", "node=2"), ("mode=append", "mode=add"), ("@300", "@5m")):
+        assert len(sbatch_misfits(text.replace(option, instead))) == 1
+
+
 def test_slurm_asks_for_what_the_pages_say():
     options = [line[8:] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")]
     assert {"--requeue", "--signal=TERM@300", "--ntasks-per-node=1"} <= set(options)
@@ -101,85 +161,22 @@ def test_slurm_asks_for_what_the_pages_say():
 
 # -------------------------------------------------------------------------------- Kubernetes
 
-NAMED = {"name": str, "value": str}
-POD = {
-    "restartPolicy": str,
-    "terminationGracePeriodSeconds": int,
-    "automountServiceAccountToken": bool,
-    "securityContext": {
-        "runAsNonRoot": bool,
-        "runAsUser": int,
-        "runAsGroup": int,
-        "fsGroup": int,
-        "seccompProfile": {"type": str},
-    },
-    "containers": [
-        {
-            "name": str,
-            "image": str,
-            "workingDir": str,
-            "command": [str],
-            "args": [str],
-            "env": [NAMED],
-            "resources": {"limits": {"nvidia.com/gpu": int}},
-            "securityContext": {
-                "allowPrivilegeEscalation": bool,
-                "capabilities": {"drop": [str]},
-            },
-            "volumeMounts": [{"name": str, "mountPath": str}],
-        }
-    ],
-    "volumes": [
-        {
-            "name": str,
-            "persistentVolumeClaim": {"claimName": str},
-            "emptyDir": {"medium": str, "sizeLimit": str},
-        }
-    ],
-}
-JOB = {
-    "completionMode": str,
-    "parallelism": int,
-    "completions": int,
-    "backoffLimit": int,
-    "podFailurePolicy": {
-        "rules": [
-            {
-                "action": str,
-                "onExitCodes": {"containerName": str, "operator": str, "values": [int]},
-            }
-        ]
-    },
-    "template": {"spec": POD},
-}
-SCHEMA = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool},
-        "failurePolicy": {
-            "maxRestarts": int,
-            "rules": [{"name": str, "action": str, "onJobFailureReasons": [str]}],
-        },
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
-    },
-}
+#: The version of Kubernetes whose schemas the Job is held against.
+KUBERNETES = "1.37"
 
 
-def misfits(value, schema, path: str = "") -> list[str]:
-    """Where a document has a field, or a type, that the schema has not."""
-    if isinstance(schema, type):
-        return [] if type(value) is schema else [f"{path}: {value!r} is no {schema.__name__}"]
-    if type(value) is not type(schema):
-        return [f"{path}: {value!r} is no {type(schema).__name__}"]
-    if isinstance(schema, list):
-        inner = [misfits(item, schema[0], f"{path}[{i}]") for i, item in enumerate(value)]
-    else:
-        unknown = [[f"{path}.{key}: is not a field"] for key in value.keys() - schema.keys()]
-        known = value.keys() & schema.keys()
-        inner = unknown + [misfits(value[key], schema[key], f"{path}.{key}") for key in known]
-    return [text for texts in inner for text in texts]
+def misfits(jobset: dict) -> list[str]:
+    """Where a JobSet has a field, a type or a value that the schemas do not have."""
+    validate = pytest.importorskip("kubernetes_validate", reason="`make install` installs it")
+    schema = json.loads(Path(__file__).with_name("jobset_schema.json").read_text("utf-8"))
+    found = [e.message for e in jsonschema.Draft202012Validator(schema).iter_errors(jobset)]
+    for job in jobset["spec"].get("replicatedJobs", []):
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+        try:
+            validate.validate(whole | job["template"], KUBERNETES, strict=True)
+        except validate.ValidationError as error:
+            found.append(error.message)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +190,25 @@ def job(jobset):
     return only["template"]["spec"]
 
 
-def test_the_jobset_has_no_field_that_is_not_one(jobset):
-    assert misfits(jobset, SCHEMA) == []
-    wrong = yaml.safe_load(JOBSET.read_text().replace("backoffLimit", "backOffLimit"))
-    assert len(misfits(wrong, SCHEMA)) == 1
-    wrong = yaml.safe_load(JOBSET.read_text().replace('value: "2"', "value: 2"))
-    assert len(misfits(wrong, SCHEMA)) == 1
+def test_the_jobset_fits_the_schemas(jobset):
+    assert misfits(jobset) == []
+
+
+WRONG = [
+    ("backoffLimit", "backOffLimit", "'backOffLimit' was unexpected"),
+    ('value: "2"', "value: 2", "2 is not of type 'string'"),
+    ("maxRestarts", "maxRestart", "'maxRestart' was unexpected"),
+    ("action: FailJobSet", "action: FailJob", "'FailJob' is not one of"),
+    ("[PodFailurePolicy]", "[PodFailed]", "'PodFailed' is not one of"),
+    ("replicas: 1", "replicas: one", "'one' is not of type 'integer'"),
+]
+
+
+@pytest.mark.parametrize(("text", "instead", "said"), WRONG)
+def test_a_wrong_jobset_is_seen(text, instead, said):
+    wrong = yaml.safe_load(JOBSET.read_text().replace(text, instead))
+    (told,) = misfits(wrong)
+    assert said in told
 
 
 def test_its_pods_find_one_another(jobset, job):
@@ -225,3 +235,42 @@ def test_its_pods_have_no_rights_and_what_cannot_work_is_not_repeated(job):
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2, 17] and job["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
+
+
+# ---------------------------------------------------------------------------------- SkyPilot
+
+
+@pytest.fixture(scope="module")
+def sky():
+    return yaml.safe_load(SKY.read_text())
+
+
+def test_skypilots_machines_find_one_another(sky, tmp_path):
+    """Its script, run as on two machines, gives arguments that train accepts."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    env = sky["envs"] | {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7", "PATH": os.environ["PATH"]}
+    for rank in range(sky["num_nodes"]):
+        place = {"SKYPILOT_NUM_NODES": str(sky["num_nodes"]), "SKYPILOT_NODE_RANK": str(rank)}
+        command = ["bash", "-c", sky["run"]]
+        done = subprocess.run(
+            command, env=env | place, cwd=tmp_path, capture_output=True, text=True
+        )
+        flags, module, program, *args = done.stdout.splitlines()
+        assert (flags, module, program) == ("-u", "-m", "jaxpar.train")
+        found = detect.detect(read_config(args, "jaxpar.train", None), {})
+        assert (found.coordinator, found.process_id) == ("10.0.0.4:12321", rank)
+        assert found.num_processes == sky["num_nodes"]
+
+
+def test_skypilot_repeats_what_slurm_repeats(sky):
+    codes = sky["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert {exit_codes.EXIT_ERROR, exit_codes.EXIT_PREEMPTED, exit_codes.EXIT_HANG} < set(codes)
+    assert not {exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS} & set(codes)
+
+
+def test_skypilots_check_says_what_it_needs():
+    done = subprocess.run([sys.executable, CHECK_SKY, SKY], capture_output=True, text=True)
+    assert done.returncode == 1 and "skypilot is not installed here" in done.stderr

@@ -228,6 +228,7 @@ def script_of(name: str):
     [
         ("config_table", "configuration.md"),
         ("flag_table", "benchmarking.md"),
+        ("network_table", "clusters.md"),
         ("plan_calibration", "planning.md"),
     ],
 )

@@ -65,6 +65,8 @@ MOST = {
     "parallel.num_microbatches": 1 << 24,
     "parallel.row_groups": 1 << 16,
     "parallel.virtual_stages": 10_000,
+    "diloco.every": 1_000_000,
+    "diloco.fragments": 10_000,
     "guard.spike_window": 1_000_000,
     "guard.recent_steps": 1_000_000,
     "cluster.num_processes": MAX_AXIS,

@@ -9,6 +9,7 @@ from jaxpar.config.fields import field_types
 from jaxpar.config.rules.limits import MAX_INT, most_of
 
 _AT_LEAST_ONE = """model.moe_every train.num_steps train.global_batch_size train.log_every
+data.cache_gib
 data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.router_groups model.router_groups_per_token
@@ -21,7 +22,7 @@ parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches para
 parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
-optimizer.muon_steps cluster.connect_seconds""".split()
+optimizer.muon_steps diloco.fragments cluster.connect_seconds""".split()
 
 
 _AT_LEAST_ZERO = """run.cpu_devices data.tokenize_workers model.num_experts model.max_positions
@@ -32,9 +33,10 @@ train.early_stop_patience
 train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
-checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
+checkpoint.keep_every checkpoint.save_failures_allowed checkpoint.memory_every
+checkpoint.memory_copies evaluation.every guard.max_rewinds
 guard.recent_steps guard.replica_check_every profile.start profile.every
-cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
+diloco.every cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std

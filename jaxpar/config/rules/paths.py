@@ -135,9 +135,25 @@ def local_folder(address: Address, place: str) -> Path:
 
     Args:     place: a folder of the cache, such as "runs".
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
-    return Path(cache) / "jaxpar" / place / f"{address.prefix.rpartition('/')[2]}-{mark}"
+    return cache_folder(place) / f"{address.prefix.rpartition('/')[2]}-{mark}"
+
+
+def cache_folder(place: str) -> Path:
+    """Return a folder of the user's cache on this host, such as "runs"."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "jaxpar" / place
+
+
+def check_path_or_address(field: str, name: str, fix: str) -> None:
+    """Check a path, or an address, without using it.
+
+    Raises:   ConfigError as `check_path` and `read_address`.
+    """
+    if is_address(name):
+        read_address(field, name)
+    else:
+        check_path(field, name, fix)
 
 
 def with_store(cfg: Config) -> Config:

@@ -4,7 +4,13 @@ from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.shares import shares_of_steps
-from jaxpar.config.rules.paths import FIELD, check_path, check_run_folder, read_address
+from jaxpar.config.rules.paths import (
+    FIELD,
+    check_path,
+    check_path_or_address,
+    check_run_folder,
+    read_address,
+)
 
 
 def places(cfg: Config) -> None:
@@ -13,10 +19,11 @@ def places(cfg: Config) -> None:
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
-    of_run = ("run.dir", "run.init_from", "run.compilation_cache")
-    others = (*of_run, "data.held_out", "distill.teacher")
-    for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
-        check_path(path, name, "use " + flag(path, default_of(path)))
+    stored = ("data.held_out", "run.init_from", "distill.teacher")
+    for path, name in [*sources, *((other, value_of(cfg, other)) for other in stored)]:
+        check_path_or_address(path, name, "use " + flag(path, default_of(path)))
+    for path in ("run.dir", "run.compilation_cache", "data.cache_dir"):
+        check_path(path, value_of(cfg, path), "use " + flag(path, default_of(path)))
     if cfg.run.store:
         read_address(FIELD, cfg.run.store)
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
@@ -70,13 +77,17 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
+    path = "checkpoint.memory_every"
+    rule = f"must be at most checkpoint.every = {every}, whose checkpoints would always be newer"
+    ok = every == 0 or cfg.checkpoint.memory_every <= every
+    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), flag(path, 0))
 
 
 def evaluation(cfg: Config) -> None:
     """Check that evaluation sets have names and paths, and that something evaluates them."""
     e, path = cfg.evaluation, "evaluation.sets"
     for one in held_out_sets(cfg):
-        check_path(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
+        check_path_or_address(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
     rule = "are never evaluated: evaluation.every is 0"
     require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
     path, rule = "evaluation.test", "is the split that evaluation.split has evaluated before"

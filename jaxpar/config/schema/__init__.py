@@ -8,6 +8,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 from dataclasses import dataclass, field
 
 from jaxpar.config.schema.data import DataConfig
+from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.model import ModelConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
@@ -21,6 +22,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DilocoConfig",
     "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
@@ -52,6 +54,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

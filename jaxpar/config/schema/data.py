@@ -9,7 +9,12 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = "data/stdlib"
-    """Dataset from `python -m jaxpar.data prepare`, or token files of Megatron, nanoGPT, llm.c."""
+    """Dataset of `jaxpar.data prepare`, also s3://...; or files of Megatron, nanoGPT, llm.c."""
+    cache_dir: str = ""
+    """Folder of this host for what is read of datasets in object stores. Empty: a folder of the
+    user's cache, ~/.cache/jaxpar/data."""
+    cache_gib: float = 64.0
+    """Largest size of data.cache_dir, in GiB. Parts that were not read for longest are deleted."""
     seq_len: int = 1024
     """Tokens per training sequence."""
     length_schedule: str = ""

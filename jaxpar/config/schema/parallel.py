@@ -89,6 +89,9 @@ class ClusterConfig:
     """Number of processes in the run. 0: detect."""
     process_id: int = -1
     """Index of this process, from 0. -1: detect."""
+    network: Literal["auto", "none", "ib", "roce", "gib", "efa", "tcpxo", "tcpx", "tcp"] = "auto"
+    """Network between hosts, for which variables of NCCL are set where the user has not. auto:
+    detect it, for GPUs. none: set nothing."""
     connect_seconds: int = 300
     """Seconds that processes wait for each other at startup."""
     hang_seconds: int = 600

@@ -45,11 +45,11 @@ from jaxpar.convert.run_arrays import (
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
 from jaxpar.model.flops import num_params
-from jaxpar.runtime import hub
 from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
+from jaxpar.stores import models
 
 #: Number of values in memory at the same time: 64 MiB of float32.
 PIECE = 1 << 24
@@ -96,12 +96,12 @@ class PublishedModel:
 def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     """Open a published model, and check that all tensors exist, with their shapes.
 
-    Args:     named: its folder, or its name on the Hugging Face Hub (`hub.find`). option: for
-              errors.
+    Args:     named: its folder or address, or its name on the Hugging Face Hub (`models.find`).
+              option: for errors.
     Raises:   ConfigError that names the key of config.json, the tensor or the file that is wrong.
     """
     rule, fix = "is not a folder", "use a published folder with config.json and .safetensors files"
-    found = hub.find(str(named), option, WEIGHTS_AND_TOKENIZER, rule, fix)
+    found = models.find(str(named), option, WEIGHTS_AND_TOKENIZER, rule, fix)
     folder = found.folder
     values = read_config_json(folder)
     family = family_of(values)

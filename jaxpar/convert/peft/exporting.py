@@ -20,6 +20,7 @@ import numpy as np
 from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
 from jaxpar.config import Config, ConfigError, value_of
 from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
@@ -34,6 +35,7 @@ from jaxpar.model.flops import num_adapter_params
 from jaxpar.model.lora import A, B, is_adapter
 from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
 from jaxpar.runtime.progress import meter
+from jaxpar.stores.models import run_at
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -122,8 +124,11 @@ def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, A
 
 def base_of(cfg: Config) -> str | None:
     """Return the published folder that a run started from; None if there is none."""
-    folder = cfg.run.init_from
-    return folder if folder and not saved_steps(folder) else None
+    named = cfg.run.init_from
+    if not named:
+        return None
+    folder = run_at("run.init_from", named, checkpoints=False)
+    return named if folder is None or not (is_address(named) or saved_steps(folder)) else None
 
 
 def to_peft(

@@ -31,7 +31,7 @@ from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folde
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_made_by, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,9 @@ class ConvertOptions:
 
     input: tuple[str, ...]
     """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
-    output: str
-    """jaxpar: a folder. megatron: a prefix, without .bin and .idx. Others: a file."""
+    output: Annotated[str, TO_ADDRESS]
+    """jaxpar: a folder, or s3://BUCKET/PREFIX. megatron: a prefix, without .bin and .idx. Others: a
+    file."""
     to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
     """Format to write."""
     split: Literal["train", "val", "test"] = "train"

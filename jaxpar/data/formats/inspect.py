@@ -65,7 +65,9 @@ def inspect_tokens(options: InspectOptions) -> str:
             f"    fingerprint {dataset.fingerprint[:16]}",
         ]
         if dataset.targets is not None:
-            lines.append(f"    chat data: {dataset.targets.mean():.1%} of the tokens are targets")
+            lines.append(
+                f"    chat data: {dataset.targets[:].mean():.1%} of the tokens are targets"
+            )
     first = datasets[0]
     ids = first.tokens[: min(int(first.document_offsets[1]), SHOWN_TOKENS)]
     if tokenizer is None:

@@ -23,6 +23,8 @@ from jaxpar.data.formats.meta import (
     targets_file,
     tokens_file,
 )
+from jaxpar.data.stored.array import StoredArray
+from jaxpar.data.stored.folder import opened
 from jaxpar.data.stream.tokens import StreamedTokens
 
 #: Documents to check for a common beginning.
@@ -43,8 +45,9 @@ class TokenDataset:
     """One more than the largest token id that may occur."""
     fingerprint: str
     """Identity of the data, independent of its location."""
-    tokens: "np.ndarray | StreamedTokens"
-    """Unsigned or signed integers [num_tokens], memory-mapped; or tokenized when they are read."""
+    tokens: "np.ndarray | StreamedTokens | StoredArray"
+    """Unsigned or signed integers [num_tokens], memory-mapped; or tokenized, or read from a store,
+    when they are needed."""
     document_offsets: np.ndarray
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
     file: Path
@@ -52,8 +55,8 @@ class TokenDataset:
     header_bytes: int = 0
     meta: Meta | None = None
     """Contents of meta.json, in a folder that has it."""
-    targets: np.ndarray | None = None
-    """uint8 [num_tokens], memory-mapped: 1 for tokens in the loss. None: all tokens."""
+    targets: "np.ndarray | StoredArray | None" = None
+    """uint8 [num_tokens], like tokens: 1 for tokens in the loss. None: all tokens."""
     knows_documents: bool = True
     """Whether documents are marked. If not, all tokens are one document."""
 
@@ -76,13 +79,13 @@ class TokenDataset:
                 fix = "prepare it with --split 98,1,1, or use --evaluation.split val"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
         streamed = (folder / STREAM_FILE).is_file()
-        stored = None if streamed else _map_tokens(folder, split, meta)
+        known = None if streamed else _map_tokens(folder, split, meta)
         offsets = _map_offsets(folder, split, sizes)
-        tokens: np.ndarray | StreamedTokens
-        if stored is None:
+        tokens: np.ndarray | StreamedTokens | StoredArray
+        if known is None:
             tokens = StreamedTokens.open(folder, split, meta, workers, offsets)
         else:
-            tokens = stored
+            tokens = known
         return cls(
             path=folder,
             split=split,
@@ -94,6 +97,12 @@ class TokenDataset:
             meta=meta,
             targets=_map_targets(folder, split, sizes),
         )
+
+    @property
+    def name(self) -> str:
+        """Where the data is, for a person: a path, or an address."""
+        stored = opened(self.path)
+        return str(self.path) if stored is None else str(stored.address)
 
     @property
     def num_tokens(self) -> int:
@@ -139,26 +148,30 @@ class TokenDataset:
 
         Args:     starts: int64 [N], first tokens; start + length is at most num_tokens.
         """
-        if isinstance(self.tokens, StreamedTokens):
-            return self.tokens.windows(starts, length).astype(np.int32)
         return windows(self.tokens, starts, length)
 
     def place(self, token: int) -> str:
         """Return the place of a token, for an error."""
-        if isinstance(self.tokens, StreamedTokens):
+        if not isinstance(self.tokens, np.ndarray):
             return self.tokens.place(token)
         at = self.header_bytes + token * self.tokens.dtype.itemsize
         return f"token {token:,} of {self.file} (byte {at:,})"
 
 
-def windows(values: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+def windows(
+    values: np.ndarray | StreamedTokens | StoredArray, starts: np.ndarray, length: int
+) -> np.ndarray:
     """Return stretches of an array: int32 [N, length]."""
+    if not isinstance(values, np.ndarray):
+        return values.windows(starts, length).astype(np.int32)
     return np.stack([values[start : start + length] for start in starts]).astype(np.int32)
 
 
-def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
+def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray | StoredArray:
     path, dtype = folder / tokens_file(split), np.dtype(meta.dtype).newbyteorder("<")
     expected = meta.splits[split].num_tokens * dtype.itemsize
+    if stored := opened(folder):
+        return stored.array(path.name, dtype, expected, meta.splits[split].sha256)
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
         state = "is missing" if found is None else f"has {found:,} bytes"
@@ -166,10 +179,13 @@ def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
     return np.memmap(path, dtype, mode="r")
 
 
-def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | None:
+def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | StoredArray | None:
     if not sizes.targets_sha256:
         return None
     path = folder / targets_file(split)
+    if stored := opened(folder):
+        of = np.dtype(np.uint8), sizes.num_tokens, sizes.targets_sha256
+        return stored.array(path.name, *of)
     found = path.stat().st_size if path.is_file() else None
     if found != sizes.num_tokens:
         state = "is missing" if found is None else f"has {found:,} bytes"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.paths import check_path
+from jaxpar.config.rules.paths import check_path, is_address
 from jaxpar.data.formats.meta import (
     DATASET_FILES,
     META_FILE,
@@ -25,6 +25,7 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 from jaxpar.data.formats.readers import Piece
+from jaxpar.data.stored.writing import whole_address
 from jaxpar.data.tokenizer import Tokenizer
 
 #: Tokens to buffer before a write, so that counting them by vocabulary is efficient.
@@ -190,9 +191,15 @@ def unigram_entropy(token_counts: np.ndarray) -> float:
 def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
     """Yield a folder that is renamed to `output` if the block succeeds, and otherwise deleted.
 
-    Args:     overwrite: replace an existing dataset. Other folders are never replaced.
-    Raises:   ConfigError("--output", ...) if the output exists, is no path, or cannot be created.
+    Args:     output: may be an address, to which the folder is uploaded. overwrite: replace an
+              existing dataset. Other folders are never replaced.
+    Raises:   ConfigError("--output", ...) if the output exists, is no path, or cannot be created;
+              as `whole_address`.
     """
+    if is_address(str(output)):
+        with whole_address(str(output), overwrite) as staging:
+            yield staging
+        return
     check_path("--output", str(output), "use a folder of this computer")
     target = Path(output).expanduser().resolve()
     _check_target(target, overwrite)

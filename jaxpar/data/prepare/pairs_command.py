@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
 from jaxpar.data.formats.readers import json_records
@@ -16,6 +16,7 @@ from jaxpar.data.prepare.pairs import encode_pair, read_pair
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, shares_of, split_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+from jaxpar.runtime.option_classes import TO_ADDRESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,8 @@ class PairOptions:
 
     input: tuple[str, ...]
     """Files (.jsonl, .jsonl.gz, .jsonl.zst) with a pair per line, or folders of them."""
-    output: str
-    """Folder to write. It appears only when it is complete."""
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
     tokenizer: str
     """The model's tokenizer.json or its folder, or bytes."""
     template: Literal["plain", "chatml", "llama3"] = "plain"

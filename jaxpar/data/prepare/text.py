@@ -30,7 +30,7 @@ from jaxpar.data.prepare.splits import (
 from jaxpar.data.stream.cutting import cut_text, one_part
 from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"
@@ -51,8 +51,8 @@ class PrepareOptions:
     extension: tuple[str, ...] = ()
     """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
     UTF-8 text. None: the formats of docs/data.md."""
-    output: str
-    """Folder to write. It appears only when it is complete."""
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
     tokenizer: str = "bytes"
     """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
     Hugging Face Hub, org/model or org/model@revision."""

@@ -3,12 +3,14 @@
 A program makes many calls of one collective. Between two calls, one element of the result is
 written into the operand. The next call therefore depends on the previous one, and the compiler can
 remove none; the compiled program is checked for that. On a GPU this adds a kernel of about two
-microseconds to each call. A training step also runs kernels between its collectives.
+microseconds to each call. A training step also runs kernels between its collectives. Small messages
+take as long as the host needs to launch a call (docs/experiments/small_collectives.md).
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,8 @@ from jaxpar.doctor.measure.timing import Spread, time_calls
 from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 
-#: The only axis of the mesh.
-DEVICES = "devices"
+#: The axis of the collectives, and that of groups of devices which call them at the same time.
+DEVICES, GROUPS = "devices", "groups"
 
 #: Bytes of the smallest message, and the ratio of consecutive sizes.
 SMALLEST, FACTOR = 1 << 10, 16
@@ -122,6 +124,11 @@ def one_axis(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices), (DEVICES,), axis_types=(AxisType.Auto,))
 
 
+def in_groups(groups: Sequence[Sequence[jax.Device]]) -> Mesh:
+    """Return a mesh of groups of equal size, each of which communicates within itself."""
+    return Mesh(np.asarray(groups), (GROUPS, DEVICES), axis_types=(AxisType.Auto,) * 2)
+
+
 def sizes(largest: int) -> list[int]:
     """Return the message sizes in ascending order, including `largest`."""
     found = [SMALLEST]
@@ -138,17 +145,17 @@ def calls_for(size: int) -> int:
 
 
 def compile_repeated(
-    mesh: Mesh, kind: Kind, elements: int, calls: int
-) -> Callable[[jax.Array], jax.Array]:
+    mesh: Mesh, kind: Kind, elements: int, calls: int, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
     """Compile a program of `calls` dependent calls.
 
-    Args:     elements: size of the operand on each device.
+    Args:     elements: size of the operand on each device. options: of the compiler.
     Returns:  [devices * elements] float32 -> the same; the argument is donated.
     Raises:   LeftOut if the compiler removed calls.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(DEVICES))
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
-    program = trace_repeated(mesh, kind, x, calls).lower().compile()
+    program = trace_repeated(mesh, kind, x, calls).lower().compile(options)
     require_calls(program, kind.opcodes, calls)
     return program
 
@@ -158,7 +165,7 @@ def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
 
     def call(x: jax.Array) -> jax.Array:
         result = kind.run(x)
-        missing = tuple({DEVICES} - set(jax.typeof(result).manual_axis_type.varying))
+        missing = tuple(set(mesh.axis_names) - set(jax.typeof(result).manual_axis_type.varying))
         result = lax.pcast(result, missing, to="varying") if missing else result
         if kind.in_place:
             own = lax.axis_index(DEVICES).astype(
@@ -169,17 +176,17 @@ def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
 
     # Unrolled, since a loop would add a kernel to each call.
     local = lambda x: functools.reduce(lambda x, _: call(x), range(calls), x)  # noqa: E731
-    spec = PartitionSpec(DEVICES)
+    spec = PartitionSpec(mesh.axis_names)
     program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.jit(program, donate_argnums=0).trace(x)
 
 
-def require_calls(program: Callable, opcodes: Sequence[str], calls: int) -> None:
+def require_calls(program: jax.stages.Compiled, opcodes: Sequence[str], calls: int) -> None:
     """Check that the compiled program makes every call.
 
     Raises:   LeftOut if it does not.
     """
-    sent = collective_bytes(program.as_text())  # type: ignore[attr-defined]
+    sent = collective_bytes(program.as_text() or "")
     made = sum(row["count"] for kind, row in sent.kinds.items() if kind in opcodes)
     if made != calls:
         raise LeftOut(f"{' or '.join(opcodes)}: {made} calls in the program instead of {calls}")
@@ -189,24 +196,33 @@ def numbers(mesh: Mesh, elements: int) -> jax.Array:
     """Return [devices * elements] float32, sharded: in [0, 1), different on each device."""
 
     def local() -> jax.Array:
-        places = jnp.arange(elements, dtype=jnp.int32) + lax.axis_index(DEVICES)
+        places = jnp.arange(elements, dtype=jnp.int32) + lax.axis_index(mesh.axis_names)
         return (places % 1021).astype(jnp.float32) / 1021
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=PartitionSpec(DEVICES)))()
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=spec))()
 
 
 def measure(
-    mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = no_report
+    mesh: Mesh,
+    largest: int,
+    repeats: int,
+    patience: float,
+    tell: Tell = no_report,
+    kinds: Sequence[str] = tuple(KINDS),
+    at: Sequence[int] = (),
 ) -> Iterator[BandwidthRow]:
-    """Time every collective at every size.
+    """Time collectives at several sizes.
 
-    Args:     mesh: one axis. largest: bytes of the largest message. repeats, patience: as in
-              `time_calls`. tell: called with the name of each measurement.
+    Args:     mesh: from `one_axis` or `in_groups`. largest: bytes of the largest message. repeats,
+              patience: as in `time_calls`. tell: called with the name of each measurement. kinds:
+              the collectives. at: bytes of the messages; empty: `sizes(largest)`.
     Raises:   LeftOut if the compiler removed calls.
     """
-    n = mesh.size
-    for kind, about in KINDS.items():
-        for size in sizes(largest):
+    n = mesh.shape[DEVICES]
+    for kind in kinds:
+        about = KINDS[kind]
+        for size in at or sizes(largest):
             tell(f"{kind} of {size:,} bytes")
             whole = max(size // 4 // n, 1) * n
             elements, calls = whole // n if about.shards else whole, calls_for(size)

@@ -49,7 +49,7 @@ TRITON = TritonLimits("9.0", ("bfloat16",), (32, 64), (64, 128), 64)
 
 #: Kinds of GPUs on which `python -m jaxpar.bench recurrence` found the kernels faster than the
 #: reference, forward and backward (docs/experiments/hybrid.md).
-MEASURED_FASTER: tuple[str, ...] = ("NVIDIA H200",)
+MEASURED_FASTER: tuple[str, ...] = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 
 def refusal(shape: Shape, platform: Platform | None = None) -> str | None:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.parallel.expert.tokens import group_axes
@@ -151,9 +153,12 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
-    sent = 2 * (ranks - 1) / ranks * 4 * shard.owned
+    sent, exposed = 2 * (ranks - 1) / ranks * 4 * shard.owned, rates.EXPOSED["replica"]
+    if every := cfg.diloco.every:  # an outer step, spread over the steps between; nothing hides it
+        width = jnp.dtype(cfg.diloco.outer_dtype).itemsize
+        sent, exposed = sent * width / 4 / every, 1.0
     seconds = sent / ring_bandwidth(ranks, here, cluster)
-    return Traffic("replica", sent, seconds, seconds, rates.EXPOSED["replica"])
+    return Traffic("replica", sent, seconds, seconds, exposed)
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

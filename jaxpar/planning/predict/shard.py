@@ -16,14 +16,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
+from jaxpar.config import (
+    Config,
+    DilocoConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    replace,
+)
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
-from jaxpar.sharding.axes import AXES, EXPERT, EXPERT_FSDP_AXES, FSDP_AXES, TENSOR
+from jaxpar.sharding.axes import AXES, EXPERT, EXPERT_FSDP_AXES, FSDP_AXES, REPLICA, TENSOR
 from jaxpar.sharding.params import ParamSpec, is_spec
 from jaxpar.step.layer_order import num_slots
 from jaxpar.step.state import abstract_state, state_specs
@@ -51,12 +59,16 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
     model = dataclasses.replace(cfg.model, num_layers=layers)
-    return _bytes_on_device(model, cfg.lora, cfg.optimizer, sizes)
+    return _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
 
 
 @functools.cache
 def _bytes_on_device(
-    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
+    model: ModelConfig,
+    lora: LoraConfig,
+    optimizer: OptimizerConfig,
+    diloco: DilocoConfig,
+    sizes: tuple[int, ...],
 ) -> tuple[int, int]:
     ways_of = dict(zip(AXES, sizes, strict=True))
 
@@ -64,15 +76,21 @@ def _bytes_on_device(
         cut = lambda leaf: math.prod(ways_of[axis] for axis in leaf.axes)  # noqa: E731
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
-    weights, rest = _state_leaves(model, lora, optimizer)
+    replicas = ways_of[REPLICA] if diloco.every else 1
+    weights, rest = _state_leaves(model, lora, optimizer, diloco, replicas)
     return on_device(weights), on_device(rest)
 
 
 @functools.cache
 def _state_leaves(
-    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig
+    model: ModelConfig,
+    lora: LoraConfig,
+    optimizer: OptimizerConfig,
+    diloco: DilocoConfig,
+    replicas: int,
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    cfg = Config(model=model, lora=lora, optimizer=optimizer)
+    parallel = ParallelConfig(replica=replicas)
+    cfg = Config(model=model, lora=lora, optimizer=optimizer, diloco=diloco, parallel=parallel)
     state, specs = abstract_state(cfg), state_specs(cfg)
 
     def leaves(arrays: Any, partitions: Any) -> tuple[Leaf, ...]:
@@ -83,8 +101,8 @@ def _state_leaves(
         return tuple(Leaf(math.prod(a.shape), a.dtype.itemsize, _named(p)) for a, p in pairs)
 
     return leaves(state.params, specs.params), leaves(
-        (state.step, state.opt_state, state.guard, state.ema),
-        (specs.step, specs.opt_state, specs.guard, specs.ema),
+        (state.step, state.opt_state, state.guard, state.ema, state.diloco),
+        (specs.step, specs.opt_state, specs.guard, specs.ema, specs.diloco),
     )
 
 

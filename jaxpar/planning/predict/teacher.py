@@ -9,6 +9,7 @@ from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.shard import shard_of, state_bytes
+from jaxpar.stores.models import run_at
 
 
 @functools.lru_cache(maxsize=4096)
@@ -25,7 +26,7 @@ def teacher_of(cfg: Config) -> Config | None:
     if not cfg.distill.teacher or cfg.distill.cache:
         return None
     try:
-        there = load_run(cfg.distill.teacher)
+        there = _config_of(cfg)
     except ConfigError:
         return None
     taught = config_of_teacher(cfg, there)
@@ -37,11 +38,19 @@ def check_teacher(cfg: Config) -> None:
     if not cfg.distill.teacher or cfg.distill.cache:
         return
     try:
-        load_run(cfg.distill.teacher)
+        _config_of(cfg)
     except ConfigError as error:
         rule = f"has a model that the plan cannot count: {error.rule}"
         fix = "use the folder of a run, or --distill.cache to plan without it"
         raise ConfigError(FIELD, cfg.distill.teacher, rule, fix) from error
+
+
+def _config_of(cfg: Config) -> Config:
+    """Read the config of the teacher's run. Raises:   ConfigError."""
+    folder = run_at(FIELD, cfg.distill.teacher, checkpoints=False)
+    if folder is None:
+        raise ConfigError(FIELD, cfg.distill.teacher, "contains no run", "use the run.dir of a run")
+    return load_run(str(folder))
 
 
 def weights_of(teacher: Config) -> int:

@@ -13,9 +13,11 @@ from jax._src import distributed  # JAX offers the key-value store nowhere else
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.gpus.numa import bind_process
 from jaxpar.runtime.processes import gloo
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
+from jaxpar.runtime.processes.networks.choosing import between_hosts
 from jaxpar.runtime.processes.peers import exchange, hosts, log, stops
 from jaxpar.runtime.stages import stage
 
@@ -31,13 +33,17 @@ def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Conf
     Args:     report: called with a line about the peers, once all have joined. None: `log`.
     Returns:  the config without the fields that identify this process, since a run's identity does
               not depend on where its processes ran; and the settings that `runtime.start` returns.
-    Raises:   ConfigError as `cluster.detect` and `connect`.
+    Raises:   ConfigError as `cluster.detect`, `connect` and `between_hosts`.
     """
     found = detect(cfg, os.environ)
+    bound = bind_process(share=local_gpus(found) if found else None)
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
-        return cfg, environment
-    (report or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+        return cfg, bound + environment
+    seconds = cfg.cluster.connect_seconds
+    (report or log)(f"cluster    {connect(found, seconds)}")
+    environment += bound
+    environment += between_hosts(cfg.cluster.network, found.host, seconds, report or log)
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 

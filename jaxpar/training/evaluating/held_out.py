@@ -82,7 +82,7 @@ def check_labels(cfg: Config, loader: Loader) -> None:
     first, most = loader.first_labeled(), cfg.evaluation.num_batches
     if first is not None and first < most:
         return
-    what = ", ".join(str(source.dataset.path) for source in loader.sources)
+    what = ", ".join(source.dataset.name for source in loader.sources)
     rule = f"covers only batches of {what} without a labeled token"
     fix = "use --evaluation.every 0"
     if first is not None:

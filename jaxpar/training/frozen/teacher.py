@@ -24,6 +24,7 @@ from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters
 from jaxpar.step.forward import make_teacher_step
+from jaxpar.stores.models import run_at
 
 
 class Teacher:
@@ -35,12 +36,12 @@ class Teacher:
         Args:     cfg: of the student, resolved for the mesh.
         Raises:   ConfigError if there is no such run, or its model does not fit the student.
         """
-        self._mesh, folder = mesh, Path(cfg.distill.teacher)
-        if not (folder.is_dir() and checkpoint.saved_steps(folder)):
+        self._mesh, folder = mesh, run_at(FIELD, cfg.distill.teacher)
+        if folder is None or not (folder.is_dir() and checkpoint.saved_steps(folder)):
             rule, fix = "is not a run with a checkpoint", "use the folder of a run"
             raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
         self.step, there = _found(folder)
-        self.folder, self._lora = folder, there.lora
+        self.folder, self._lora, self._named = folder, there.lora, cfg.distill.teacher
         self.cfg = config_of_teacher(cfg, there)
         d, self._top_k = cfg.distill, cfg.distill.top_k
         self._program = make_teacher_step(
@@ -49,7 +50,7 @@ class Teacher:
         self._params: Any = None
 
     def __str__(self) -> str:
-        return f"{self.folder}, step {self.step}"
+        return f"{self._named}, step {self.step}"
 
     def load(self) -> None:
         """Read the teacher's weights, merged with its adapters."""
@@ -90,8 +91,8 @@ def check_kept(cfg: Config, about: About) -> str:
     Returns:  the teacher, for the log.
     Raises:   ConfigError if it is another one.
     """
-    folder = Path(cfg.distill.teacher)
-    if not (folder.is_dir() and checkpoint.saved_steps(folder)):
+    folder = run_at(FIELD, cfg.distill.teacher)
+    if folder is None or not (folder.is_dir() and checkpoint.saved_steps(folder)):
         return f"{about.teacher_name}, by {cfg.distill.cache} alone"
     if identity_of(folder) != about.teacher:
         rule = f"has other weights than {about.teacher_name}, which {cfg.distill.cache} is of"

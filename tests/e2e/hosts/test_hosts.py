@@ -1,5 +1,7 @@
 """Runs over two hosts, each with its own address, name and link: what they do, and how they end."""
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxpar.doctor.measure.hosts import ACROSS, WITHIN
 from jaxpar.runtime import exit_codes
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
@@ -62,10 +65,11 @@ def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
     """Also where a host's name is a loopback address to itself, as on Debian."""
     config = write_ranks(tmp_path)
     with Network(2, own_names) as network:
-        run = Run(network, config, tmp_path, network.names[0])
+        run = Run(network, config, tmp_path, network.names[0], "--cluster.network", "tcp")
         codes = run.codes(150)
     assert codes == [exit_codes.EXIT_OK] * 2, run.said(0)[-2000:] + run.said(1)[-2000:]
     assert ", 2 hosts" in run.said(0)
+    assert "network    tcp: as cluster.network says" in run.said(0)
     ranks.assert_same_run(tmp_path / "run", whole)
 
 
@@ -124,3 +128,21 @@ def test_a_coordinator_without_a_name(write_ranks, tmp_path):
         run = Run(network, config, tmp_path, "no-such-host.invalid", *limit)
         codes = run.codes(120)
     assert set(codes) == {1}, run.said(0)[-2000:] + run.said(1)[-2000:]
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_within_hosts_and_across_them(tmp_path):
+    """Started like a run, with the same detection; here by flags."""
+    command = [sys.executable, "-m", "jaxpar.doctor", "--only", "hardware,bandwidth"]
+    command += ["--cpu-devices", "2", "--largest", "1KiB", "--cluster.num-processes", "2"]
+    with Network(2) as network, open(tmp_path / "log", "w") as log:
+        where = ["--cluster.coordinator", f"{network.addresses[0]}:{ranks.free_port()}"]
+        where += ["--json", str(tmp_path / "doctor.json"), "--cluster.process-id"]
+        env = os.environ | {"COLUMNS": "150"}
+        each = [network.start(i, [*command, *where, str(i)], env, log) for i in (0, 1)]
+        assert [process.wait(200) for process in each] == [0, 0], (tmp_path / "log").read_text()
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    rows = [(row["over"], row["devices"]) for row in found["bandwidth"]]
+    assert {over: count for over, count in rows} == {"all": 4, WITHIN: 2, ACROSS: 2}
+    (finding,) = [f for f in found["findings"] if f["check"] == "across hosts"]
+    assert finding["status"] == "pass" and "within a host" in finding["said"]

@@ -1,0 +1,22 @@
+"""The section `diloco`: replicas that train on their own, and meet every few steps."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """DiLoCo: replicas that train on their own, and that an outer step joins."""
+
+    every: int = 0
+    """Inner steps between the outer steps of a weight (H). 0: no DiLoCo; replicas sum their
+    gradients at every step."""
+    outer_learning_rate: float = 0.7
+    """Learning rate of the outer step. 1, without momentum, averages the replicas' weights."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step. 0: none."""
+    fragments: int = 1
+    """Groups of layers that have their outer steps in turn, every / fragments steps apart
+    (Streaming DiLoCo), so that less is sent at a time. 1: all weights at once."""
+    outer_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which replicas exchange outer gradients. They are summed in float32."""

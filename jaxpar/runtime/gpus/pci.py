@@ -1,0 +1,130 @@
+"""Where PCI devices are in this host: NUMA nodes, CPUs near them, and the way between two.
+
+Read from the kernel's files below a root, which tests replace. A device is named by its address,
+such as 0000:18:00.0.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jaxpar.runtime.gpus import nvidia_smi
+
+ROOT = Path("/")
+
+#: The ways between two devices by length, as `nvidia-smi topo` names them: a single PCIe switch,
+#: several, the CPU's root complex, another one of the same node, another node.
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+
+_ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
+
+
+def address_of(text: str) -> str:
+    """Return an address as the kernel writes it: 00000000:18:00.0 is 0000:18:00.0."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if not found:
+        return ""
+    domain, bus, device, function = found.groups()
+    return f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower()
+
+
+def gpus(root: Path = ROOT, ask: nvidia_smi.Run = nvidia_smi.run) -> dict[str, str]:
+    """Return the addresses of this host's NVIDIA GPUs with their UUIDs, by address.
+
+    Equal GPUs have this order in CUDA too. Some containers hide the driver's files: `nvidia-smi` is
+    asked there.
+    """
+    found = {}
+    for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
+        found[address_of(file.parent.name)] = uuid[1] if uuid else ""
+    if not found:
+        with contextlib.suppress(nvidia_smi.Unavailable):
+            for gpu in nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask):
+                found[address_of(gpu.get("pci.bus_id", ""))] = gpu.get("uuid", "")
+    return {address: found[address] for address in sorted(found) if address}
+
+
+def addresses_of(ids: Sequence[str], there: dict[str, str]) -> list[str]:
+    """Return the addresses of the GPUs in CUDA_VISIBLE_DEVICES; none if one of them is unknown.
+
+    Args:     ids: indices or UUIDs. there: as from `gpus`.
+    """
+    found = []
+    for name in ids:
+        fitting = list(there)[int(name) : int(name) + 1] if name.isdigit() else []
+        fitting += [a for a, uuid in there.items() if name.startswith("GPU-") and name in uuid]
+        if len(fitting) != 1:
+            return []
+        found += fitting
+    return found
+
+
+def numa_node(address: str, root: Path = ROOT) -> int | None:
+    """Return a device's NUMA node; None if the kernel does not know it."""
+    try:
+        node = int((_folder(address, root) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def local_cpus(address: str, root: Path = ROOT) -> set[int]:
+    """Return the CPUs near a device."""
+    try:
+        return read_cpus((_folder(address, root) / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def _folder(address: str, root: Path) -> Path:
+    return root / "sys/bus/pci/devices" / address
+
+
+def read_cpus(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def write_cpus(cpus: Iterable[int]) -> str:
+    """{0, 1, 2, 3, 8} -> "0-3,8"."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
+
+
+def bridges(address: str, root: Path = ROOT) -> list[str]:
+    """Return the addresses of the bridges above a device, from the root down."""
+    return [step for step in _way(address, root)[1:-1] if address_of(step)]
+
+
+def _way(address: str, root: Path) -> list[str]:
+    """Return the names on the way to a device: the root bus (pci0000:17), bridges, the device."""
+    parts = Path(os.path.realpath(_folder(address, root))).parts
+    start = next((i for i, part in enumerate(parts) if part.startswith("pci0")), None)
+    return [] if start is None else list(parts[start:])
+
+
+def distance(one: str, other: str, root: Path = ROOT) -> str:
+    """Return the length of the way between two devices, one of DISTANCES; "" if unknown."""
+    a, b = _way(one, root), _way(other, root)
+    if not a or not b:
+        return ""
+    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    if shared == 0:
+        nodes = {numa_node(device, root) for device in (one, other)}
+        return "NODE" if len(nodes) == 1 and None not in nodes else "SYS"
+    if shared == 1:
+        return "PHB"
+    # A switch is two bridges, one above and one below; a device and its port are one more.
+    return "PIX" if max(len(a), len(b)) - shared <= 2 else "PXB"

@@ -1,0 +1,186 @@
+"""A folder in a store that is complete or absent: a dataset, or an exported model.
+
+Its files are objects. One of them, without which nobody takes the folder for what it is, is written
+last, and deleted first. FILES, which is written first and again before that one, lists the others
+with their sizes and SHA-256.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import cache_folder, is_address, read_address
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.files import atomic
+from jaxpar.stores.objects import (
+    ATTEMPTS,
+    Altered,
+    Conflict,
+    Content,
+    Missing,
+    Objects,
+    content_of,
+)
+from jaxpar.stores.steps import FILES_AT_ONCE
+
+#: The object that lists the files.
+FILES = "stored_files.json"
+
+#: Marks the form of the list of files.
+FORMAT = 1
+
+#: The file of a copy that says which versions of the objects its files are.
+VERSIONS = ".versions.json"
+
+
+class InUse(Exception):
+    """Another writer has completed a folder at the address."""
+
+
+def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = False) -> int:
+    """Upload a folder, and return its size in bytes.
+
+    Args:     last: the file that is written last. replace: a folder that is there.
+    Raises:   InUse; StoreError.
+    """
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    assert last in names
+    there = {found.name for found in objects.names()}
+    if last in there:
+        if not replace:
+            raise InUse
+        objects.delete([last])
+    objects.write(FILES, _list({}))
+    objects.delete(sorted(there - {last, FILES} - set(names)))
+    send = lambda name: objects.upload(name, folder / name)  # noqa: E731
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
+        others = [name for name in names if name != last]
+        contents = dict(zip(others, pool.map(send, others), strict=True))
+    objects.write(FILES, _list(contents))
+    content = (folder / last).read_bytes()
+    try:
+        objects.write_if(last, content, None)
+    except Conflict:  # the answer of a request that won may be lost
+        if objects.read(last)[0] != content:
+            raise InUse from None
+    return sum(one.bytes for one in contents.values()) + len(content)
+
+
+def _list(contents: dict[str, Content]) -> bytes:
+    about = {"format": FORMAT, "files": {name: one._asdict() for name, one in contents.items()}}
+    return json.dumps(about, indent=1, sort_keys=True).encode()
+
+
+def listed_files(objects: Objects) -> dict[str, Content]:
+    """Return the files that `upload_folder` has recorded; empty if it has not written the folder.
+
+    Raises:   Altered if the list is damaged; StoreError.
+    """
+    try:
+        about = json.loads(objects.read(FILES)[0])
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError("is no list of files")
+        return dict(content_of(about.get("files")))
+    except Missing:
+        return {}
+    except ValueError as error:
+        raise Altered(f"{FILES} {error}") from error
+
+
+@contextmanager
+def new_folder_at(argument: str, text: str, last: str) -> Iterator[Path]:
+    """Yield the path of a new folder. That of an address is uploaded at the end, and deleted here.
+
+    Args:     argument: that holds the path or address, for errors. last: as in `upload_folder`.
+    Raises:   ConfigError if the address has objects, but for those of a killed upload; StoreError.
+    """
+    if not is_address(text):
+        yield Path(text)
+        return
+    address = read_address(argument, text)
+    objects = Objects(address, argument)
+    in_use = ConfigError(argument, text, "already exists, and is not empty", "use a new address")
+    names = {found.name for found in objects.names()}
+    if names and (FILES not in names or last in names):
+        raise in_use
+    mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
+    above = cache_folder("writing") / mark
+    shutil.rmtree(above, ignore_errors=True)
+    above.mkdir(parents=True)
+    try:
+        yield above / address.prefix.rpartition("/")[2]
+        upload_folder(objects, above / address.prefix.rpartition("/")[2], last)
+    except InUse:
+        raise in_use from None
+    finally:
+        shutil.rmtree(above, ignore_errors=True)
+
+
+def update_copy(
+    objects: Objects,
+    folder: Path,
+    names: Sequence[str],
+    there: Collection[str],
+    again: bool = False,
+) -> None:
+    """Bring the copy of a folder up to date. One process at a time does so.
+
+    Args:     names: the objects to copy. there: all objects; copies of others are deleted. again:
+              whether to hash the files that are here already.
+    Raises:   RunError if an object is damaged or missing; StoreError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            recorded = listed_files(objects)
+        except Altered as error:
+            raise _damaged(objects, str(error)) from error
+        known = folder / VERSIONS
+        before = json.loads(known.read_text()) if known.is_file() else {}
+        now = {}
+        for name in names:
+            try:
+                size, stamp = objects.about(name)
+            except Missing:
+                raise _damaged(objects, f"{name} is missing") from None
+            now[name] = [size, *stamp]
+            expected = recorded.get(name)
+            same = now[name] == before.get(name)
+            if not (same and _is_intact(folder / name, size, expected if again else None)):
+                _download(objects, name, folder / name, expected)
+        for old in set(before) - set(there):
+            (folder / old).unlink(missing_ok=True)
+        kept = {name: about for name, about in before.items() if name in there}
+        atomic.write(known, json.dumps(kept | now).encode())
+
+
+def _download(objects: Objects, name: str, file: Path, expected: Content | None) -> None:
+    why = ""
+    for _ in range(ATTEMPTS):
+        try:
+            return objects.download(name, file, expected)
+        except Altered as error:
+            why = str(error)
+        except Missing:
+            why = f"{name} is missing"
+    raise _damaged(objects, why)
+
+
+def _is_intact(file: Path, size: int, expected: Content | None) -> bool:
+    if not file.is_file() or file.stat().st_size != size:
+        return False
+    if expected is None:
+        return True
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == expected.sha256
+
+
+def _damaged(objects: Objects, why: str) -> RunError:
+    return RunError(f"{objects.address} is damaged: {why}. Fix: write it again")

@@ -1,0 +1,49 @@
+"""Makes the table of NCCL's variables by network: python scripts/docs/network_table.py [--write]
+
+The variables are those of `jaxpar/runtime/processes/networks/variables.py`. Without options, prints
+the table. --write writes it between the markers of docs/clusters.md.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.runtime.processes.networks.variables import VARIABLES, NetworkVariable  # noqa: E402
+
+PAGE = ROOT / "docs" / "clusters.md"
+BEGIN, END = "<!-- network table -->\n", "<!-- /network table -->"
+
+
+def where(row: NetworkVariable) -> str:
+    """Describe the hosts to which a variable applies; empty for all."""
+    words = " ".join((row.where.__doc__ or "").split()).rstrip(".")
+    return "" if words == "Every host" else f" ({words[0].lower()}{words[1:]})"
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| network | variable, source | value | | why |", "|---|---|---|---|---|"]
+    for network, rows in VARIABLES.items():
+        for row in rows:
+            does = "set" if row.is_set else "shown"
+            value = row.value.replace("{", "").replace("}", "")
+            name = f"[`{row.name}`]({row.source})"
+            lines.append(f"| `{network}` | {name} | `{value}` | {does} | {row.why}{where(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the table or write it to the page."""
+    if sys.argv[1:] not in ([], ["--write"]):
+        sys.exit(__doc__)
+    if not sys.argv[1:]:
+        print(table(), end="")
+        return
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What DiLoCo is refused with, and the fix."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import check
+
+GOOD = {"diloco.every": 50, "parallel.replica": 2, "model.num_layers": 8}
+
+
+def test_what_may_be():
+    check(replace(Config(), **GOOD))
+    check(replace(Config(), **GOOD, **{"diloco.fragments": 2, "diloco.outer_dtype": "bfloat16"}))
+    more = {"optimizer.name": "sgd", "parallel.pipeline": 2, "parallel.num_microbatches": 2}
+    check(replace(Config(), **GOOD, **more))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parallel.replica": 1}, r"replica = 1: must be at least 2 with diloco\.every = 50"),
+        ({"diloco.every": 0, "diloco.outer_dtype": "bfloat16"}, r"no effect, .*every is 0"),
+        ({"diloco.outer_learning_rate": 0.0}, r"must be above 0.*outer-learning-rate 0\.7"),
+        ({"diloco.outer_momentum": 1.0}, r"must be at least 0 and below 1"),
+        ({"diloco.fragments": 4}, r"fragments = 4: must divide diloco\.every = 50"),
+        ({"diloco.fragments": 5}, r"must divide the 8 layers of a stage.*fragments 2"),
+        (
+            {"diloco.fragments": 2, "model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
+            r"must be 1 with model\.layer_pattern = 'G\*': layers are in several stacks",
+        ),
+        ({"model.num_experts": 4}, r"num_experts = 4: balances its experts over all replicas"),
+        ({"lora.rank": 4}, r"rank = 4: has frozen weights"),
+        ({"optimizer.name": "muon"}, r"'muon': shares its matrices among all replicas"),
+        ({"optimizer.ema_decay": 0.9}, r"ema_decay = 0\.9: averages weights"),
+        ({"optimizer.offload": True}, r"offload = True: updates moments layer by layer"),
+        ({"optimizer.first_moment_dtype": "8bit"}, r"'8bit': has blocks"),
+        ({"optimizer.qk_clip": 100.0}, r"takes the largest logits of all replicas"),
+        ({"model.dtype": "float16"}, r"'float16': has a loss scale"),
+        ({"parallel.auto": "all"}, r"lets the planner choose the replicas"),
+        (
+            {"parallel.virtual_stages": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
+            r"virtual_stages = 2: stores layers in another order",
+        ),
+        (
+            {"model.num_layers": 9, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
+            r"num_layers = 9: must be a multiple of parallel\.pipeline = 2",
+        ),
+    ],
+)
+def test_what_cannot_be(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(Config(), **(GOOD | fields)))

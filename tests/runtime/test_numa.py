@@ -1,0 +1,136 @@
+"""Which CPUs are near a process's GPUs, and that a process is bound to them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxpar.runtime.gpus import numa, nvidia_smi, pci, visible
+from tests.runtime import kernel_files
+from tests.runtime.kernel_files import GPUS, gpu, two_sockets, write
+
+ADDRESSES = [way.split("/")[-1] for way, _ in GPUS]
+ALL = set(range(8))
+
+
+@pytest.fixture
+def root(tmp_path):
+    two_sockets(tmp_path)
+    return tmp_path
+
+
+def no_driver(_):
+    raise nvidia_smi.Unavailable("no driver")
+
+
+def test_lists_of_cpus():
+    assert pci.read_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and pci.read_cpus("") == set()
+    assert pci.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and pci.write_cpus([5]) == "5"
+
+
+def test_gpus_by_index_and_uuid(root):
+    there = pci.gpus(root)
+    assert list(there) == ADDRESSES
+    assert pci.addresses_of(["2", "0"], there) == [ADDRESSES[2], ADDRESSES[0]]
+    assert pci.addresses_of(["GPU-9baa"], there) == [ADDRESSES[3]]
+    assert pci.addresses_of(["4"], there) == pci.addresses_of(["MIG-1"], there) == []
+
+
+def test_the_driver_is_asked_where_its_files_are_hidden(tmp_path):
+    rows = "uuid, pci.bus_id\nGPU-b, 00000000:9A:00.0\nGPU-a, 00000000:1A:00.0\n"
+    there = pci.gpus(tmp_path, lambda _: rows)
+    assert there == {"0000:1a:00.0": "GPU-a", "0000:9a:00.0": "GPU-b"}
+    assert pci.gpus(tmp_path, no_driver) == {}
+
+
+def test_a_process_goes_to_the_node_of_its_gpus(root):
+    found = numa.plan(ADDRESSES[2:], ALL, root)
+    assert (found.cpus, found.nodes) == ({4, 5, 6, 7}, (1,))
+
+
+def test_what_a_job_was_given_is_kept(root):
+    assert numa.plan(ADDRESSES[:1], {1, 2, 6}, root).cpus == {1, 2}
+    elsewhere = numa.plan(ADDRESSES[:1], {5, 6}, root)
+    assert not elsewhere.cpus and not elsewhere.well and "CPUs 5-6" in elsewhere.why
+
+
+def test_gpus_of_both_nodes_need_all_cpus(root):
+    found = numa.plan(ADDRESSES, ALL, root)
+    assert not found.cpus and found.well and "nodes 0 and 1" in found.why
+
+
+def test_a_kernel_that_does_not_know_nodes(root):
+    write(root / "sys/bus/pci/devices" / ADDRESSES[0] / "numa_node", "-1")
+    assert "does not know" in numa.plan(ADDRESSES[:1], ALL, root).why
+    assert not numa.plan([], ALL, root).well
+
+
+def test_one_node_needs_nothing(tmp_path):
+    write(tmp_path / "sys/devices/system/node/node0/cpulist", "0-7")
+    gpu(tmp_path, GPUS[0][0], 0, "0-7")
+    assert numa.plan(ADDRESSES[:1], ALL, tmp_path).well
+
+
+#: Binds itself as a process of two, on a host of the test's files, and prints what it has then.
+BOUND = """
+import ctypes, os, sys, threading
+from pathlib import Path
+from jaxpar.runtime.gpus import numa, visible
+started = threading.Event()
+seen = []
+def other():
+    started.wait()
+    seen.append(os.sched_getaffinity(0))
+thread = threading.Thread(target=other)
+thread.start()
+visible.gpu_is_present = lambda: True
+own = sorted(os.sched_getaffinity(0))
+print(numa.bind_process(os.environ, [0], Path(sys.argv[1])))
+started.set()
+thread.join()
+mode = ctypes.c_int()
+ctypes.CDLL(None).syscall(numa.SET_MEMPOLICY["x86_64"] + 1, ctypes.byref(mode), None, 0, None, 0)
+print(sorted(os.sched_getaffinity(0)), sorted(seen[0]), mode.value)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single CPU")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="get_mempolicy has another number")
+def test_threads_and_memory_are_bound(tmp_path):
+    own = sorted(os.sched_getaffinity(0))
+    for node in 0, 1:
+        write(tmp_path / f"sys/devices/system/node/node{node}/cpulist", "")
+        gpu(tmp_path, GPUS[2 * node][0], 0, str(own[node]))
+
+    def run(asked):
+        env = os.environ | {numa.VARIABLE: asked, "CUDA_VISIBLE_DEVICES": "1,0"}
+        command = [sys.executable, "-c", BOUND, str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    told, found = run("auto")
+    assert f"NUMA: CPUs {own[1]} of node 0, near the GPUs" in told
+    policy = numa.MPOL_PREFERRED if "memory there first" in told else 0
+    assert found == f"[{own[1]}] [{own[1]}] {policy}"
+    assert run("off") == ["[]", f"{own} {own} 0"]
+
+
+def test_nothing_is_bound_without_gpus(monkeypatch, root):
+    monkeypatch.setattr(visible, "gpu_is_present", lambda: False)
+    assert numa.bind_process({numa.VARIABLE: "auto"}, None, root) == []
+
+
+def test_ways_between_devices(root):
+    card = [way.split("/")[-1] for way in kernel_files.CARDS]
+    assert pci.distance(ADDRESSES[0], card[0], root) == "PIX"
+    assert pci.distance(ADDRESSES[0], card[1], root) == "SYS"
+    nested = GPUS[0][0].rsplit("/", 1)[0] + "/0000:1d:00.0/0000:1e:00.0/0000:1f:00.0"
+    gpu(root, nested, 0, "0-3")
+    assert pci.distance(ADDRESSES[1], "0000:1f:00.0", root) == "PXB"
+    gpu(root, "pci0000:17/0000:17:02.0/0000:20:00.0", 0, "0-3")
+    assert pci.distance(ADDRESSES[0], "0000:20:00.0", root) == "PHB"
+    gpu(root, "pci0000:40/0000:40:01.0/0000:41:00.0", 0, "0-3")
+    assert pci.distance(ADDRESSES[0], "0000:41:00.0", root) == "NODE"
+    assert pci.distance(ADDRESSES[0], "0000:77:00.0", root) == ""
+    assert pci.bridges(ADDRESSES[0], root) == ["0000:17:01.0", "0000:18:00.0", "0000:19:00.0"]

@@ -1,0 +1,290 @@
+"""Datasets in a store: the same batches as from the disk, through a cache that is bounded."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.rules.paths import Address
+from jaxpar.config.validate import check
+from jaxpar.data import Loader
+from jaxpar.data.__main__ import main
+from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
+from jaxpar.data.stored import folder as stored_folder
+from jaxpar.data.stored.writing import whole_address
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.sharding.axes import AXES
+from jaxpar.stores import cache, cached, folders
+from jaxpar.stores.cached import ObjectDamaged
+from tests.stores.server import objects_at
+
+LENGTH = 32
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch):
+    """Parts of 512 bytes; no dataset stays open."""
+    monkeypatch.setattr(cached, "PART_BYTES", 512)
+    monkeypatch.setattr("jaxpar.data.stored.array.PART_BYTES", 512)
+    monkeypatch.setattr("jaxpar.data.stored.writing.PART_BYTES", 512)
+    yield
+    stored_folder.close_all()
+
+
+@pytest.fixture
+def data(address) -> Address:
+    return address._replace(prefix="data/text")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A file of documents."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [{"text": f"document {i}: " + "the quick fox " * (i % 9)} for i in range(90)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def here(text) -> Path:
+    """A dataset on the disk. Tests must not write to it."""
+    prepare(PrepareOptions(input=(str(text),), output=str(text.with_name("made")), holdout=0.2))
+    return text.with_name("made")
+
+
+@pytest.fixture
+def made(data, here, s3) -> Config:
+    """A config with the same dataset in the store."""
+    with whole_address(str(data), overwrite=False) as folder:
+        shutil.copytree(here, folder, dirs_exist_ok=True)
+    return config(data)
+
+
+def config(place, **more) -> Config:
+    values = {"data.path": str(place), "data.seq_len": LENGTH, "train.global_batch_size": 16}
+    return replace(Config(), **values, **more)
+
+
+def loader(cfg: Config, split: str = "train") -> Loader:
+    return Loader(cfg, jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape([1] * 6), AXES), split)
+
+
+def assert_same_batches(one: Loader, other: Loader, steps=range(6)) -> None:
+    for step in steps:
+        jax.tree.map(np.testing.assert_array_equal, one.batch(step), other.batch(step))
+
+
+def without_filling(monkeypatch) -> None:
+    monkeypatch.setattr(cached.CachedObject, "fetch_all", lambda self, first=0: None)
+
+
+def files(cfg: Config):
+    """The parts in the cache."""
+    folder = stored_folder.cache_folder("data") / "parts"
+    return sorted(path for path in folder.glob("*/*") if not path.name.startswith("."))
+
+
+def test_batches_and_fingerprint_are_those_of_the_folder(made, tmp_path, data, here):
+    check(made)
+    assert fingerprint(made) == fingerprint(config(here))
+    for split in ("train", "val"):
+        assert_same_batches(loader(made, split), loader(config(here), split), range(4))
+    mixed = {"data.mixture": f"{data}:1,{here}:2", "data.held_out": str(data)}
+    both = {"data.mixture": f"{here}:1,{here.parent}/./made:2"}
+    mixed, both = replace(made, **mixed), replace(config(here), **both)
+    check(mixed)
+    assert_same_batches(loader(mixed), loader(both), range(4))
+    assert_same_batches(loader(mixed, "val"), loader(config(here), "val"), range(4))
+    assert loader(made).epochs(10).keys() == {str(data)}
+    assert (tmp_path / tokenizer_folder(made) / META_FILE).is_file()
+
+
+def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
+    without_filling(monkeypatch)
+    first = loader(made)
+    first.batch(0)
+    s3.requests.clear()
+    first.batch(0)
+    assert not s3.requests
+    stored_folder.close_all()  # as a new process
+    loader(made).batch(0)
+    assert not [path for _, path in s3.requests if path.endswith("train.bin")][1:]  # the head
+
+
+def test_what_fits_is_fetched_in_the_background(made, s3):
+    source = open_sources(made, "train")[0].dataset
+    stored = source.tokens.stored
+    done = threading.Event()
+    for _ in range(500):
+        if all(stored._cache.has(stored._key, n) for n in range(stored.num_parts)):
+            done.set()
+            break
+        done.wait(0.01)
+    assert done.is_set() and stored.num_parts > 10
+    s3.failing(10_000, 503, "GET")
+    assert len(source.tokens[:]) == source.num_tokens
+
+
+def test_the_cache_stays_below_its_size(made, monkeypatch, here):
+    without_filling(monkeypatch)
+    some = loader(made)
+    stored = some.sources[0].dataset.tokens.stored
+    stored._cache.limit = limit = 16 * 528
+    for step in range(12):
+        some.batch(step)
+        assert sum(path.stat().st_size for path in files(made)) <= limit
+    stored._cache.limit = 1 << 30
+    assert_same_batches(some, loader(config(here)))
+
+
+def test_the_parts_that_were_not_read_for_longest_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "USE_SECONDS", 0.0)
+    parts = cache.PartCache(tmp_path / "parts", 8 * 116)
+    for number in range(6):
+        parts.read("key", number, 100, slice(0, 10), lambda: b"x" * 100)
+    parts.read("key", 0, 100, slice(0, 10), lambda: b"")  # used again
+    parts.read("key", 6, 100, slice(0, 10), lambda: b"y" * 100)
+    parts.read("key", 7, 100, slice(0, 10), lambda: b"y" * 100)
+    assert [number for number in range(8) if parts.has("key", number)] == [0, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("how", ["altered", "truncated"])
+def test_a_damaged_part_of_the_cache_is_fetched_again(made, capsys, how, monkeypatch, here):
+    without_filling(monkeypatch)
+    loader(made).batch(0)
+    for path in files(made):
+        content = path.read_bytes()
+        path.write_bytes(content[:-40] if how == "truncated" else b"\xff" + content[1:])
+    if how == "altered":
+        stored_folder.close_all()  # what this process has read it trusts
+    assert_same_batches(loader(made), loader(config(here)))
+    assert "is damaged, and is fetched again" in capsys.readouterr().err
+
+
+def test_a_damaged_object_is_named(made, data, monkeypatch):
+    without_filling(monkeypatch)
+    store = objects_at(data)
+    content = store.read("train.bin")[0]
+    store.write("train.bin", content[:1000] + b"\0" + content[1001:])
+    dataset = open_sources(made, "train")[0].dataset
+    with pytest.raises(ObjectDamaged, match=r"bytes 512 to 1,024 of s3://.*/train.bin are"):
+        dataset.tokens[:]
+
+
+def test_a_dataset_that_is_replaced_meanwhile_ends_the_run(made, data, monkeypatch):
+    without_filling(monkeypatch)
+    dataset = open_sources(made, "train")[0].dataset
+    objects_at(data).write("train.bin", b"\0" * dataset.tokens.nbytes)
+    with pytest.raises(ObjectDamaged, match=r"train.bin was deleted or replaced while it was read"):
+        dataset.tokens[:]
+
+
+def test_a_folder_copied_by_other_means_is_a_dataset(made, data, here):
+    other = data._replace(prefix="copied")
+    for path in here.iterdir():
+        objects_at(other).upload(path.name, path)
+    assert_same_batches(loader(config(other)), loader(config(here)))
+
+
+def test_passing_errors_are_retried(made, s3, here):
+    some = loader(made)
+    s3.failing(3, 503, "GET", "train.bin")
+    assert_same_batches(some, loader(config(here)))
+
+
+def test_a_cache_without_space_is_no_error(made, monkeypatch, capsys, here):
+    some = loader(made)
+    stored = some.sources[0].dataset.tokens.stored
+    stored._cache.folder = Path("/proc/1/none")  # nothing can be made there
+    assert_same_batches(some, loader(config(here)))
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_small_files_are_replaced_when_they_change_or_are_damaged(made, data, here):
+    (copy,) = {one.dataset.path for one in open_sources(made, "train")}
+    stored_folder.close_all()
+    path = copy / "train.documents.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"\1")
+    assert_same_batches(loader(made), loader(config(here)))
+    assert path.read_bytes() == content
+    objects_at(data).write("train.documents.npy", content[:-1] + b"\1")
+    stored_folder.close_all()
+    with pytest.raises(RunError, match=r"is damaged: train.documents.npy has different content"):
+        loader(made)
+
+
+def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, capsys, text):
+    asked = ["prepare", "--input", str(text), "--output", str(data)]
+    assert main(asked) == 2 and "already has a dataset" in capsys.readouterr().err
+    upload = folders.Objects.upload
+
+    def killed(self, name, file):
+        if name == "val.bin":
+            raise KeyboardInterrupt
+        return upload(self, name, file)
+
+    monkeypatch.setattr(folders.Objects, "upload", killed)
+    assert main([*asked, "--overwrite"]) == 130
+    with pytest.raises(ConfigError, match=r"data.path = 's3://.*has no dataset \(no meta.json\)"):
+        open_sources(made, "train")
+    monkeypatch.setattr(folders.Objects, "upload", upload)
+    assert main(asked) == 0
+    assert str(data) in capsys.readouterr().out
+    assert open_sources(made, "train")
+    assert not list((tmp_path / "cache" / "jaxpar" / "preparing").iterdir())
+
+
+def test_what_cannot_be_in_a_store_is_refused(made, data, capsys, text):
+    asked = ["prepare", "--input", str(text), "--output"]
+    assert main([*asked, f"{data}2", "--stream"]) == 2
+    assert "leave out --stream" in capsys.readouterr().err
+    objects_at(data._replace(prefix="data/other")).write("photo.png", b"")
+    assert main([*asked, str(data._replace(prefix="data/other"))]) == 2
+    assert "contains 'photo.png'" in capsys.readouterr().err
+    assert main(["inspect", str(data)]) == 2
+    for field in ("data.path", "data.held_out"):
+        with pytest.raises(ConfigError, match=f"{field} = .*must be s3://BUCKET/PREFIX"):
+            check(replace(made, **{field: "s3://"}))
+    with pytest.raises(ConfigError, match=r"data.cache_gib = 0.5: must be at least 1"):
+        check(replace(made, **{"data.cache_gib": 0.5}))
+    with pytest.raises(ConfigError, match=r"data.cache_dir = .*cannot be written"):
+        open_sources(replace(made, **{"data.cache_dir": f"{text}"}), "train")
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_cache(made, data, monkeypatch, s3, here):
+    """Both read every token at the same time: each part is asked for once."""
+    code = f"""
+import numpy as np
+from jaxpar.config import Config, replace
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.sources import open_sources
+from jaxpar.stores import cached
+cached.PART_BYTES = 512
+import jaxpar.data.stored.array, jaxpar.data.stored.writing
+jaxpar.data.stored.array.PART_BYTES = jaxpar.data.stored.writing.PART_BYTES = 512
+cached.CachedObject.fetch_all = lambda self, first=0: None
+(source,) = open_sources(replace(Config(), **{{"data.path": {str(data)!r}}}), "train")
+print(source.dataset.tokens[:].astype(np.int64).sum())
+"""
+    s3.requests.clear()
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    sums = {int(one.communicate(timeout=120)[0]) for one in both}
+    (whole,) = open_sources(config(here), "train")
+    assert sums == {int(whole.dataset.tokens[:].astype(np.int64).sum())}
+    parts = -(-whole.dataset.tokens.nbytes // 512)
+    asked = [method for method, path in s3.requests if path.endswith("train.bin")]
+    assert asked.count("GET") == parts

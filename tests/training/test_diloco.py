@@ -1,0 +1,60 @@
+"""A run with DiLoCo: it resumes with the same bits anywhere, and readers get its outer weights."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint
+from jaxpar.checkpoint import read_saved
+from jaxpar.convert.__main__ import main as convert
+from jaxpar.convert.hf.exporting import open_export
+from jaxpar.runtime import exit_codes
+from jaxpar.sharding.mesh import make_mesh
+
+FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7
+--checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 4 --evaluation.num-batches 1
+--optimizer.warmup-steps 0"""
+
+
+@pytest.fixture(scope="module")
+def train(train_on, write_config):
+    """(folder, further fields) -> its run, trained to its end on two devices."""
+
+    def to(folder: Path, *more: str) -> Path:
+        assert train_on(2, write_config(folder), *FIELDS.split(), *more) == exit_codes.EXIT_OK
+        return folder / "run"
+
+    return to
+
+
+@pytest.fixture(scope="module")
+def run(train, tmp_path_factory) -> Path:
+    """A run to step 7, with checkpoints of steps 3 and 6. Tests must not write to it."""
+    return train(tmp_path_factory.mktemp("diloco"))
+
+
+def test_resumes_with_the_same_bits_between_outer_steps(run, train, tmp_path):
+    again = tmp_path / "run"
+    shutil.copytree(run, again)
+    for step in (6, 7):
+        shutil.rmtree(again / "checkpoints" / str(step))
+    train(tmp_path)
+    for step in (6, 7):
+        assert read_saved(again, step).fingerprints == read_saved(run, step).fingerprints
+    assert read_saved(run, 6).fingerprints != read_saved(run, 3).fingerprints
+
+
+def test_readers_get_the_outer_weights(run, tmp_path):
+    saved = read_saved(run, 7)
+    own = {k.removeprefix("diloco/weights/") for k in saved.fingerprints if "weights/" in k}
+    assert {f"params/{k}" for k in own} <= set(saved.fingerprints)
+    cfg = checkpoint.load_config(run, 7)
+    arrays = open_export(run, 7).arrays
+    values = arrays.read("embed", (slice(0, 9), slice(0, 9)))
+    mesh = make_mesh(cfg.parallel, jax.devices()[:2])
+    outer = checkpoint.restore_params(run, cfg, mesh, 7)
+    assert np.array_equal(values, np.asarray(outer["embed"])[:9, :9])
+    assert convert(["to-hf", str(run), str(tmp_path / "hf")]) == 0
