@@ -33,8 +33,9 @@ ATTEMPTS, BACKOFF_SECONDS = 4, 1.0
 #: Bytes of a part of an upload; more for files that would have more than MAX_PARTS of them.
 PART_BYTES, MAX_PARTS = 16 << 20, 9000
 
-#: Parts of a file that are sent at the same time.
-PARTS_AT_ONCE = 8
+#: Parts that are sent at the same time, of all files together. More would share a slow link, and
+#: each take longer than REQUEST_SECONDS.
+PARTS_AT_ONCE = 16
 
 #: Bytes of a download between two writes to the disk.
 CHUNK_BYTES = 8 << 20
@@ -148,18 +149,19 @@ class Objects:
 
         return self._retried(f"writing {name}", write)
 
-    def upload(self, name: str, file: Path) -> Content:
+    def upload(self, name: str, file: Path, beside: int = 1) -> Content:
         """Write a file's content to an object, and return its size and SHA-256.
 
+        Args:     beside: files that are sent at the same time, this one included.
         Raises:   FileNotFoundError if the file is gone; StoreError.
         """
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             size = opened.seek(0, os.SEEK_END)
-        part = max(PART_BYTES, -(-size // MAX_PARTS))
+        part, at_once = max(PART_BYTES, -(-size // MAX_PARTS)), max(PARTS_AT_ONCE // beside, 1)
 
         def send() -> None:
-            _obstore().put(self._store, name, file, chunk_size=part, max_concurrency=PARTS_AT_ONCE)
+            _obstore().put(self._store, name, file, chunk_size=part, max_concurrency=at_once)
 
         self._retried(f"uploading {name}", send, gone=lambda: not file.is_file())
         return Content(size, digest)
