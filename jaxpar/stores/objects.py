@@ -93,7 +93,11 @@ class Objects:
         self.address, self._field = address, field
         #: Set to give up: no retry follows.
         self.stopped = threading.Event()
-        self._store = self._reporting(lambda: _open(address))
+        try:
+            self._store = self._reporting(lambda: _open(address))
+        except _Passing as error:
+            fix = "correct the store's settings in the environment, such as its credentials"
+            raise self._refused(f"cannot be opened ({error})", fix) from error
 
     def read(self, name: str) -> tuple[bytes, Stamp]:
         """Return an object's content and version. Raises:   Missing, StoreError."""
@@ -301,6 +305,8 @@ def _open(address: Address) -> Any:
     }
     more: Any = {"prefix": address.prefix, "client_options": client, "retry_config": retry}
     if address.scheme == "gs":
+        # The variable of Google's clients for a server in place of theirs.
+        client["allow_http"] = os.environ.get("STORAGE_EMULATOR_HOST", "").startswith("http://")
         return store.GCSStore(address.bucket, **more)
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
