@@ -76,6 +76,9 @@ METRICS = {
     "gpu_memory_gib": Metric("GPUs", "GiB", "used on its fullest GPU, by all programs"),
     "joules_per_token": Metric("GPUs", "J/token", "energy of its GPUs, for their share of tokens"),
     "xid_errors": Metric("GPUs", "errors", "Xid errors of its GPUs since the run's start"),
+    "store_waiting_steps": Metric("store", "checkpoints", "not in run.store yet"),
+    "store_waiting_gb": Metric("store", "GB", "of them, and of files that grow"),
+    "store_waiting_seconds": Metric("store", "s", "since the oldest of them was saved"),
     "memory_gib": Metric("memory", "GiB", "peak so far: fullest device, or the process on CPUs"),
 }
 

@@ -68,6 +68,8 @@ class MetricsWriter:
         self.look, self.forecast, self.sinks = look, forecast, sinks
         #: Reads the power, clocks and errors of this process's GPUs; None: not recorded.
         self.gpus: GpuReader | None = None
+        #: Returns more metrics for each record, such as what waits for a store.
+        self.more: Callable[[], dict[str, float]] = lambda: {}
         #: Called with every record, after it is written.
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.epochs = epochs if cfg.data.mixture else None
@@ -164,6 +166,7 @@ class MetricsWriter:
             here = jax.local_device_count() / self.devices
             rate = record.get("tokens_per_second")
             record |= self.gpus.metrics(None if rate is None else rate * here)
+        record |= self.more()
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)

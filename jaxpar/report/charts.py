@@ -48,6 +48,7 @@ SHOWN = (
     Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
     Shown("data_wait_seconds", "Wait for data"),
+    Shown("store_waiting_gb", "GB waiting for the store"),
     Shown("gpu_watts", "Power of a GPU"),
     Shown("gpu_clock_mhz", "Clock of the slowest GPU"),
     Shown("joules_per_token", "Energy per token"),

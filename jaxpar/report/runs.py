@@ -38,7 +38,7 @@ DRAWN = frozenset(
     """loss held_out_loss ema_loss bits_per_byte grad_norm learning_rate
     tokens_per_second_per_device mfu memory_gib gpu_watts gpu_clock_mhz joules_per_token
     global_batch_size seq_len tokens_seen
-    data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
+    data_wait_seconds store_waiting_gb loss_scale expert_entropy fullest_expert fullest_rank
     fullest_rank_mean further_rounds""".split()
 )
 

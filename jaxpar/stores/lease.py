@@ -51,6 +51,8 @@ class Lease:
         self.session = secrets.token_hex(8)
         self._objects, self._report = objects, report
         self._lost = ""
+        #: Whether the object is deleted at the end: of a run that has written nothing.
+        self.leaves_nothing = False
         self._stamp = self._take(wait)
         self._renewed, self._over = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -133,6 +135,8 @@ class Lease:
         self._thread.join(CLOSE_SECONDS)
         if not self._lost:
             with contextlib.suppress(StoreError, ConfigError, Conflict):  # it expires by itself
+                if self.leaves_nothing and self.is_held():
+                    return self._objects.delete([NAME])
                 self._written(self._stamp, released=True)
 
     def __enter__(self) -> "Lease":

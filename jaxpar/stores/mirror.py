@@ -101,6 +101,19 @@ class Mirror:
         what += [f"{size:,} bytes of {name}" for name, size in growing if size]
         return "; ".join(what)
 
+    def backlog(self) -> dict[str, float]:
+        """Return what is waiting, as metrics: checkpoints, GB, and the age of the oldest one."""
+        finished = self._finished()
+        late = [step for step, about in finished.items() if self._sent.get(step) != about]
+        num_bytes = sum(one.waiting() for one in self._growing)
+        num_bytes += sum(_size_of(self._folder / steps.STEPS / str(step)) for step in late)
+        oldest = min((finished[step][0] / 1e9 for step in late), default=time.time())
+        return {
+            "store_waiting_steps": len(late),
+            "store_waiting_gb": num_bytes / 1e9,
+            "store_waiting_seconds": max(time.time() - oldest, 0.0),
+        }
+
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Upload what is waiting, and end the thread. Returns:  whether all is in the store."""
         if self._drained:
@@ -218,8 +231,11 @@ class Mirror:
         self._complete.add(step)
         seconds = time.monotonic() - began
         self._delete_outdated()
-        late = len(self._unsent())
-        behind = f"; {late} more waiting" if late else ""
+        waiting = self.backlog()
+        late = int(waiting["store_waiting_steps"])
+        behind = f"; {late} more waiting, {waiting['store_waiting_gb']:.3f} GB, "
+        behind += f"the oldest for {waiting['store_waiting_seconds']:.0f} s"
+        behind = behind if late else ""
         rate = num_bytes / 1e9 / max(seconds, 1e-9)
         size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
         with self._recording:
@@ -234,6 +250,15 @@ class Mirror:
             steps.delete_step(self._objects, step)
             self._complete.discard(step)
             self._sent.pop(step, None)
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes of the files below a folder, which may be deleted meanwhile."""
+    count = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            count += file.stat().st_size if file.is_file() else 0
+    return count
 
 
 def _warn(text: str) -> None:

@@ -294,6 +294,8 @@ class Run:
             loader.sizes_of_steps,
         )
         writer.on_record = self.calls.record
+        if self.mirror is not None:
+            writer.more = self.mirror.backlog
         writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
         return writer
 

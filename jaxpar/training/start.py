@@ -89,9 +89,10 @@ def run_to_end(
     """
     c = cfg.cluster
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
-    with stored(cfg) as mirror, output_may_be_lost(), profile_on_signal(), watchdog as watch:
+    with stored(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
-        run.mirror = mirror
+        store.begin()
+        run.mirror = store.mirror
         run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)
@@ -100,6 +101,6 @@ def run_to_end(
         else:
             with lock or contextlib.nullcontext():
                 run.records.lock = lock
-                run.records.lease = mirror.lease if mirror is not None else None
+                run.records.lease = store.lease
                 return train(run, watch)
     raise taken

@@ -34,6 +34,8 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Energy per token", "joule", ("joules_per_token",)),
     ("Xid errors, skipped updates", "none", ("xid_errors", "skipped")),
     ("Loads of experts", "none", ("fullest_expert", "fullest_rank", "expert_entropy")),
+    ("Waiting for the store: checkpoints", "none", ("store_waiting_steps",)),
+    ("Waiting for the store: age", "s", ("store_waiting_seconds",)),
     ("Epochs", "none", ("epochs",)),
 )
 

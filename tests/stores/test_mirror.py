@@ -145,9 +145,13 @@ def test_a_store_that_is_away_stops_nothing(s3, address, store, tmp_path, capsys
         s3.failing(10_000, 503)
         write_step(folder, 20)
         soon(lambda: mirror._failures > 1)
+        backlog = mirror.backlog()
+        assert backlog["store_waiting_steps"] == 1 and backlog["store_waiting_seconds"] > 0
+        assert 20_000 < 1e9 * backlog["store_waiting_gb"] < 30_000
         assert "20" in mirror.waiting()
         s3.fault = lambda method, path: None
         soon(lambda: steps.complete_steps(store) == [10, 20])
+        soon(lambda: not mirror.backlog()["store_waiting_steps"])
     assert capsys.readouterr().err.count("Training continues") == 1
     assert any("works again" in line for line in said)
 

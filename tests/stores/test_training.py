@@ -11,6 +11,8 @@ from jaxpar.config.rules.paths import local_folder, with_store
 from jaxpar.config.validate import check
 from jaxpar.runtime import exit_codes
 from jaxpar.stores import steps
+from jaxpar.stores.mirror import Mirror
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -64,3 +66,33 @@ def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"run.store = .*bucket that does not exist"):
         train_on(2, config_file, f"--run.dir={url}")
     assert not local_folder(address._replace(bucket="no-such-bucket"), "runs").exists()
+
+
+@pytest.mark.parametrize("there", [False, slow(True)])
+def test_a_refused_run_leaves_no_lease(address, store, train_on, config_file, there):
+    """What only the data and the mesh show is found with the lease held."""
+    args = (config_file, f"--run.dir={address}", "--train.num-steps=2", "--evaluation.every=0")
+    if there:
+        assert train_on(2, *args) == exit_codes.EXIT_OK
+    before = {one.name for one in store.names()}
+    with pytest.raises(ConfigError, match=r"data.path = .*does not exist"):
+        train_on(2, *args, "--data.path=data/none", "--train.num-steps=4")
+    after = {one.name for one in store.names()}
+    assert after == before
+    assert there or not local_folder(address, "runs").exists()
+    assert train_on(2, *args, "--train.num-steps=4") == exit_codes.EXIT_OK  # without a wait
+
+
+@pytest.mark.slow
+def test_the_backlog_is_a_metric(address, train_on, config_file, monkeypatch):
+    monkeypatch.setattr(Mirror, "_upload", lambda self, step: None)
+    monkeypatch.setattr(Mirror, "drain", lambda self, seconds=0.0: True)
+    args = ("--train.num-steps=6", "--checkpoint.every=2", "--evaluation.every=0")
+    assert train_on(2, config_file, f"--run.dir={address}", *args) == exit_codes.EXIT_OK
+    lines = (local_folder(address, "runs") / "metrics.jsonl").read_text().splitlines()
+    found = [record for record in map(json.loads, lines) if "loss" in record]
+    assert all("store_waiting_steps" in record for record in found)
+    last = found[-1]
+    assert last["store_waiting_steps"] >= 1 and last["store_waiting_seconds"] > 0
+    assert last["store_waiting_gb"] > 1e-6
+    assert found[0]["store_waiting_steps"] == 0
