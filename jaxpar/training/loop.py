@@ -11,6 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
+from jaxpar.monitoring.host_losses import described, host_losses
 from jaxpar.monitoring.restarts import RESTORED, restarts
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
@@ -71,9 +72,11 @@ def train(run: Run, watch: Watchdog) -> int:
             run.copies.clear()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
-    log(str(goodput(events := read_events(run.dir))))
-    if (cost := restarts(events)) is not None:
-        log(str(cost))
+    events = read_events(run.dir)
+    log(str(goodput(events)))
+    for lost in (described(host_losses(events)), restarts(events)):
+        if lost:
+            log(str(lost))
     run.calls.ended(code)
     return code
 
