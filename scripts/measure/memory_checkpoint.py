@@ -79,8 +79,8 @@ def measure(cfg: Config, places: Sequence[MemoryPlace]) -> None:
                 flush=True,
             )
     del now
-    for where in ("this host's memory", "the other host's, the first time", "the other host's"):
-        if where != "this host's memory":
+    for where in ("this host", "this host again", "the other host", "the other host again"):
+        if where == "the other host":
             empty(places[0].folder)
         began = time.perf_counter()
         (copy, *_) = find(cfg, places[0])
