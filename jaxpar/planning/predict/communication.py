@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
@@ -173,6 +173,17 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 def sent_over_replicas(cfg: Config) -> float:
     """Return the bytes that a device sends over REPLICA in a step, from the parameters' shapes."""
     return sent_bytes(with_slots(trainable_specs(cfg), cfg), cfg.parallel)
+
+
+def in_words_of_sums(cfg: Config) -> str:
+    """Describe the sum of gradients over replicas, and the bytes that it sends, for the log."""
+    method, sent = cfg.parallel.replica_reduction, sent_over_replicas(cfg)
+    text = f"{cfg.parallel.replica}, which sum gradients in {method}: "
+    text += f"{sent / 1e6:,.3g} MB per step and device over {REPLICA}"
+    if method == "float32":
+        return text
+    whole = sent_over_replicas(replace(cfg, **{"parallel.replica_reduction": "float32"}))
+    return f"{text}, {whole / sent:.3g} times fewer than in float32"
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
