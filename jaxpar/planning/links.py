@@ -12,10 +12,12 @@ from rich.console import Console
 from jaxpar.config import Config, replace
 from jaxpar.planning import showing
 from jaxpar.planning.layouts import describe
-from jaxpar.planning.predict import rates
-from jaxpar.planning.predict.communication import Cluster, sent_over_replicas
+from jaxpar.planning.predict.communication import (
+    Cluster,
+    compression_seconds,
+    sent_over_replicas,
+)
 from jaxpar.planning.predict.hardware import network_of_speed
-from jaxpar.planning.predict.shard import shard_of
 from jaxpar.planning.predict.time import step_time
 from jaxpar.planning.ranking import Layout
 
@@ -55,8 +57,8 @@ def rows_of(layout: Layout, cluster: Cluster) -> list[LinkRow]:
 
 def _row(base: Config, method: str, alone: float, cluster: Cluster) -> LinkRow:
     cfg = replace(base, **{"parallel.replica_reduction": method})
-    sent, owned = sent_over_replicas(cfg), 4 * shard_of(cfg).owned
-    alone += rates.COMPRESSION[method] * owned / cluster.gpu.bandwidth.value
+    sent = sent_over_replicas(cfg)
+    alone += compression_seconds(cfg, cluster.gpu)
     return LinkRow(method, sent, tuple(alone + sent / _bandwidth(speed) for speed in SPEEDS))
 
 
