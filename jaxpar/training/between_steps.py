@@ -127,6 +127,7 @@ class BetweenSteps:
         if "first step" not in startup.seconds:  # the first dispatch blocks until the step is done
             startup.ended("first step")
             log(str(startup))
+            self.phases.spent.event("first step", step=step + 1)
         self.metrics.write_previous(step, metrics, self.data_wait, dispatch)
 
     def check_replicas(self, done: int, state: TrainState) -> None:

@@ -11,6 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
+from jaxpar.monitoring.host_losses import described, host_losses
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.compilation import CacheReads
@@ -67,7 +68,10 @@ def train(run: Run, watch: Watchdog) -> int:
             run.copies.clear()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
-    log(str(goodput(read_events(run.dir))))
+    events = read_events(run.dir)
+    log(str(goodput(events)))
+    if lost := described(host_losses(events)):
+        log(lost)
     run.calls.ended(code)
     return code
 

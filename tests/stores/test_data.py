@@ -228,10 +228,10 @@ def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, caps
     assert main(asked) == 2 and "already has a dataset" in capsys.readouterr().err
     upload = folders.Objects.upload
 
-    def killed(self, name, file):
+    def killed(self, name, file, beside=1):
         if name == "val.bin":
             raise KeyboardInterrupt
-        return upload(self, name, file)
+        return upload(self, name, file, beside)
 
     monkeypatch.setattr(folders.Objects, "upload", killed)
     assert main([*asked, "--overwrite"]) == 130

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
+from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
+from jaxpar.parallel.replicas.sent_bytes import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -30,6 +32,7 @@ from jaxpar.sharding.axes import (
     SEQUENCE,
     TENSOR,
 )
+from jaxpar.step.layer_order import with_slots
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,26 @@ def _of_matrices(
 
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """The sum of gradients over replicas, in float32 or compressed."""
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
-    sent, exposed = 2 * (ranks - 1) / ranks * 4 * shard.owned, rates.EXPOSED["replica"]
-    if every := cfg.diloco.every:  # an outer step, spread over the steps between; nothing hides it
-        width = jnp.dtype(cfg.diloco.outer_dtype).itemsize
-        sent, exposed = sent * width / 4 / every, 1.0
+    sent = 2 * (ranks - 1) / ranks * 4 * shard.owned
+    method = cfg.parallel.replica_reduction
+    if method != "float32":
+        sent = sent_over_replicas(cfg)
+    if every := cfg.diloco.every:  # an outer step, spread over the steps between
+        sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
     seconds = sent / ring_bandwidth(ranks, here, cluster)
-    return Traffic("replica", sent, seconds, seconds, exposed)
+    passes = rates.COMPRESSION[method] * 4 * shard.owned / cluster.gpu.bandwidth.value
+    # Nothing hides an outer step, or a compressed sum of all layers at the end of the backward.
+    exposed = rates.EXPOSED["replica"] if method == "float32" and not every else 1.0
+    return Traffic("replica", sent, seconds + passes, seconds, exposed)
+
+
+def sent_over_replicas(cfg: Config) -> float:
+    """Return the bytes that a device sends over REPLICA in a step, from the parameters' shapes."""
+    return sent_bytes(with_slots(trainable_specs(cfg), cfg), cfg.parallel)
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
