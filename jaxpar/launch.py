@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.memory_checkpoint.places import kept_in_memory
 from jaxpar.runtime.gpus import numa
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
@@ -37,10 +38,11 @@ def _with_vocabulary(cfg: Config) -> Config:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
-    launcher = Launcher(*read_command(argv, __doc__, model_from, _with_vocabulary))
-    os.environ[numa.VARIABLE] = launcher.options.numa  # the processes inherit it
-    children.on_signals(launcher.stop)
-    with output_may_be_lost():
+    options, args, cfg = read_command(argv, __doc__, model_from, _with_vocabulary)
+    os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
+    with kept_in_memory(cfg) as memory, output_may_be_lost():
+        launcher = Launcher(options, args, cfg, memory)
+        children.on_signals(launcher.stop)
         return launcher.run()
 
 

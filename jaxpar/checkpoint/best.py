@@ -50,15 +50,17 @@ def fresh(cfg: Config) -> Best | None:
     return Best(f"{name} of {data}, {e.num_batches} batches")
 
 
-def resumed(cfg: Config, step: int | None) -> Best | None:
+def resumed(cfg: Config, step: int | None, elsewhere: Saved | None = None) -> Best | None:
     """Return the state of the checkpoint from which a run resumes; fresh if another is compared.
 
-    Args:     step: None for a run that starts from scratch.
+    Args:     step: None for a run that starts from scratch. elsewhere: metadata of a state that is
+              not in the run's folder; used if it is of that step.
     """
     start = fresh(cfg)
     if start is None or step is None:
         return start
-    found = of(read_saved(cfg.run.dir, step))
+    known = elsewhere is not None and elsewhere.step == step
+    found = of(elsewhere if known and elsewhere else read_saved(cfg.run.dir, step))
     return found if found is not None and found.what == start.what else start
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpar.checkpoint import integrity
-from jaxpar.runtime.gpus.host_copies import CudaError, copy_from_gpus, pin
+from jaxpar.runtime.gpus.host_copies import CudaError, copy_to_host, pin
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
 
@@ -138,7 +138,7 @@ class HostCopy:
                 views += [(device, view) for device in devices]
             copies.append((x, views))
         try:
-            _copy(pairs)
+            copy_to_host(pairs)
         except CudaError as error:
             integrity.warn(f"saves are slower, since {error}: XLA copies the state to the host")
             self._hosts = None
@@ -194,14 +194,6 @@ def copied_by_xla(tree: Any) -> Any:
     """
     to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
     return jax.block_until_ready(jax.device_put(tree, to))
-
-
-def _copy(pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
-    if jax.default_backend() == "gpu":
-        copy_from_gpus(pairs)
-        return
-    for array, memory in pairs:
-        np.copyto(memory.view(array.dtype).reshape(array.shape), np.asarray(array))
 
 
 def _parts(x: Any) -> dict[Part, list[jax.Device]]:

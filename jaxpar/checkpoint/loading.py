@@ -1,6 +1,7 @@
 """Loads the arrays of a checkpoint onto any mesh, and verifies their fingerprints."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,35 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
               Damaged when any array differs from what was saved.
     """
     saved = read_saved(cfg.run.dir, step)
+    load = lambda target, partial: _load_whole(cfg.run.dir, saved, target, partial)  # noqa: E731
+    return restore_from(cfg, mesh, saved, load, _has_guard(folder(cfg.run.dir) / str(saved.step)))
+
+
+def restore_from(
+    cfg: Config,
+    mesh: Mesh,
+    saved: Saved,
+    load: Callable[[Any, bool], Any],
+    has_guard: bool = True,
+) -> TrainState:
+    """`restore`, wherever the arrays are.
+
+    Args:     load: returns the arrays, verified, that a tree of abstract arrays with shardings
+              describes; its second argument tells that there may be others. has_guard: whether
+              `TrainState.guard` was saved.
+    """
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
     target = replicas.abstract_saved(stored, mesh, saved).saved
     begins = "ema" in target and not saved.has_average
     if begins:
         del target["ema"]
-    known = _has_guard(folder(cfg.run.dir) / str(saved.step))
-    scalars = target["guard"] if known else target.pop("guard")
+    scalars = target["guard"] if has_guard else target.pop("guard")
     ends = saved.has_average and "ema" not in target  # which the checkpoint then has in vain
     others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
-    loaded = _load_whole(cfg.run.dir, saved, target, partial=ends or others)
+    loaded = load(target, ends or others)
     to = jax.tree.map(lambda a: a.sharding, scalars)
-    if not known:  # an earlier version saved no guard
+    if not has_guard:  # an earlier version saved no guard
         loaded["guard"] = jax.device_put(replicas.initial_guard(cfg, saved), to)
     elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
         fresh = jax.device_put(replicas.initial_guard(cfg, saved), to)  # of another scale
@@ -177,7 +194,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     """
     where, step_folder = f"{saved} of {run_dir}", folder(run_dir) / str(saved.step)
     first = jax.process_index() == 0
-    _agree(where, integrity.file_damage(step_folder) if first else [])
+    agree(where, integrity.file_damage(step_folder) if first else [])
     for name in integrity.extra_files(step_folder) if first else []:
         integrity.warn(f"{where}: {name} does not belong to this checkpoint, and is ignored")
     loaded, damage = None, []
@@ -192,16 +209,23 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     # For an array missing in the checkpoint, Orbax returns the abstract array without an error.
     leaves = named_leaves(loaded) if partial and not damage else {}
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
-    _agree(where, damage + ([f"it does not contain {', '.join(missing)}"] if missing else []))
+    agree(where, damage + ([f"it does not contain {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
-        damage = integrity.describe_differences(saved.fingerprints, fingerprints(loaded))
+        verify(where, saved, loaded)
     elif first:
         integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
-    _agree(where, damage)
     return loaded
 
 
-def _agree(where: str, damage: list[str]) -> None:
+def verify(where: str, saved: Saved, loaded: Any) -> None:
+    """Compare arrays with the fingerprints of what was saved, on the devices that hold them.
+
+    Raises:   Damaged, in all processes if in one.
+    """
+    agree(where, integrity.describe_differences(saved.fingerprints, fingerprints(loaded)))
+
+
+def agree(where: str, damage: list[str]) -> None:
     """Agree among all processes whether the checkpoint is damaged.
 
     Raises:   Damaged in all processes, if one has found damage.

@@ -37,6 +37,23 @@ class SaveFailed(exit_codes.RunError):
     """Checkpoints cannot be written."""
 
 
+def metadata_of_run(
+    cfg: Config, skipped: SkippedBatches, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of `Saved` that depend on no step.
+
+    Raises:   ConfigError when the data cannot be opened.
+    """
+    return {
+        "config": dataclasses.asdict(cfg),
+        "dataset": fingerprint(cfg),
+        "skipped_batches": skipped.ranges,
+        "rewinds": skipped.rewinds,
+        "asked": dict(asked),
+        "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
+    }
+
+
 class Checkpointer:
     """Saves the state in the background, and deletes checkpoints according to `checkpoint.keep*`.
 
@@ -70,14 +87,7 @@ class Checkpointer:
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._log, self._record, self._host = cfg, log, record, host
-        self._about = {
-            "config": dataclasses.asdict(cfg),
-            "dataset": fingerprint(cfg),
-            "skipped_batches": skipped.ranges,
-            "rewinds": skipped.rewinds,
-            "asked": dict(asked),
-            "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
-        }
+        self._about = metadata_of_run(cfg, skipped, asked)
         self._best = _KeepBest()
         context = ocp.Context()
         # Weights hardly compress: zstd made them 8% smaller and saves six to ten times slower.

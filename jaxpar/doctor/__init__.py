@@ -77,8 +77,8 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
         check_file(options.json)  # the others write nothing, and may run on other hosts
     share = rendezvous.local_gpus(place) if place else None
     coordinator = place.host if place else ""
-    asked = facts.Asked(network=cfg.cluster.network, coordinator=coordinator, share=share)
-    own = facts.of_the_host(dict(os.environ), asked=asked)  # before anything is set here
+    started = facts.StartedAs(network=cfg.cluster.network, coordinator=coordinator, share=share)
+    own = facts.of_the_host(dict(os.environ), started=started)  # before anything is set here
     was_set = []
     if visible.gpu_is_present():  # NVLink multicast stays off, whatever the user has set
         os.environ["NCCL_NVLS_ENABLE"] = "0"

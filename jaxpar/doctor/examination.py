@@ -16,7 +16,7 @@ from jaxpar.doctor.checks import host, measured
 from jaxpar.doctor.checks import paths as path_checks
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
 from jaxpar.doctor.facts import HostFacts
-from jaxpar.doctor.measure import bandwidth, compute, verification
+from jaxpar.doctor.measure import bandwidth, compute, latency, verification
 from jaxpar.doctor.measure import hosts as hosts_of
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
@@ -184,6 +184,14 @@ class Examination:
         record = [{"over": "all", **_figures(row)} for row in rows]
         record += [{"over": one.over, **_figures(one.row)} for one in apart]
         return Section(record, found, [*showing.bandwidth(rows), *showing.hosts(apart)])
+
+    def latency(self) -> Section:
+        """Time small messages by NCCL and by XLA's kernel."""
+        if not self.on_gpu or not self._several():
+            return Section([], [skipped("latency", "needs two GPUs")])
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        rows = list(latency.measure(mesh, o.repeats, o.seconds, self.progress.tell))
+        return Section([dataclasses.asdict(r) for r in rows], [], showing.latency(rows))
 
     def links(self) -> Section:
         """Time every pair of devices."""

@@ -87,7 +87,7 @@ class HostFacts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class StartedAs:
     """What a process knows of itself from its command line and launcher.
 
     network   `cluster.network`. coordinator   process 0's host; "" for a single process.
@@ -102,7 +102,7 @@ class Asked:
 def of_the_host(
     environment: Mapping[str, str],
     ask: nvidia_smi.Run = nvidia_smi.run,
-    asked: Asked = Asked(),
+    started: StartedAs = StartedAs(),
     root: Path = pci.ROOT,
 ) -> HostFacts:
     """Read all facts that are available before JAX starts.
@@ -112,9 +112,9 @@ def of_the_host(
     """
     found: dict[str, Any] = {}
     ids, ports = visible.visible_gpu_ids(), rdma_ports(root / "sys/class/infiniband")
-    own = ids if asked.share is None else [ids[i] for i in asked.share]
-    wanted = "auto" if asked.network == "none" else asked.network
-    network = choose(wanted, networks.read(asked.coordinator, environment, root), environment)
+    own = ids if started.share is None else [ids[i] for i in started.share]
+    wanted = "auto" if started.network == "none" else started.network
+    network = choose(wanted, networks.read(started.coordinator, environment, root), environment)
     try:
         found["gpus"] = nvidia_smi.gpus(ask)
         found["matrix"] = topology.read_matrix(ask(["topo", "-m"]))

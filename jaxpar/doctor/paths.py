@@ -4,6 +4,7 @@ GPUs and cards exchange data directly (GPUDirect RDMA) if a module lets them, an
 IOMMU nor PCIe switches send what they exchange through the CPU.
 """
 
+import ctypes
 import os
 import platform
 import struct
@@ -41,6 +42,7 @@ class PathFacts:
                 without it, nothing.
     acs         set bits of ACS, by the bridge above a GPU or card; None if they cannot be read.
     virtual     whether this is a virtual machine.
+    verbs       whether the dynamic loader finds libibverbs, by which NCCL uses InfiniBand and RoCE.
     """
 
     nodes: int = 1
@@ -55,6 +57,7 @@ class PathFacts:
     iommu: dict[str, str] = field(default_factory=dict)
     acs: dict[str, list[str] | None] = field(default_factory=dict)
     virtual: bool = False
+    verbs: bool = True
 
     def nearest(self, gpu: str) -> tuple[str, list[str]]:
         """Return the shortest distance of a GPU to a card, and the cards there; "" if unknown."""
@@ -95,7 +98,17 @@ def read(
         iommu=dict(_iommu(devices, root)),
         acs={bridge: acs_of(_config(bridge, root)) for bridge in above},
         virtual="hypervisor" in _text(root / "proc/cpuinfo"),
+        verbs=finds_verbs(),
     )
+
+
+def finds_verbs() -> bool:
+    """Return whether the dynamic loader finds the library that NCCL opens for RDMA."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _distances(gpu: str, cards: Mapping[str, str], root: Path) -> dict[str, str]:

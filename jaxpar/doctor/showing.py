@@ -15,7 +15,9 @@ from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.hosts import HostRow
+from jaxpar.doctor.measure.latency import LatencyRow
 from jaxpar.doctor.measure.links import Link
+from jaxpar.doctor.measure.timing import Spread
 from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
@@ -162,6 +164,25 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
     ]
 
 
+def latency(rows: Sequence[LatencyRow]) -> list[Group]:
+    """Return the time of small messages by size, with a column per collective and method."""
+    columns = list(dict.fromkeys((row.kind, row.method) for row in rows))
+    at = {(row.launch, row.size, row.kind, row.method): row.call for row in rows}
+
+    def cell(call: Spread | None) -> str:
+        return "-" if call is None else _spread(call)
+
+    def made(launch: str) -> Group:
+        lines = [
+            (size_of(size), *(cell(at[launch, size, *column]) for column in columns))
+            for size in sorted({row.size for row in rows})
+        ]
+        title = f"µs per call, launched {launch}, and how much slower the slowest batch is"
+        return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
+
+    return [made(launch) for launch in dict.fromkeys(row.launch for row in rows)]
+
+
 def hosts(rows: Sequence[HostRow]) -> list[Group]:
     """Return times and bus bandwidth per device, within hosts and across them."""
     if not rows:
@@ -199,7 +220,11 @@ def _steps(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _time(row: BandwidthRow) -> str:
-    return f"{row.call.median * 1e6:,.1f} +{row.call.slowest / row.call.median - 1:.0%}"
+    return _spread(row.call)
+
+
+def _spread(call: Spread) -> str:
+    return f"{call.median * 1e6:,.1f} +{call.slowest / call.median - 1:.0%}"
 
 
 def size_of(size: int) -> str:

@@ -13,6 +13,9 @@ from jaxpar.config.rules.type_check import check_types
 def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
     """Parse tensor=2,zero=3 into {"tensor": 2, "zero": 3}.
 
+    With DiLoCo, the number of replicas decides what is computed: it is the config's, unless `text`
+    fixes another.
+
     Args:     cfg: the config whose fields are fixed, to check the values.
     Raises:   ConfigError for an unknown or repeated field, or an invalid value.
     """
@@ -25,6 +28,8 @@ def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
         if name in fixed:
             raise ConfigError("--fix", text, f"names {name} twice", f"use --fix {pair}")
         fixed[name] = _value(cfg, pair, name, value)
+    if cfg.diloco.every:
+        fixed.setdefault("replica", cfg.parallel.replica)
     return fixed
 
 

@@ -13,6 +13,7 @@ MAY_IMPORT = (
     "step",
     "data",
     "checkpoint",
+    "memory_checkpoint",
     "convert",
     "planning",
     "profiling",

@@ -65,7 +65,7 @@ class BetweenSteps:
         self.run, self.ready, self.stop, self.phases = run, ready, stop, phases
         self.last = run.cfg.train.num_steps
         self.first = run.first_step or 0
-        self.judge = Judge(run.cfg, run.first_step)
+        self.judge = Judge(run.cfg, run.first_step, run.in_memory)
 
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
@@ -76,6 +76,8 @@ class BetweenSteps:
         )
         if run.mirror is not None:
             run.mirror.record_to(self._event)
+        if self.ready.memory is not None:
+            self.ready.memory.record = self._event
         profiler = RunProfiler(cfg, run.dir, programs, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
@@ -157,6 +159,8 @@ class BetweenSteps:
         cfg, spent = self.run.cfg, self.phases.spent
         spent.done(done)
         stopping = self.stop.due()
+        if not stopping and done < self.last:
+            self._copy_to_memory(done, state)
         if stopping or self.judge.improved or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
@@ -168,6 +172,17 @@ class BetweenSteps:
             self.saver.finish()
             log(f"{self.stop.received}: saved step {done}; the same command resumes from there")
         return stopping
+
+    def _copy_to_memory(self, done: int, state: TrainState) -> None:
+        """If due, copy the state to the memory of hosts."""
+        memory = self.ready.memory
+        if memory is None or not memory.due(done):
+            return
+        self.phases.enter("save wait", done)
+        self.metrics.pause()
+        loader = self.run.loader
+        tokens = loader.sizes_of_steps.tokens_before(done)
+        memory.save(state, done, tokens, loader.skipped, self.judge.best)
 
     def finish(self) -> None:
         """Write the metrics of the last step, then enter the wait for its checkpoint."""

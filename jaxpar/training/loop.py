@@ -34,7 +34,7 @@ def train(run: Run, watch: Watchdog) -> int:
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
         return exit_codes.EXIT_OK
-    if (judge := Judge(run.cfg, run.first_step)).stops:
+    if (judge := Judge(run.cfg, run.first_step, run.in_memory)).stops:
         log(f"already done: {run.dir}, stopped early: {judge.describe()}")
         return exit_codes.EXIT_OK
     several = jax.process_count() > 1
@@ -62,6 +62,9 @@ def train(run: Run, watch: Watchdog) -> int:
                 code = stopped_without_saving(run, stop, found)
                 break
             phases.enter("restore", run.first_step or 0, slow=True)
+            if ready.memory is not None:
+                ready.memory.forget()
+            run.copies.clear()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
     log(str(goodput(read_events(run.dir))))

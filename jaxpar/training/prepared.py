@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import jax
 
 from jaxpar import checkpoint
+from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
@@ -37,6 +39,7 @@ class Prepared:
     outer_steps: OuterSteps
     replicas: ReplicaCheck
     host: checkpoint.HostCopy
+    memory: MemoryCheckpointer | None
 
 
 @contextlib.contextmanager
@@ -58,7 +61,7 @@ def prepared(
     """
     cfg, like = run.cfg, jax.tree.map(without_values, state)
     saved = abstract_snapshot(state, run.cfg, run.mesh).saved
-    with checkpoint.HostCopy(saved) as host:
+    with checkpoint.HostCopy(saved) as host, _memory(run) as memory:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         outer_steps, replicas = OuterSteps(cfg, run.mesh), ReplicaCheck(cfg, run.mesh)
 
@@ -75,6 +78,8 @@ def prepared(
         def beside() -> None:
             if cfg.checkpoint.every:
                 host.begin()
+            if memory is not None:
+                memory.begin()
             waiting.append(thread.submit(others))
 
         waiting: list[Future[jax.stages.Lowered | None]] = []
@@ -88,4 +93,15 @@ def prepared(
                     lowered.compile()  # JAX keeps it for calls
         peers.any_process(False)  # a collective would fail while another process still compiles
         run.startup.ended("compilation")
-        yield Prepared(train_step, evaluation, outer_steps, replicas, host)
+        yield Prepared(train_step, evaluation, outer_steps, replicas, host, memory)
+
+
+@contextlib.contextmanager
+def _memory(run: Run) -> Iterator[MemoryCheckpointer | None]:
+    """Open the run's copies in memory; None if it keeps none."""
+    if run.memory is None:
+        yield None
+        return
+    restored = run.copies[0].group if run.copies else None
+    with MemoryCheckpointer(run.cfg, run.memory, restored, log, run.asked) as memory:
+        yield memory

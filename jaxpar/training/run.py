@@ -3,7 +3,7 @@
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.memory_checkpoint.finding import FoundCopy
+from jaxpar.memory_checkpoint.restoring import restore
+from jaxpar.memory_checkpoint.room import CopyPlan
 from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
@@ -59,16 +62,20 @@ class Run:
         start: Callable[[Config], int | None] = checkpoint.starting_step,
         *,
         in_folder: bool = True,
+        copies: Sequence[FoundCopy] = (),
     ):
         """
         Args:     cfg: checked; resolved here. start: returns the step of the checkpoint to resume
                   from, None to start from scratch. in_folder: False for a run that starts from
-                  scratch, and neither reads nor writes its folder.
+                  scratch, and neither reads nor writes its folder. copies: of the state in memory,
+                  newer than the checkpoints, the newest first: it resumes from the first instead.
         Raises:   ConfigError for anything that would stop the run later.
         """
         self.startup = StartUp()
         self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
-        self.first_step = start(cfg) if in_folder else None
+        self.on_disk = start(cfg) if in_folder else None
+        self.copies = list(copies)
+        self.first_step = self.copies[0].group.step if copies else self.on_disk
         saved = self._saved()
         cfg = with_epochs(with_shuffle(cfg, saved))
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
@@ -92,6 +99,8 @@ class Run:
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
         self.mirror: Mirror | None = None
+        #: What this process copies to the memory of hosts; None for a run without copies.
+        self.memory: CopyPlan | None = None
         self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 
@@ -127,10 +136,17 @@ class Run:
                 yield max(size.step, first), cfg, choose_kernels(cfg, self.max_segments)
 
     def _saved(self) -> Any:
-        """Read the metadata of the checkpoint to resume from; None without one."""
+        """Read the metadata of the state to resume from; None without one."""
+        if self.in_memory is not None:
+            return self.in_memory
         if self.first_step is None:
             return None
         return checkpoint.read_saved(self.dir, self.first_step)
+
+    @property
+    def in_memory(self) -> checkpoint.Saved | None:
+        """The metadata of the copy in memory that the run resumes from; None for a checkpoint."""
+        return self.copies[0].saved if self.copies else None
 
     def _splits(self) -> list[Loader]:
         return [self.loader, *self.held_out.loaders.values()]
@@ -226,10 +242,26 @@ class Run:
         if self.first_step is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
             return state, f"loaded weights of {self.origin}" if self.origin else "initialized"
-        state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
+        state, where = self._restored()
         for field, (then, now) in self.changed.items():
             log(f"changed    {field}: {now}, was {then}")
-        return state, f"restored step {self.first_step}"
+        return state, f"restored step {self.first_step} from {where}"
+
+    def _restored(self) -> tuple[TrainState, str]:
+        """Return the state of the first copy or checkpoint that is intact, and where it was."""
+        while self.copies and self.memory is not None:
+            self.first_step = self.copies[0].group.step
+            try:
+                return restore(self.cfg, self.mesh, self.memory.place, self.copies[0]), "memory"
+            except checkpoint.Damaged as error:
+                log(f"WARNING    {error}")
+                del self.copies[0]
+        self.first_step = self.on_disk
+        if self.first_step is None:
+            self.origin = initial_weights.find(self.cfg)
+            return initial_weights.state(self.cfg, self.mesh, self.origin, log), "nothing"
+        state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
+        return state, "the checkpoint"
 
     def metrics(self) -> MetricsWriter:
         """Make the writer of the run's metrics, which also checks each step's loss and gradient."""

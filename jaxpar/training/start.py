@@ -8,6 +8,9 @@ from jaxpar import checkpoint
 from jaxpar.config import Config
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
+from jaxpar.memory_checkpoint.finding import find
+from jaxpar.memory_checkpoint.places import place_of
+from jaxpar.memory_checkpoint.room import plan_copies
 from jaxpar.profiling.in_run import profile_on_signal
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
@@ -15,6 +18,7 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.step.state import abstract_logical
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.loop import train
@@ -28,13 +32,18 @@ def checked(cfg: Config) -> Run:
     with stage("planning the layout"):
         laid_out = elastic.choose_layout(cfg, seconds)
     with stage("opening the data and checking the run"):
-        run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
+        memory = peers.all_or_none("memory of hosts", seconds, lambda: place_of(laid_out))
+        copies = find(laid_out, memory)
+        run = peers.all_or_none("checks", seconds, lambda: Run(laid_out, copies=copies))
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
+    if memory is not None:
+        logical = abstract_logical(run.cfg, run.mesh).saved
+        run.memory = plan_copies(run.cfg, memory, logical, seconds)
     return run
 
 
@@ -56,7 +65,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
             return None
         lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # before the watchdog's limit
         try:
-            if checkpoint.starting_step(run.cfg) != run.first_step:
+            if checkpoint.starting_step(run.cfg) != run.on_disk:
                 rule = "has a new checkpoint from a run that has just ended"
                 raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
             manifest.write(run, [*environment, *lock.warnings])

@@ -145,8 +145,7 @@ def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
             copied.append(array.device)
             memory[:] = np.asarray(array).reshape(-1).view(np.uint8)
 
-    monkeypatch.setattr(copies.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(copies, "copy_from_gpus", copy)
+    monkeypatch.setattr(copies, "copy_to_host", copy)
     with HostCopy(state) as host:
         jax.tree.map(np.testing.assert_array_equal, host.take(state), state)
     assert len(copied) == 4 + 2 + 1 + 1
@@ -156,8 +155,7 @@ def test_if_the_driver_refuses_xla_copies(state, monkeypatch, capfd):
     def refuse(pairs) -> None:
         raise CudaError("cuMemcpyAsync has failed with error 1")
 
-    monkeypatch.setattr(copies.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(copies, "copy_from_gpus", refuse)
+    monkeypatch.setattr(copies, "copy_to_host", refuse)
     with HostCopy(state) as host:
         for _ in range(2):
             copy = host.take(state)

@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
-from jaxpar.doctor import showing
+from jaxpar.doctor import paths, showing
 from jaxpar.doctor.checks import paths as checks
-from jaxpar.doctor.facts import Asked, HostFacts, of_the_host
+from jaxpar.doctor.facts import HostFacts, StartedAs, of_the_host
 from jaxpar.doctor.paths import acs_of
 from tests.doctor.hosts import nvidia_smi_of
 from tests.runtime.kernel_files import CARDS, GPUS, device, link, rdma, two_sockets, write
@@ -20,6 +20,7 @@ def root(tmp_path, monkeypatch):
     """Two sockets with a card each, as they should be."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(paths, "finds_verbs", lambda: True)
     two_sockets(tmp_path)
     write(tmp_path / "proc/cpuinfo", "flags : fpu vmx")
     write(tmp_path / "proc/driver/nvidia/version", "NVIDIA UNIX Open Kernel Module for x86_64")
@@ -43,7 +44,7 @@ def config(acs: int, size: int = 4096) -> bytes:
 
 
 def facts(root, **env) -> HostFacts:
-    return of_the_host(env, nvidia_smi_of(), Asked(coordinator="10.0.0.1"), root)
+    return of_the_host(env, nvidia_smi_of(), StartedAs(coordinator="10.0.0.1"), root)
 
 
 def found(root) -> dict[str, tuple[str, str]]:
@@ -73,7 +74,7 @@ def test_a_process_on_all_cpus(root, monkeypatch):
     assert found(root)["NUMA binding"] == ("warn", said)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert found(root)["NUMA binding"][0] == "pass"
-    share = of_the_host({}, nvidia_smi_of(), Asked(share=[1]), root)
+    share = of_the_host({}, nvidia_smi_of(), StartedAs(share=[1]), root)
     assert share.paths.own == [ADDRESSES[3]]
     assert checks.numa_binding(share).status == "warn"
 
@@ -139,8 +140,21 @@ def test_a_plugin_that_the_loader_does_not_find(root):
     assert status == "warn" and "so that it uses TCP" in said
 
 
+def test_a_library_that_the_loader_does_not_find(root, monkeypatch):
+    monkeypatch.setattr(paths, "finds_verbs", lambda: False)
+    status, said = found(root)["network"]
+    assert status == "warn" and "libibverbs.so.1, so that NCCL uses TCP" in said
+
+
+def test_cards_that_a_container_does_not_have(root):
+    for file in (root / "dev/infiniband").glob("*"):
+        file.unlink()
+    finding = checks.network(facts(root))
+    assert finding.status == "warn" and "--device /dev/infiniband" in finding.remedy
+
+
 def test_nothing_is_judged_without_gpus_or_cards(tmp_path):
-    own = of_the_host({}, nvidia_smi_of(), Asked(), tmp_path)
+    own = of_the_host({}, nvidia_smi_of(), StartedAs(), tmp_path)
     alone = dataclasses.replace(own, gpus=[])
     assert {f.status for f in checks.check_paths(alone)} == {"skip"}
     found = {f.check: f.status for f in checks.check_paths(own)}

@@ -18,12 +18,14 @@ import yaml
 
 from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
+from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import detect
 from jaxpar.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"
 SLURM, JOBSET = DEPLOY / "slurm.sh", DEPLOY / "jobset.yaml"
+SKY, CHECK_SKY = DEPLOY / "sky.yaml", DEPLOY / "check_sky.py"
 
 # ----------------------------------------------------------------------------------- Slurm
 
@@ -233,3 +235,42 @@ def test_its_pods_have_no_rights_and_what_cannot_work_is_not_repeated(job):
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2, 17] and job["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
+
+
+# ---------------------------------------------------------------------------------- SkyPilot
+
+
+@pytest.fixture(scope="module")
+def sky():
+    return yaml.safe_load(SKY.read_text())
+
+
+def test_skypilots_machines_find_one_another(sky, tmp_path):
+    """Its script, run as on two machines, gives arguments that train accepts."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    env = sky["envs"] | {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7", "PATH": os.environ["PATH"]}
+    for rank in range(sky["num_nodes"]):
+        place = {"SKYPILOT_NUM_NODES": str(sky["num_nodes"]), "SKYPILOT_NODE_RANK": str(rank)}
+        command = ["bash", "-c", sky["run"]]
+        done = subprocess.run(
+            command, env=env | place, cwd=tmp_path, capture_output=True, text=True
+        )
+        flags, module, program, *args = done.stdout.splitlines()
+        assert (flags, module, program) == ("-u", "-m", "jaxpar.train")
+        found = detect.detect(read_config(args, "jaxpar.train", None), {})
+        assert (found.coordinator, found.process_id) == ("10.0.0.4:12321", rank)
+        assert found.num_processes == sky["num_nodes"]
+
+
+def test_skypilot_repeats_what_slurm_repeats(sky):
+    codes = sky["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert {exit_codes.EXIT_ERROR, exit_codes.EXIT_PREEMPTED, exit_codes.EXIT_HANG} < set(codes)
+    assert not {exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS} & set(codes)
+
+
+def test_skypilots_check_says_what_it_needs():
+    done = subprocess.run([sys.executable, CHECK_SKY, SKY], capture_output=True, text=True)
+    assert done.returncode == 1 and "skypilot is not installed here" in done.stderr

@@ -25,6 +25,7 @@ def rdma(
     device = root / "sys/bus/pci/devices" / more.get("pci", card)
     link(folder / "device", device.resolve())
     link(device / "driver", root / "sys/bus/pci/drivers" / more.get("driver", "mlx5_core"))
+    write(root / "dev/infiniband" / f"uverbs_{card}", "")
     rate = more.get("rate", "400 Gb/sec (4X NDR)")
     for name, text in {"state": state, "rate": rate, "link_layer": layer}.items():
         write(folder / "ports" / "1" / name, text)

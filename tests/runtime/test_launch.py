@@ -118,7 +118,7 @@ def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
 def test_a_checkpoint_that_has_come_meanwhile_ends_with_code_1(tmp_path, monkeypatch):
     """And the lock is free again, for the next start."""
     cfg = replace(Config(), **{"run.dir": str(tmp_path)})
-    run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, first_step=None)
+    run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, on_disk=None)
     monkeypatch.setattr(loop.checkpoint, "starting_step", lambda _: 7)
     with pytest.raises(exit_codes.RunError, match="has a new checkpoint from a run that has"):
         start.opened(run, [])

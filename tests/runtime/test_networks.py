@@ -70,6 +70,16 @@ def test_infiniband(root):
     assert [pair[:2] for pair in found.suggested] == [("NCCL_CROSS_NIC", "0")]
 
 
+def test_a_container_without_its_hosts_cards(root):
+    rdma(root, "mlx5_0")
+    (root / "dev/infiniband/uverbs_mlx5_0").unlink()
+    found, _ = settled(root)
+    assert found.network == "tcp"
+    assert found.why == "RDMA cards that cannot be opened, without /dev/infiniband; eth0, eth1"
+    with pytest.raises(ConfigError, match="no active port"):
+        settled(root, "ib")
+
+
 def test_infiniband_beside_ethernet_names_its_ports(root):
     rdma(root, "mlx5_0")
     rdma(root, "mlx5_1", "Ethernet")

@@ -33,7 +33,8 @@ train.early_stop_patience
 train.mtp_loss train.z_loss
 train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
-checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
+checkpoint.keep_every checkpoint.save_failures_allowed checkpoint.memory_every
+checkpoint.memory_copies evaluation.every guard.max_rewinds
 guard.recent_steps guard.replica_check_every profile.start profile.every
 diloco.every cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 

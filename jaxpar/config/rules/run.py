@@ -77,6 +77,10 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
+    path = "checkpoint.memory_every"
+    rule = f"must be at most checkpoint.every = {every}, whose checkpoints would always be newer"
+    ok = every == 0 or cfg.checkpoint.memory_every <= every
+    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), flag(path, 0))
 
 
 def evaluation(cfg: Config) -> None:

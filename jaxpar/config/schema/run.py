@@ -50,6 +50,11 @@ class CheckpointConfig:
     none."""
     save_failures_allowed: int = 3
     """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
+    memory_every: int = 0
+    """Steps between copies of the state in the memory of hosts, from which a launcher's restart
+    resumes (docs/checkpoints.md#in-the-memory-of-hosts). 0: none."""
+    memory_copies: int = 1
+    """Other hosts that also hold each piece of a copy in memory, if there are as many."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def card_distance(facts: HostFacts) -> Finding:
 
 
 def network(facts: HostFacts) -> Finding:
-    """Check that NCCL finds the plugin that the network to other hosts needs."""
+    """Check that NCCL finds the plugin or the library that the network to other hosts needs."""
     check, found = "network", facts.network
     if not facts.gpus:
         return skipped(check, f"no GPU; {found['network']}: {found['why']}")
@@ -103,6 +103,11 @@ def network(facts: HostFacts) -> Finding:
     if missing:
         told = f"{said}; the dynamic loader does not find NCCL's plugin, so that it uses TCP"
         return warned(check, told, f"install it, and set LD_LIBRARY_PATH={missing[0]}")
+    if found["network"] == "tcp" and "cannot be opened" in found["why"]:
+        return warned(check, said, "docker run --device /dev/infiniband --ulimit memlock=-1")
+    if found["network"] in ("ib", "roce") and not facts.paths.verbs:
+        told = f"{said}; the dynamic loader does not find libibverbs.so.1, so that NCCL uses TCP"
+        return warned(check, told, "apt install libibverbs1 ibverbs-providers")
     return passed(check, said)
 
 

@@ -3,12 +3,14 @@
 A program makes many calls of one collective. Between two calls, one element of the result is
 written into the operand. The next call therefore depends on the previous one, and the compiler can
 remove none; the compiled program is checked for that. On a GPU this adds a kernel of about two
-microseconds to each call. A training step also runs kernels between its collectives.
+microseconds to each call. A training step also runs kernels between its collectives. Small messages
+take as long as the host needs to launch a call (docs/experiments/small_collectives.md).
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,17 +145,17 @@ def calls_for(size: int) -> int:
 
 
 def compile_repeated(
-    mesh: Mesh, kind: Kind, elements: int, calls: int
-) -> Callable[[jax.Array], jax.Array]:
+    mesh: Mesh, kind: Kind, elements: int, calls: int, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
     """Compile a program of `calls` dependent calls.
 
-    Args:     elements: size of the operand on each device.
+    Args:     elements: size of the operand on each device. options: of the compiler.
     Returns:  [devices * elements] float32 -> the same; the argument is donated.
     Raises:   LeftOut if the compiler removed calls.
     """
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
-    program = trace_repeated(mesh, kind, x, calls).lower().compile()
+    program = trace_repeated(mesh, kind, x, calls).lower().compile(options)
     require_calls(program, kind.opcodes, calls)
     return program
 
@@ -179,12 +181,12 @@ def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
     return jax.jit(program, donate_argnums=0).trace(x)
 
 
-def require_calls(program: Callable, opcodes: Sequence[str], calls: int) -> None:
+def require_calls(program: jax.stages.Compiled, opcodes: Sequence[str], calls: int) -> None:
     """Check that the compiled program makes every call.
 
     Raises:   LeftOut if it does not.
     """
-    sent = collective_bytes(program.as_text())  # type: ignore[attr-defined]
+    sent = collective_bytes(program.as_text() or "")
     made = sum(row["count"] for kind, row in sent.kinds.items() if kind in opcodes)
     if made != calls:
         raise LeftOut(f"{' or '.join(opcodes)}: {made} calls in the program instead of {calls}")

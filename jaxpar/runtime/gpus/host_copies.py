@@ -82,6 +82,19 @@ def copy_from_gpus(pairs: Iterable[tuple[jax.Array, np.ndarray]]) -> None:
         list(pool.map(_copy_from, by_device, by_device.values()))
 
 
+def copy_to_host(pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
+    """Copy arrays to host memory, from GPUs as `copy_from_gpus`. Blocks until done.
+
+    Args:     pairs: a complete array on one device, and contiguous host memory of the same size.
+    Raises:   CudaError.
+    """
+    if jax.default_backend() == "gpu":
+        copy_from_gpus(pairs)
+        return
+    for array, memory in pairs:
+        np.copyto(memory.view(array.dtype).reshape(array.shape), np.asarray(array))
+
+
 def _copy_from(device: jax.Device, pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
     _use(device)
     stream = ctypes.c_void_p()

@@ -6,6 +6,7 @@ kernel kills the children when the parent dies for any reason (Linux's PR_SET_PD
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -59,15 +60,16 @@ class Failure:
         return mine == theirs and plain(self.error) == plain(other.error)
 
 
+def end_with_parent(parent: int, libc: ctypes.CDLL | None = None) -> None:
+    """Have the kernel kill this process when its parent ends. Args: parent: its pid."""
+    (libc or ctypes.CDLL(None)).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended
+        os._exit(exit_codes.EXIT_ERROR)
+
+
 def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen:
     """Start a process. Args: log: file to append its output to; None: inherit stdout and stderr."""
-    parent, libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
-
-    def before_it_runs() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent has died
-            os._exit(exit_codes.EXIT_ERROR)
-
+    before_it_runs = functools.partial(end_with_parent, os.getpid(), ctypes.CDLL(None))
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(open(log, "ab"))
         return subprocess.Popen(

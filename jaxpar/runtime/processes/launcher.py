@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import tyro
 
@@ -98,11 +98,31 @@ def _check_places(rest: Sequence[str]) -> None:
             raise ConfigError(name, value, rule, fix)
 
 
+class CopiesInMemory(Protocol):
+    """`memory_checkpoint.places.HostMemory`: copies of the state that outlive the processes."""
+
+    def environment(self) -> dict[str, str]:
+        """Return variables for the processes."""
+
+    def newest_step(self) -> int:
+        """Return the step of the latest copy; -1 without any."""
+
+
 class Launcher:
     """Starts a run, and restarts it after failures until it ends."""
 
-    def __init__(self, options: LaunchOptions, args: list[str], cfg: Config):
-        """Raises:   ConfigError if the GPUs cannot be shared evenly."""
+    def __init__(
+        self,
+        options: LaunchOptions,
+        args: list[str],
+        cfg: Config,
+        memory: CopiesInMemory | None = None,
+    ):
+        """
+        Args:     memory: where processes keep copies of the state; None: nowhere.
+        Raises:   ConfigError if the GPUs cannot be shared evenly.
+        """
+        self.memory = memory
         self.options, self.args = options, args
         self.run_dir = Path(cfg.run.dir)
         self.gpus = shares_of_gpus(options.num_processes) if not cfg.run.cpu_devices else []
@@ -112,7 +132,7 @@ class Launcher:
     def run(self) -> int:
         """Run until the end. Returns:  the exit code of the run."""
         previous: Failure | None = None
-        newest, spent, resumed = newest_checkpoint(self.run_dir), 0, False
+        newest, spent, resumed = max(self.saved()), 0, False
         while True:
             began = time.time()
             ended = self.attempt(resumed)
@@ -121,14 +141,24 @@ class Launcher:
                 return code
             failure = children.failure_of(ended, children.last_words(self.run_dir, began))
             self.tell(failure)
-            saved = newest_checkpoint(self.run_dir)
+            on_disk, in_memory = self.saved()
+            saved = max(on_disk, in_memory)
             spent = 0 if saved > newest else spent
             final = self.final(failure, previous, spent)
             if final:
                 return report(final, failure.code)
             newest, spent, previous, resumed = saved, spent + 1, failure, True
             where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
+            where = f"from step {saved}, in memory" if in_memory > on_disk else where
             report(f"restarting {where}, restart {spent} of {self.options.restarts}")
+
+    def saved(self) -> tuple[int, int]:
+        """Return the step of the latest checkpoint, and of the latest copy in memory; -1 if none.
+
+        In memory, pieces of it may be missing; the processes find out.
+        """
+        in_memory = self.memory.newest_step() if self.memory else -1
+        return newest_checkpoint(self.run_dir), in_memory
 
     def attempt(self, resumed: bool) -> dict[int, int]:
         """Start all processes and wait until they end. Returns:  as `Children.wait`."""
@@ -145,6 +175,7 @@ class Launcher:
         for rank in range(count):
             place = dict(zip(LAUNCHED, (coordinator, str(count), str(rank)), strict=True))
             env = os.environ | place | (self.gpus[rank] if self.gpus else {})
+            env |= self.memory.environment() if self.memory else {}
             self.running.processes.append(children.start(command, env, self.log(rank)))
         if self.stopped_by:
             self.running.send(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxpar.checkpoint import best
+from jaxpar.checkpoint import Saved, best
 from jaxpar.config import Config
 from jaxpar.monitoring.evaluations import Score
 
@@ -10,11 +10,12 @@ from jaxpar.monitoring.evaluations import Score
 class Judge:
     """Compares the metric of `checkpoint.best` with its best value so far."""
 
-    def __init__(self, cfg: Config, first_step: int | None):
+    def __init__(self, cfg: Config, first_step: int | None, in_memory: Saved | None = None):
         """
-        Args:     first_step: the step that the run resumes from; None from scratch.
+        Args:     first_step: the step that the run resumes from; None from scratch. in_memory: as
+                  `Run.in_memory`.
         """
-        self._cfg, self.best = cfg, best.resumed(cfg, first_step)
+        self._cfg, self.best = cfg, best.resumed(cfg, first_step, in_memory)
         self.improved = False
 
     @property

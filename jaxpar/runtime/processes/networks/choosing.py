@@ -71,6 +71,8 @@ def detect(host: HostNetwork) -> tuple[str, str]:
         if why := known_by(host):
             return network, why
     names = ", ".join(host.carriers) or "no interface that is up"
+    if any("ACTIVE" in port["state"] for port in host.ports) and not host.opens:
+        return "tcp", f"RDMA cards that cannot be opened, without /dev/infiniband; {names}"
     return "tcp", f"no RDMA port that is active and no plugin of NCCL; {names}"
 
 

@@ -40,6 +40,7 @@ class HostNetwork:
     """What a host has to reach the others.
 
     ports        RDMA ports, as from `rdma_ports`.
+    opens        whether programs may open RDMA cards: a container shows their ports without.
     interfaces   those that are up, without loopback, sorted by name.
     routed       names of the interfaces that have a route.
     control      the interface by which the coordinator is reached; "" if unknown.
@@ -48,6 +49,7 @@ class HostNetwork:
     """
 
     ports: list[dict[str, str]] = field(default_factory=list)
+    opens: bool = True
     interfaces: list[Interface] = field(default_factory=list)
     routed: list[str] = field(default_factory=list)
     control: str = ""
@@ -55,17 +57,17 @@ class HostNetwork:
     loadable: list[str] = field(default_factory=list)
 
     def active(self, layer: str) -> list[dict[str, str]]:
-        """Return the active ports of a link layer, "InfiniBand" or "Ethernet", without EFA's."""
-        return [
-            port
-            for port in self.ports
-            if port["link_layer"] == layer and "ACTIVE" in port["state"] and port["driver"] != "efa"
-        ]
+        """Return the usable ports of a link layer, "InfiniBand" or "Ethernet", without EFA's."""
+        return [p for p in self._usable if p["link_layer"] == layer and p["driver"] != "efa"]
 
     @property
     def efa(self) -> list[dict[str, str]]:
-        """The active ports of Elastic Fabric Adapters."""
-        return [p for p in self.ports if p["driver"] == "efa" and "ACTIVE" in p["state"]]
+        """The usable ports of Elastic Fabric Adapters."""
+        return [p for p in self._usable if p["driver"] == "efa"]
+
+    @property
+    def _usable(self) -> list[dict[str, str]]:
+        return [p for p in self.ports if "ACTIVE" in p["state"]] if self.opens else []
 
     @property
     def carriers(self) -> list[str]:
@@ -93,6 +95,7 @@ def read(coordinator: str, env: Mapping[str, str], root: Path = Path("/")) -> Ho
     searched = {folder.rstrip("/") for folder in _searched(env, root)}
     return HostNetwork(
         ports=rdma_ports(root / "sys/class/infiniband"),
+        opens=any((root / "dev/infiniband").glob("uverbs*")),
         interfaces=list(_interfaces(root)),
         routed=sorted({name for _, name, _ in routes} - {"lo"}),
         control=interface_towards(_addresses(coordinator), routes),

@@ -1,0 +1,190 @@
+"""Finds the newest copy of the state of which every piece is left in the memory of some host.
+
+Process 0 asks all hosts, decides, and tells the others.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.saved import Saved, starting_step
+from jaxpar.config import Config
+from jaxpar.config.serialize import of_earlier_versions
+from jaxpar.data.skips import SkippedBatches, read_skipped
+from jaxpar.memory_checkpoint.boxes import Box, covers
+from jaxpar.memory_checkpoint.client import HostLost, PieceClient
+from jaxpar.memory_checkpoint.piece_file import (
+    ArrayType,
+    ByteSource,
+    DamagedPieces,
+    LocalBytes,
+    PieceIndex,
+    RemoteBytes,
+    StoredPieces,
+)
+from jaxpar.memory_checkpoint.places import Group, MemoryPlace, complete_files, read_name
+from jaxpar.runtime.processes import peers
+
+#: Hosts that are asked at a time.
+AT_A_TIME = 32
+
+
+@dataclass(frozen=True)
+class FoundCopy:
+    """A complete copy of the state in the memory of hosts."""
+
+    group: Group
+    saved: Saved
+    files: dict[str, tuple[int, ...]]
+    """The hosts that have a file, by its name."""
+
+
+def find(cfg: Config, place: MemoryPlace | None) -> list[FoundCopy]:
+    """Return the complete copies that are newer than the checkpoints, the newest first.
+
+    All processes call this and get the same.
+
+    Args:     place: None without copies.
+    Raises:   as `starting_step`; in the other processes, PeerFailed for an error of process 0.
+    """
+    if place is None or cfg.checkpoint.resume == "never":
+        return []
+    seconds = cfg.cluster.slow_seconds or 1e6
+
+    def look() -> str:
+        found = _look(cfg, place) if peers.rank() == 0 else []
+        return json.dumps([dataclasses.asdict(one) for one in found])
+
+    own = peers.all_or_none("copies in memory", seconds, look)
+    said = json.loads(peers.exchange("chosen copies in memory", own, seconds)[0])
+    return [_as_found(one) for one in said]
+
+
+def _as_found(said: dict) -> FoundCopy:
+    files = {name: tuple(hosts) for name, hosts in said["files"].items()}
+    return FoundCopy(Group(*said["group"]), Saved(**said["saved"]), files)
+
+
+class Hosts:
+    """The files of all hosts that answer. A context manager."""
+
+    def __init__(self, place: MemoryPlace):
+        self._place = place
+        self._clients: dict[int, PieceClient] = {}
+        self._open = ExitStack()
+
+    def files(self) -> dict[int, dict[str, int]]:
+        """Return the bytes of each file, by host and name. A host that is lost has none."""
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            listed = pool.map(self._files_of, range(self._place.num_hosts))
+            return dict(enumerate(listed))
+
+    def _files_of(self, host: int) -> dict[str, int]:
+        if host == self._place.host:
+            there = complete_files(self._place.folder)
+            return {str(file): paths[0].stat().st_size for file, paths in there.items()}
+        try:
+            return self._client(host).files()
+        except HostLost as error:
+            integrity.warn(f"copies in memory: host {host} does not answer: {error}")
+            return {}
+
+    def _client(self, host: int) -> PieceClient:
+        if host not in self._clients:
+            client = PieceClient(self._place.peers[host])
+            self._clients[host] = self._open.enter_context(client)
+        return self._clients[host]
+
+    def open(self, name: str, hosts: Iterable[int]) -> Iterator[StoredPieces]:
+        """Yield a file of the first host that has it intact, then of the next, and so on.
+
+        A warning names each that is damaged. This host comes first.
+        """
+        for host in sorted(hosts, key=lambda host: host != self._place.host):
+            try:
+                yield from (StoredPieces(source) for source in self._sources(name, host))
+            except (DamagedPieces, OSError) as error:
+                integrity.warn(f"copies in memory: {error}; this file is not used")
+
+    def _sources(self, name: str, host: int) -> Iterator[ByteSource]:
+        file = read_name(name)
+        if host == self._place.host and file is not None:
+            for path in complete_files(self._place.folder).get(file, []):
+                yield LocalBytes(path)
+            return
+        client = self._client(host)
+        yield RemoteBytes(client, name, client.files()[name])
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def _look(cfg: Config, place: MemoryPlace) -> list[FoundCopy]:
+    """In process 0: return what `find` returns."""
+    found, on_disk = [], starting_step(cfg)
+    with Hosts(place) as hosts:
+        by_group: dict[Group, dict[str, list[int]]] = {}
+        for host, files in hosts.files().items():
+            for name in files:
+                if (file := read_name(name)) is not None:
+                    by_group.setdefault(file.group, {}).setdefault(name, []).append(host)
+        for group, names in sorted(by_group.items(), reverse=True):
+            if on_disk is not None and group.step <= on_disk:
+                continue
+            whole, indices = [], []
+            for name, at in names.items():
+                opened = next(hosts.open(name, at), None)
+                if opened is not None:
+                    indices.append(opened.index)
+                    whole.append(name)
+            why = _unfit(cfg, group, indices)
+            if why:
+                integrity.warn(f"the copy of step {group.step} in memory is not used: {why}")
+                continue
+            saved = _saved_of(indices[0])
+            found.append(FoundCopy(group, saved, {name: tuple(names[name]) for name in whole}))
+    return found
+
+
+def _saved_of(index: PieceIndex) -> Saved:
+    saved = Saved(**index.about)
+    return dataclasses.replace(saved, config=of_earlier_versions(saved.config))
+
+
+def _unfit(cfg: Config, group: Group, indices: list[PieceIndex]) -> str:
+    """Return why a run cannot resume from a copy; empty if it can."""
+    if not indices:
+        return "no file of it is intact"
+    if missing := missing_parts(indices):
+        return f"{len(missing)} of {len(indices[0].arrays)} arrays are not complete: {missing[0]}"
+    saved = _saved_of(indices[0])
+    known = read_skipped(Path(cfg.run.dir))
+    then = SkippedBatches().and_also(saved.skipped_batches, saved.rewinds)
+    if known != then:
+        return f"it skips {then}, and the run {known}"
+    return "" if saved.step == group.step else f"it says that it is of step {saved.step}"
+
+
+def missing_parts(indices: Iterable[PieceIndex]) -> list[str]:
+    """Return the names of the arrays of which a part is in none of the files of one copy."""
+    boxes: dict[int, set[Box]] = {}
+    arrays: tuple[ArrayType, ...] = ()
+    for index in indices:
+        arrays = index.arrays
+        for piece in index.pieces:
+            boxes.setdefault(piece.array, set()).add(piece.box)
+    # The pieces of one copy are shards of one mesh: equal, or without a common element.
+    whole = [tuple((0, size) for size in array.shape) for array in arrays]
+    return [
+        array.name
+        for number, (array, box) in enumerate(zip(arrays, whole, strict=True))
+        if not covers(boxes.get(number, ()), box)
+    ]

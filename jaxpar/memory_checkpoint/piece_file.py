@@ -1,0 +1,236 @@
+"""The format of a file of pieces: bytes of arrays, then an index that says which they are.
+
+    the pieces, one after the other, each from a multiple of ALIGNMENT
+    the index, as JSON: the pieces, the checksum of each block of BLOCK bytes of them, and the
+        metadata of a checkpoint (`checkpoint.Saved`)
+    the tail: MAGIC, the length of the index, its checksum
+
+A block is read as a whole, and compared with its checksum; so any bytes can be read verified.
+Imports no JAX.
+"""
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.memory_checkpoint.boxes import Box
+from jaxpar.memory_checkpoint.client import PieceClient
+
+#: Bytes that a checksum is of, and that a reader reads at least.
+BLOCK = 1 << 20
+
+#: Pieces begin on multiples of this.
+ALIGNMENT = 64
+
+#: Threads that compute checksums.
+THREADS = 4
+
+_MAGIC, _TAIL = b"jaxparm1", struct.Struct("<8sQI")
+
+
+class DamagedPieces(Exception):
+    """A file of pieces is not what was written."""
+
+
+@dataclass(frozen=True)
+class ArrayType:
+    """An array of the state."""
+
+    name: str
+    """As in a checkpoint: "params/layers/wq"."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArrayPiece:
+    """A part of an array, and where its bytes are in the file, in C order."""
+
+    array: int
+    """Index into `PieceIndex.arrays`."""
+    box: Box
+    begin: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(end - begin for begin, end in self.box)
+
+
+@dataclass(frozen=True)
+class PieceIndex:
+    """What a file of pieces holds."""
+
+    arrays: tuple[ArrayType, ...]
+    """All arrays of the state, also those of which the file has no piece."""
+    pieces: tuple[ArrayPiece, ...]
+    num_bytes: int
+    """Bytes before the index."""
+    checksums: tuple[int, ...] = ()
+    """CRC-32 of each block."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Metadata of the state."""
+
+
+def place_pieces(
+    arrays: Sequence[ArrayType], parts: Sequence[tuple[int, Box]], sizes: Callable[[str], int]
+) -> PieceIndex:
+    """Return an index with a place for each part.
+
+    Args:     parts: array and box of each piece. sizes: returns the bytes of an element.
+    """
+    pieces, at = [], 0
+    for number, box in parts:
+        pieces.append(piece := ArrayPiece(number, box, at))
+        at += math.prod(piece.shape) * sizes(arrays[number].dtype)
+        at += -at % ALIGNMENT
+    return PieceIndex(tuple(arrays), tuple(pieces), at)
+
+
+def with_content(index: PieceIndex, sums: tuple[int, ...], about: dict[str, Any]) -> PieceIndex:
+    """Return an index with the checksums and the metadata of one copy."""
+    return replace(index, checksums=sums, about=about)
+
+
+def checksums(memory: memoryview) -> tuple[int, ...]:
+    """Return the checksum of each block. Python's lock is free meanwhile."""
+    blocks = [memory[at : at + BLOCK] for at in range(0, memory.nbytes, BLOCK)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return tuple(pool.map(zlib.crc32, blocks, chunksize=64))
+
+
+def write_index(fd: int, index: PieceIndex) -> None:
+    """Write the index behind the pieces, and cut the file there. Raises:   OSError."""
+    text = json.dumps(asdict(index)).encode()
+    content = text + _TAIL.pack(_MAGIC, len(text), zlib.crc32(text))
+    at, view = index.num_bytes, memoryview(content)
+    while view:
+        done = os.pwrite(fd, view, at)
+        at, view = at + done, view[done:]
+    os.ftruncate(fd, at)
+
+
+class ByteSource(Protocol):
+    """Bytes of a file, on this host or another."""
+
+    where: str
+    size: int
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """Return bytes of the file. Raises:   OSError."""
+
+
+class LocalBytes:
+    """A file of this host, mapped into memory."""
+
+    def __init__(self, path: Path):
+        """Raises:   OSError when there is no such file."""
+        self.where, self.size = str(path), path.stat().st_size
+        with open(path, "rb") as file:
+            self._memory = memoryview(
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+            )
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """As `ByteSource.view`; copies nothing."""
+        return self._memory[begin:end]
+
+
+class RemoteBytes:
+    """A file of another host."""
+
+    def __init__(self, client: PieceClient, name: str, size: int):
+        self.where, self.size = f"{name} of {client.address}", size
+        self._client, self._name = client, name
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """As `ByteSource.view`."""
+        memory = memoryview(bytearray(end - begin))
+        self._client.read(self._name, begin, memory)
+        return memory
+
+
+class StoredPieces:
+    """A complete file of pieces. Every byte that is read is verified."""
+
+    def __init__(self, source: ByteSource):
+        """Read the index. Raises:   DamagedPieces; OSError."""
+        self._source, self._is_local = source, isinstance(source, LocalBytes)
+        self.index = _read_index(source)
+        self._verified: set[int] = set()
+        self._last: tuple[int, int, memoryview] | None = None
+
+    @property
+    def where(self) -> str:
+        """The path of the file, with its host."""
+        return self._source.where
+
+    def read(self, piece: ArrayPiece, size: int, box: Box | None = None) -> np.ndarray:
+        """Return a piece's bytes, or those from the first to the last row of a box.
+
+        Args:     size: bytes of an element. box: within the piece, counted as in the whole array;
+                  only its first dim counts. None: all of it.
+        Returns:  uint8 [rows, bytes of a row]; [1, bytes] of a scalar. Do not write to it.
+        Raises:   DamagedPieces; OSError.
+        """
+        rows = piece.shape[0] if piece.shape else 1
+        row = math.prod(piece.shape[1:]) * size
+        first, last = 0, rows
+        if box and piece.box:
+            first, last = (edge - piece.box[0][0] for edge in box[0])
+        content = self._bytes(piece.begin + first * row, piece.begin + last * row)
+        return np.frombuffer(content, np.uint8).reshape(last - first, row)
+
+    def _bytes(self, begin: int, end: int) -> memoryview:
+        first, last = begin // BLOCK * BLOCK, min(-(-end // BLOCK) * BLOCK, self.index.num_bytes)
+        recent = self._last
+        if recent is not None and recent[0] <= first and last <= recent[1]:
+            return recent[2][begin - recent[0] : end - recent[0]]
+        content = self._source.view(first, last)
+        for at in range(first, last, BLOCK):
+            self._verify(at // BLOCK, content[at - first : at - first + BLOCK])
+        if not self._is_local:  # the next piece, if it is small, may be in the last block
+            begins = max(first, (last - 1) // BLOCK * BLOCK)
+            self._last = begins, last, memoryview(bytes(content[begins - first :]))
+        return content[begin - first : end - first]
+
+    def _verify(self, block: int, content: memoryview) -> None:
+        if self._is_local and block in self._verified:
+            return
+        if zlib.crc32(content) != self.index.checksums[block]:
+            raise DamagedPieces(f"block {block} of {self.where} differs from what was written")
+        self._verified.add(block)
+
+
+def _read_index(source: ByteSource) -> PieceIndex:
+    """Raises:   DamagedPieces; OSError."""
+    damaged = DamagedPieces(f"{source.where} is cut off, or its index is damaged")
+    tail = source.size - _TAIL.size
+    if tail < 0:
+        raise damaged
+    magic, length, checksum = _TAIL.unpack(source.view(tail, source.size))
+    if magic != _MAGIC or length > tail:
+        raise damaged
+    text = source.view(tail - length, tail)
+    if zlib.crc32(text) != checksum:
+        raise damaged
+    said = json.loads(bytes(text))
+    arrays = tuple(ArrayType(a["name"], a["dtype"], tuple(a["shape"])) for a in said["arrays"])
+    pieces = tuple(
+        ArrayPiece(p["array"], tuple((begin, end) for begin, end in p["box"]), p["begin"])
+        for p in said["pieces"]
+    )
+    sums = tuple(said["checksums"])
+    if said["num_bytes"] != tail - length or len(sums) != -(-said["num_bytes"] // BLOCK):
+        raise damaged
+    return PieceIndex(arrays, pieces, said["num_bytes"], sums, said["about"])

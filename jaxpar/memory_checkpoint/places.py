@@ -1,0 +1,195 @@
+"""Where copies of the state are: a folder in the memory of each host, and the names of its files.
+
+Imports no JAX: the launcher starts without it.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.config import Config, ConfigError, flag
+
+#: Variables that a launcher sets for the processes of a run. For the launcher itself, FOLDER is
+#: where it makes the folder, in place of SHARED_MEMORY.
+FOLDER, PEERS, HOST = "JAXPAR_MEMORY_FOLDER", "JAXPAR_MEMORY_PEERS", "JAXPAR_MEMORY_HOST"
+
+#: The file system in memory that every Linux host has.
+SHARED_MEMORY = "/dev/shm"
+
+#: Folders of a host: files of its own processes, and copies of other hosts' files.
+OWN, MIRRORED = "own", "mirrored"
+
+#: Begins the name of a file that is not complete.
+PARTIAL = "."
+
+_PREFIX, _LOCK = "jaxpar-memory-", "lock"
+_NAME = re.compile(r"step_(\d{10})\.([0-9a-f]{8})\.(\d{1,9})\.(\d{1,9})\.(single|shared)")
+
+
+class Group(NamedTuple):
+    """Identifies one copy of the state, whose pieces are in many files."""
+
+    step: int
+    session: str
+    """Of the processes that wrote it: eight hexadecimal digits, new at each start."""
+    number: int
+    """Of the copy in its session, from 0."""
+
+
+class PieceFile(NamedTuple):
+    """The name of a file: which pieces of which copy it holds."""
+
+    group: Group
+    process: int
+    """The process that wrote it."""
+    shared: bool
+    """Its pieces are on enough hosts without being sent: they hold replicas of them."""
+
+    def __str__(self) -> str:
+        kind = "shared" if self.shared else "single"
+        step, session, number = self.group
+        return f"step_{step:010d}.{session}.{number}.{self.process}.{kind}"
+
+
+def read_name(name: str) -> PieceFile | None:
+    """Return what the name of a complete file says; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, session, number, process, kind = match.groups()
+    return PieceFile(Group(int(step), session, int(number)), int(process), kind == "shared")
+
+
+def complete_files(folder: Path) -> dict[PieceFile, list[Path]]:
+    """Return the complete files of a host, each with where it is."""
+    found: dict[PieceFile, list[Path]] = {}
+    for kind in (OWN, MIRRORED):
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted((folder / kind).iterdir()):
+                if (file := read_name(path.name)) is not None:
+                    found.setdefault(file, []).append(path)
+    return found
+
+
+def delete_files(folder: Path, kind: str, keep: Callable[[PieceFile | None], bool]) -> None:
+    """Delete files of a host in OWN or MIRRORED. Some may be deleted by others meanwhile.
+
+    Args:     keep: called with what a name says, None for a file that is not complete.
+    """
+    for path in (folder / kind).iterdir():
+        if not keep(read_name(path.name)):
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The folder of one host, which a launcher keeps for the processes that it starts."""
+
+    folder: Path
+
+    def environment(self, peers: Sequence[str] = (), host: int = 0) -> dict[str, str]:
+        """Return the variables for the processes of this host.
+
+        Args:     peers: address of each host's `PieceServer`, as host:port, in the order of the
+                  hosts; empty for a run on one host, which needs none. host: index of this one.
+        """
+        return {FOLDER: str(self.folder), PEERS: ",".join(peers), HOST: str(host)}
+
+    def newest_step(self) -> int:
+        """Return the latest step of which this host has a piece; -1 without any."""
+        return max((file.group.step for file in complete_files(self.folder)), default=-1)
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """This process's host among the hosts of the run, as its launcher says."""
+
+    folder: Path
+    peers: tuple[str, ...]
+    """Address of each host's server, host:port; empty if the run is on one host."""
+    host: int
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts."""
+        return max(len(self.peers), 1)
+
+
+def place_of(cfg: Config, env: Mapping[str, str] = os.environ) -> MemoryPlace | None:
+    """Return the place that the launcher gives this process; None if the run keeps no copies.
+
+    Raises:   ConfigError when the run keeps copies but no launcher has set the variables, or their
+              values make no sense.
+    """
+    every = cfg.checkpoint.memory_every
+    if not every:
+        return None
+    if not env.get(FOLDER):
+        rule = "needs a launcher, which keeps the copies while processes end and start again"
+        fix = f"start the run by python -m jaxpar.launch -n 1 -- ..., or use {_never()}"
+        raise ConfigError("checkpoint.memory_every", every, rule, fix)
+    peers = tuple(filter(None, env.get(PEERS, "").split(",")))
+    host = env.get(HOST, "0")
+    if not host.isdecimal() or int(host) >= max(len(peers), 1):
+        rule = f"is not the index of one of {max(len(peers), 1)} hosts"
+        raise ConfigError(HOST, host, rule, f"let the launcher set it, or use {_never()}")
+    folder = Path(env[FOLDER])
+    if not folder.is_dir():
+        raise ConfigError(FOLDER, str(folder), "is not a folder", "let the launcher set it")
+    return MemoryPlace(folder, peers, int(host))
+
+
+def _never() -> str:
+    return flag("checkpoint.memory_every", 0)
+
+
+@contextlib.contextmanager
+def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[HostMemory | None]:
+    """Keep a folder for copies in this host's memory, for a launcher; delete it at the end.
+
+    Folders of launchers that were killed are deleted first. None without
+    `checkpoint.memory_every`.
+
+    Raises:   ConfigError when the folder cannot be made.
+    """
+    if not cfg.checkpoint.memory_every:
+        yield None
+        return
+    above = Path(env.get(FOLDER) or SHARED_MEMORY)
+    try:
+        _delete_abandoned(above)
+        new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=above))
+        lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for kind in (OWN, MIRRORED):
+            (new / kind).mkdir()
+        folder = new.rename(above / new.name[1:])  # seen by other launchers once it is locked
+    except OSError as error:
+        rule = f"needs a folder in {above}, which cannot be made: {error.strerror}"
+        fix = f"set {FOLDER} to a folder on a file system in memory, or use {_never()}"
+        value = cfg.checkpoint.memory_every
+        raise ConfigError("checkpoint.memory_every", value, rule, fix) from error
+    try:
+        yield HostMemory(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _delete_abandoned(above: Path) -> None:
+    """Delete the folders that no launcher holds: memory is not given back by itself."""
+    for folder in above.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
