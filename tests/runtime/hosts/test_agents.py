@@ -182,6 +182,24 @@ def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, ca
     assert "has not answered for 6 s, --wait-seconds" in capfd.readouterr().err
 
 
+def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd):
+    two = hosts(heartbeat_seconds=20.0)
+    two.start("a")
+    two.start("b")
+    wait_for(lambda: two.worlds() == ["2", "2"], 60)
+    two.service.end()
+    two.service = Service(two.address)
+    assert two.service.wait_until_serving()
+    counts = [agent.here.own.count for agent in two.agents.values()]
+    for agent, count in zip(two.agents.values(), counts, strict=True):
+        wait_for(lambda a=agent, c=count: a.here.own.count > c + 2 and a.here.store.free(), 60)
+    assert two.worlds() == ["2", "2"] and len(list(tmp_path.glob("world-*"))) == 2
+    for rank in 0, 1:
+        (tmp_path / f"code-{rank}").write_text("0")
+    wait_for(lambda: two.codes == {"a": 0, "b": 0}, 60)
+    assert "lost" not in capfd.readouterr().err
+
+
 def test_too_few_hosts_wait_and_then_end(hosts, capfd):
     one = hosts(nodes="2:3", wait_seconds=1.0)
     one.start("a")

@@ -110,6 +110,8 @@ class Agent:
         generation = trainers.generation
         over, number = seen.overs.get(generation.number), generation.number
         done = trainers.over()
+        if number not in seen.generations:  # the store has started again
+            self.here.create(f"generation/{number}", generation.as_text())
         self._notice_progress(seen, generation)
         if done and trainers.all_ended_with(exit_codes.EXIT_OK):
             self.here.say(done=number)

@@ -42,6 +42,7 @@ class Membership:
         """Look often, since no generation trains."""
         self._asked, self._changed = float("-inf"), True
         self._create: dict[str, str] = {}
+        self._entries: dict[str, str] = {}
 
     def say(self, **fields: Any) -> None:
         """Change fields of this host's entry, at the next turn."""
@@ -88,7 +89,11 @@ class Membership:
         self._create = {k: text for k, text in self._create.items() if k not in read.texts}
         entries = {k.removeprefix("host/"): t for k, t in read.texts.items() if k[:5] == "host/"}
         self.liveness.note(entries, now)
-        self.view = view(read.texts, self.liveness.alive(now) | {self.own.name})
+        alive = self.liveness.alive(now) | {self.own.name}
+        # A store that has started again lacks hosts that have not written yet.
+        lacking = {f"host/{name}": text for name, text in self._entries.items() if name in alive}
+        self._entries |= entries
+        self.view = view(lacking | dict(read.texts), alive)
         if self.view.hosts[self.own.name].life != self.own.life:
             rule = "is the name of another launcher of this run"
             fix = "give each host its own: --host-name NAME"
