@@ -11,6 +11,7 @@ locks: so many threads want the lock of one run folder at once.
 """
 
 import argparse
+import hashlib
 import os
 import socket
 import subprocess
@@ -24,7 +25,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.config_file import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.data import open_loader
+from jaxpar.parallel.context import order_of
 from jaxpar.runtime.processes import peers
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.compiled import identity
+from jaxpar.step.state import abstract_logical, abstract_state, state_shardings
+from jaxpar.step.train_step import make_train_step
 
 #: Devices of a process.
 LOCAL = 8
@@ -238,16 +248,6 @@ def start_as(config: str, address: str, processes: int, rank: int, overrides: li
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from jax._src import distributed
 
-    from jaxpar.config.command_line import parse_overrides
-    from jaxpar.config.config_file import load_config
-    from jaxpar.config.validate import resolve
-    from jaxpar.data import open_loader
-    from jaxpar.parallel.context import order_of
-    from jaxpar.sharding.mesh import make_mesh
-    from jaxpar.step.compiled import identity
-    from jaxpar.step.state import abstract_logical, abstract_state, state_shardings
-    from jaxpar.step.train_step import make_train_step
-
     client, state = client_of(address, rank), distributed.global_state
     client.connect()
     state.client, state.process_id, state.num_processes = client, rank, processes
@@ -288,8 +288,6 @@ def start_as(config: str, address: str, processes: int, rank: int, overrides: li
     content = identity(lowered)
     ended("identity")
     sys.setprofile(None)
-    import hashlib
-
     name = hashlib.sha256(content).hexdigest()[:12]
     print(f"{len(devices)} devices, process {jax.process_index()}: program {name}; {parts}")
     sys.stdout.flush()
