@@ -194,6 +194,25 @@ def test_plain_trainers(cfg, mesh, devices):
     assert np.abs(apart).max() > 1e-3  # replicas have trained on their own since
 
 
+@pytest.mark.slow
+def test_replicas_with_the_same_rows_are_one_trainer(devices):
+    """Their mean is each of them: an outer step at rate 1 without momentum changes nothing."""
+    fields = {"diloco.outer_learning_rate": 1.0, "diloco.outer_momentum": 0.0}
+    rows = BASE.train.global_batch_size // 2
+    own = [jax.tree.map(lambda a: a[:rows], batch) for batch in batches(BASE)]
+    twice = [jax.tree.map(lambda a: np.concatenate([a, a]), batch) for batch in own]
+    found_losses, found = trained(*on_mesh(replace(BASE, **fields), "", devices), twice)
+    one = {"parallel.replica": 1, "parallel.data": 1, "train.global_batch_size": rows}
+    alone = resolve(replace(BASE, diloco=DilocoConfig(), **one), 1)
+    losses, wanted = trained(alone, make_mesh(alone.parallel, devices[:1]), own)
+    np.testing.assert_allclose(found_losses, losses, rtol=TOLERANCE)
+    start = traces.to_host(traces.initial_params(specs_of(BASE), BASE.train.seed))
+    for r in range(2):
+        weights = {k: np.asarray(w)[r] for k, w in flat(found.diloco["weights"]).items()}
+        errors = distances.update_errors(weights, traces.to_host(wanted.params), start)
+        assert distances.worst(errors)[0] <= TOLERANCE, distances.worst(errors)
+
+
 def test_when_fragments_are_due():
     cfg = replace(STREAMING, **{"train.num_steps": 10})
     assert {s: due(s, cfg) for s in range(1, 11) if due(s, cfg)} == {

@@ -155,6 +155,9 @@ def test_the_parts_that_were_not_read_for_longest_are_deleted(tmp_path, monkeypa
     parts.read("key", 6, 100, slice(0, 10), lambda: b"y" * 100)
     parts.read("key", 7, 100, slice(0, 10), lambda: b"y" * 100)
     assert [number for number in range(8) if parts.has("key", number)] == [0, 3, 4, 5, 6, 7]
+    parts.limit = 4 * 116  # another run asks for less
+    parts.remove_oldest()
+    assert [number for number in range(8) if parts.has("key", number)] == [0, 6, 7]
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated"])
