@@ -160,6 +160,8 @@ def _is_whole(event: dict[str, Any]) -> bool:
         fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
     if name in ("from", "saved", "save failed"):
         fine.append(_is_step(event.get("step")))
+    if name == "restored":
+        fine.append(isinstance(event.get("source"), str) and _is_step(event.get("repeated")))
     if name == "saved":
         fine.append(_is_number(seconds))
     if name == "save failed":

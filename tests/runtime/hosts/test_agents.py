@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -157,6 +158,18 @@ def test_what_would_fail_again_ends_the_run(code, hosts, tmp_path):
     wait_for(lambda: one.worlds() == ["1"], 60)
     (tmp_path / "code-0").write_text(str(code))
     wait_for(lambda: one.codes == {"a": code}, 60)
+
+
+def test_a_host_that_is_asked_to_stop_leaves_and_the_others_go_on(hosts, tmp_path):
+    two = hosts()
+    two.start("a")
+    two.start("b")
+    wait_for(lambda: two.worlds() == ["2", "2"], 60)
+    two.agents["a"].stop(signal.SIGTERM)
+    wait_for(lambda: two.codes == {"a": exit_codes.EXIT_PREEMPTED}, 60)
+    wait_for(lambda: two.worlds() == ["1 --checkpoint.resume auto"], 60)
+    (tmp_path / "code-0").write_text("0")
+    wait_for(lambda: two.codes.get("b") == exit_codes.EXIT_OK, 60)
 
 
 def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, capfd):
