@@ -147,6 +147,7 @@ def arguments(asked: argparse.Namespace) -> list[str]:
     steps = asked.losses * (BETWEEN[1] + 8) + 40
     args = [*SIZES, "--model.num-layers", "1", "--train.num-steps", str(steps)]
     args += ["--evaluation.every", "0", "--optimizer.learning-rate", "1e-3"]
+    args += ["--metrics.tensorboard", "False"]
     args += ["--checkpoint.every", str(asked.every), "--checkpoint.keep", "2"]
     return (
         args if asked.disk_only else [*args, "--checkpoint.memory-every", str(asked.memory_every)]
