@@ -30,6 +30,7 @@ from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
+from jaxpar.simulation.command import read_command as read_goodput_command
 from jaxpar.sweeps.command import read_command as read_sweep_command
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
@@ -142,6 +143,8 @@ def check_command(words: list[str]) -> None:
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.mup":
             read_mup_command(args, "")
+        case "jaxpar.goodput":
+            read_goodput_command(args)
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":
