@@ -1,4 +1,4 @@
-"""Run the processes of a training run on this host: python -m jaxpar.launch -n N -- CONFIG
+"""Run the processes of a training run: python -m jaxpar.launch -n N -- CONFIG
 
 On GPUs, each process gets an equal share of CUDA_VISIBLE_DEVICES. Process 0 writes to the terminal,
 the others to RUN/logs/rank-N.log. If one process fails, the launcher ends the others and restarts
@@ -6,6 +6,11 @@ all of them from the latest checkpoint. It does not restart after a config error
 after non-finite or spiking losses (17), if the same step fails twice with the same error, or after
 --restarts restarts without a new checkpoint. The exit code is that of the run. SIGTERM, SIGHUP and
 Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
+
+Several hosts: python -m jaxpar.launch --nodes MIN:MAX --rendezvous HOST:PORT [-n N] -- CONFIG,
+started on each of them. When a host is lost, the others go on from the latest checkpoint; one that
+comes back joins them. HOST serves the rendezvous, or another host does, which may then not be lost:
+python -m jaxpar.launch --serve-rendezvous HOST:PORT
 """
 
 import os
@@ -13,8 +18,10 @@ from collections.abc import Sequence
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.memory_checkpoint.places import kept_in_memory
+from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.runtime.gpus import numa
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.hosts import running
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.signals import output_may_be_lost
@@ -39,8 +46,12 @@ def _with_vocabulary(cfg: Config) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
     options, args, cfg = read_command(argv, __doc__, model_from, _with_vocabulary)
+    if options.serve_rendezvous:
+        return running.serve(options, children.on_signals)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     with kept_in_memory(cfg) as memory, output_may_be_lost():
+        if options.nodes:
+            return running.run(options, args, cfg, children.on_signals, memory, PieceServer)
         launcher = Launcher(options, args, cfg, memory)
         children.on_signals(launcher.stop)
         return launcher.run()

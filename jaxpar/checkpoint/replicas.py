@@ -4,6 +4,7 @@ All replicas start from the outer weights: those that each had, up to the last i
 read. Moments and the outer momentum are kept (`step/diloco/trainers.py`).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -55,7 +56,10 @@ def converted(state: Any, cfg: Config, stored: Config, mesh: Mesh, saved: Saved)
 
 
 def _with_replicas(state: Any, then: int, now: int, cfg: Config, mesh: Mesh) -> TrainState:
-    to = jax.tree.map(lambda a: a.sharding, abstract_logical(cfg, mesh))
+    shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)  # noqa: E731
+    to = shardings(abstract_logical(cfg, mesh))
+    # What begins anew is not in the state yet.
+    to = dataclasses.replace(to, ema=shardings(state.ema), feedback=shardings(state.feedback))
     return trainers.with_replicas(state, then, now, to)
 
 

@@ -29,7 +29,11 @@ def rows(text: str) -> Iterator[CheckpointRow]:
     if not {*complete, *found}:
         raise ConfigError("RUN", text, "contains no checkpoint", "use the address of a run")
     for step in sorted({*complete, *found}):
-        yield _row(objects, step, found.get(step, {}), step in complete)
+        row = _row(objects, step, found.get(step, {}), step in complete)
+        if row.check != INCOMPLETE and not row.check.startswith(DAMAGED):
+            yield row
+        elif step in steps.complete_steps(objects) or step not in complete:
+            yield row  # otherwise it was deleted meanwhile
 
 
 def _by_step(objects: Objects) -> dict[int, dict[str, Found]]:

@@ -22,7 +22,13 @@ from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
 from jaxpar.config.rules.latent_attention import latent_attention
 from jaxpar.config.rules.layer_pattern import layer_pattern
-from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
+from jaxpar.config.rules.layout import (
+    automatic,
+    compressed_sums,
+    interleaving,
+    layers,
+    turns,
+)
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import (
     average,
@@ -136,7 +142,8 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
+    of_links = (compressed_sums,)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
     objectives = (evaluation, best, dpo, distillation, qk_clip, diloco)
-    for rule in first + others + of_models + objectives:
+    for rule in first + others + of_links + of_models + objectives:
         rule(cfg)

@@ -21,6 +21,7 @@ from jaxpar.doctor.progress import SectionProgress
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.gpus.numa import bind_process
 from jaxpar.runtime.processes import detect, peers, rendezvous
 from jaxpar.runtime.processes.networks.choosing import between_hosts
 
@@ -76,13 +77,13 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     if options.json is not None and (place is None or place.process_id == 0):
         check_file(options.json)  # the others write nothing, and may run on other hosts
     share = rendezvous.local_gpus(place) if place else None
+    was_set = bind_process(share=share)
     coordinator = place.host if place else ""
     started = facts.StartedAs(network=cfg.cluster.network, coordinator=coordinator, share=share)
     own = facts.of_the_host(dict(os.environ), started=started)  # before anything is set here
-    was_set = []
     if visible.gpu_is_present():  # NVLink multicast stays off, whatever the user has set
         os.environ["NCCL_NVLS_ENABLE"] = "0"
-        was_set = ["NCCL_NVLS_ENABLE=0"]
+        was_set.append("NCCL_NVLS_ENABLE=0")
     # The flags for 8-bit matmuls include one that spares minutes of autotuning.
     flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
     number = place.num_processes if place else 1

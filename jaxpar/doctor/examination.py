@@ -191,7 +191,7 @@ class Examination:
             return Section([], [skipped("latency", "needs two GPUs")])
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
         rows = list(latency.measure(mesh, o.repeats, o.seconds, self.progress.tell))
-        return Section([dataclasses.asdict(r) for r in rows], [], showing.latency(rows))
+        return Section([dataclasses.asdict(r) for r in rows], [], [showing.latency(rows)])
 
     def links(self) -> Section:
         """Time every pair of devices."""

@@ -164,23 +164,20 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
     ]
 
 
-def latency(rows: Sequence[LatencyRow]) -> list[Group]:
+def latency(rows: Sequence[LatencyRow]) -> Group:
     """Return the time of small messages by size, with a column per collective and method."""
     columns = list(dict.fromkeys((row.kind, row.method) for row in rows))
-    at = {(row.launch, row.size, row.kind, row.method): row.call for row in rows}
+    at = {(row.size, row.kind, row.method): row.call for row in rows}
 
     def cell(call: Spread | None) -> str:
         return "-" if call is None else _spread(call)
 
-    def made(launch: str) -> Group:
-        lines = [
-            (size_of(size), *(cell(at[launch, size, *column]) for column in columns))
-            for size in sorted({row.size for row in rows})
-        ]
-        title = f"µs per call, launched {launch}, and how much slower the slowest batch is"
-        return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
-
-    return [made(launch) for launch in dict.fromkeys(row.launch for row in rows)]
+    lines = [
+        (size_of(size), *(cell(at[size, *column]) for column in columns))
+        for size in sorted({row.size for row in rows})
+    ]
+    title = "µs per call, and how much slower the slowest batch is"
+    return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
 
 
 def hosts(rows: Sequence[HostRow]) -> list[Group]:

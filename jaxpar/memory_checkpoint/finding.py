@@ -4,7 +4,9 @@ Process 0 asks all hosts, decides, and tells the others.
 """
 
 import dataclasses
+import functools
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -75,7 +77,7 @@ class Hosts:
 
     def __init__(self, place: MemoryPlace):
         self._place = place
-        self._clients: dict[int, PieceClient] = {}
+        self._clients: dict[tuple[int, int], PieceClient] = {}
         self._open = ExitStack()
 
     def files(self) -> dict[int, dict[str, int]]:
@@ -95,10 +97,12 @@ class Hosts:
             return {}
 
     def _client(self, host: int) -> PieceClient:
-        if host not in self._clients:
+        """Return the calling thread's connection to a host: threads read at the same time."""
+        key = host, threading.get_ident()
+        if key not in self._clients:
             client = PieceClient(self._place.peers[host])
-            self._clients[host] = self._open.enter_context(client)
-        return self._clients[host]
+            self._clients[key] = self._open.enter_context(client)
+        return self._clients[key]
 
     def open(self, name: str, hosts: Iterable[int]) -> Iterator[StoredPieces]:
         """Yield a file of the first host that has it intact, then of the next, and so on.
@@ -117,8 +121,8 @@ class Hosts:
             for path in complete_files(self._place.folder).get(file, []):
                 yield LocalBytes(path)
             return
-        client = self._client(host)
-        yield RemoteBytes(client, name, client.files()[name])
+        size = self._client(host).files().get(name, 0)
+        yield RemoteBytes(functools.partial(self._client, host), name, size)
 
     def __enter__(self) -> "Hosts":
         return self

@@ -9,6 +9,7 @@ A block is read as a whole, and compared with its checksum; so any bytes can be 
 Imports no JAX.
 """
 
+import functools
 import json
 import math
 import mmap
@@ -33,7 +34,7 @@ BLOCK = 1 << 20
 ALIGNMENT = 64
 
 #: Threads that compute checksums.
-THREADS = 4
+THREADS = min(8, os.cpu_count() or 1)
 
 _MAGIC, _TAIL = b"jaxparm1", struct.Struct("<8sQI")
 
@@ -105,8 +106,12 @@ def with_content(index: PieceIndex, sums: tuple[int, ...], about: dict[str, Any]
 def checksums(memory: memoryview) -> tuple[int, ...]:
     """Return the checksum of each block. Python's lock is free meanwhile."""
     blocks = [memory[at : at + BLOCK] for at in range(0, memory.nbytes, BLOCK)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return tuple(pool.map(zlib.crc32, blocks, chunksize=64))
+    return tuple(_threads().map(zlib.crc32, blocks))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="checksums")
 
 
 def write_index(fd: int, index: PieceIndex) -> None:
@@ -149,14 +154,15 @@ class LocalBytes:
 class RemoteBytes:
     """A file of another host."""
 
-    def __init__(self, client: PieceClient, name: str, size: int):
-        self.where, self.size = f"{name} of {client.address}", size
+    def __init__(self, client: Callable[[], PieceClient], name: str, size: int):
+        """Args:     client: returns the connection that the calling thread uses."""
+        self.where, self.size = f"{name} of {client().address}", size
         self._client, self._name = client, name
 
     def view(self, begin: int, end: int) -> memoryview:
         """As `ByteSource.view`."""
-        memory = memoryview(bytearray(end - begin))
-        self._client.read(self._name, begin, memory)
+        memory = memoryview(np.empty(end - begin, np.uint8))
+        self._client().read(self._name, begin, memory)
         return memory
 
 
@@ -197,19 +203,21 @@ class StoredPieces:
         if recent is not None and recent[0] <= first and last <= recent[1]:
             return recent[2][begin - recent[0] : end - recent[0]]
         content = self._source.view(first, last)
-        for at in range(first, last, BLOCK):
-            self._verify(at // BLOCK, content[at - first : at - first + BLOCK])
+        self._verify(first // BLOCK, content)
         if not self._is_local:  # the next piece, if it is small, may be in the last block
             begins = max(first, (last - 1) // BLOCK * BLOCK)
             self._last = begins, last, memoryview(bytes(content[begins - first :]))
         return content[begin - first : end - first]
 
-    def _verify(self, block: int, content: memoryview) -> None:
-        if self._is_local and block in self._verified:
+    def _verify(self, first: int, content: memoryview) -> None:
+        """Compare blocks, from the block `first` on. Raises:   DamagedPieces."""
+        last = first + -(-content.nbytes // BLOCK)
+        if self._is_local and self._verified.issuperset(range(first, last)):
             return
-        if zlib.crc32(content) != self.index.checksums[block]:
-            raise DamagedPieces(f"block {block} of {self.where} differs from what was written")
-        self._verified.add(block)
+        for block, found in enumerate(checksums(content), first):
+            if found != self.index.checksums[block]:
+                raise DamagedPieces(f"block {block} of {self.where} differs from what was written")
+        self._verified.update(range(first, last))
 
 
 def _read_index(source: ByteSource) -> PieceIndex:

@@ -22,7 +22,7 @@ from jaxpar.sharding.fingerprint import named_leaves
 from jaxpar.step.state import TrainState
 
 #: Arrays that are assembled at a time.
-AT_A_TIME = 4
+AT_A_TIME = 8
 
 
 def restore(cfg: Config, mesh: Mesh, place: MemoryPlace, found: FoundCopy) -> TrainState:

@@ -23,6 +23,9 @@ from jaxpar.runtime.files.append import Lines
 
 EVENTS_FILE = "events.jsonl"
 
+#: An event that launchers of several hosts record (`runtime/processes/hosts/progress.py`).
+GENERATION = "generation"
+
 #: What a process does at any moment. Only "step" counts as goodput.
 PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
@@ -157,6 +160,8 @@ def _is_whole(event: dict[str, Any]) -> bool:
         fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
     if name in ("from", "saved", "save failed"):
         fine.append(_is_step(event.get("step")))
+    if name == "restored":
+        fine.append(isinstance(event.get("source"), str) and _is_step(event.get("repeated")))
     if name == "saved":
         fine.append(_is_number(seconds))
     if name == "save failed":
@@ -183,6 +188,8 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
     waited = waits = 0.0  # overlap of this attempt's start with the previous attempt; the total
     last: dict[str, Any] | None = None
     for event in events:
+        if event["event"] == GENERATION:  # from a launcher, and of no attempt
+            continue
         attempt, age = int(event["attempt"]), float(event["age"])
         if event["event"] == "start" and last is not None:
             gap = gap_before(event, last)

@@ -103,8 +103,10 @@ class MetricsWriter:
         """
         if self.clock is not None:
             self.device_wait += dispatch
-        self.flush()
-        self.pending = (step, measured)
+        try:
+            self.flush()
+        finally:  # if the run saves before it ends, this step is checked too
+            self.pending = (step, measured)
         self.data_wait += data_wait
 
     def flush(self) -> None:

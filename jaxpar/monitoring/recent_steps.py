@@ -35,6 +35,12 @@ def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in records if _is_whole(record)}
 
 
+def last_recorded(run_dir: Path) -> int:
+    """Return the step that the last attempt recorded last; 0 if there is none."""
+    records = [one for one in json_lines.read(run_dir / RECENT_FILE) if _is_whole(one)]
+    return int(records[-1]["step"]) if records else 0
+
+
 def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
     """Return the losses that the next loss is compared with: those of steps with finite values.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.collectives import psum, varying_axes
 from jaxpar.sharding.axes import AXES, axes_of
-from jaxpar.sharding.params import map_specs
+from jaxpar.sharding.params import ParamSpec, map_specs
 
 
 @jax.named_scope("reduce_gradients")
@@ -25,11 +25,13 @@ def reduce_gradients(grads: Any, specs: Any, axes: tuple[str, ...] = AXES) -> An
     Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
     """
 
-    def reduce(spec, grad):
-        sharded = axes_of(spec.partition_spec)
-        return psum(grad, tuple(axis for axis in axes if axis not in sharded))
+    return map_specs(lambda spec, grad: psum(grad, missing_axes(spec, axes)), specs, grads)
 
-    return map_specs(reduce, specs, grads)
+
+def missing_axes(spec: ParamSpec, axes: tuple[str, ...] = AXES) -> tuple[str, ...]:
+    """Return those of the mesh axes along which a parameter is replicated."""
+    sharded = axes_of(spec.partition_spec)
+    return tuple(axis for axis in axes if axis not in sharded)
 
 
 @jax.named_scope("grad_norm")
@@ -53,6 +55,18 @@ def global_norm(tree: Any, axes: tuple[str, ...] = AXES) -> jax.Array:
         sums[over] = sums.get(over, jnp.float32(0)) + jnp.sum(squares)
     total = [psum(s, over) if over else s for over, s in sums.items()]
     return jnp.sqrt(sum(total, jnp.float32(0)))
+
+
+@jax.named_scope("clip")
+def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Scale gradients down to the global norm `limit`. 0 disables clipping.
+
+    Source:   Pascanu et al. 2013 (1211.5063), algorithm 1.
+    """
+    if limit == 0:
+        return grads
+    scale = jnp.minimum(1.0, limit / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale, grads)
 
 
 def _squares_by_row(x: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from jaxpar.planning import (
     checks,
     compiling,
     layouts,
+    links,
     lowering,
     override,
     showing,
@@ -95,7 +96,8 @@ def parser(doc: str | None = None) -> Parser:
     add("--gpu", default="h200", help=f"kind of GPU: {', '.join(GPUS)} (h200)")
     told = "number of hosts (as few as possible for this GPU)"
     made.whole("--nodes", None, Range(1, MAX_GPUS, 1), help=told)
-    add("--network", default="ib400", help=f"network between hosts: {', '.join(NETWORKS)} (ib400)")
+    told = f"network between hosts: {', '.join(NETWORKS)}, or its speed per GPU as 10gbit (ib400)"
+    add("--network", default="ib400", help=told)
     add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
     told = f"number of layouts to show ({DEFAULT_TOP})"
     made.whole("--top", None, Range(1, 1_000_000, DEFAULT_TOP), help=told)
@@ -128,6 +130,7 @@ def parser(doc: str | None = None) -> Parser:
     add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")
     add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
     add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
+    add("--links", action="store_true", help="compare sums over replicas by their link's speed")
     add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
     return made
 
@@ -212,6 +215,8 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     chosen = kept[: options.top or DEFAULT_TOP]
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
+    if options.links:
+        record["links"] = compare_links(plan, console)
     if len(step_sizes(asked.cfg).sizes) > 1:
         steps = asked.cfg.train.num_steps
         if asked.cfg.train.num_epochs:  # unknown before the data is open: one step after the last
@@ -238,6 +243,28 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
         train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
         console.print(f"written: {train}", soft_wrap=True)
     return record
+
+
+def compare_links(plan: Plan, console: Console) -> list[dict[str, Any]]:
+    """Print the sums of gradients over replicas by link speed, for the first layout that has any.
+
+    Raises:   ConfigError if no layout has replicas.
+    """
+    layout = links.with_replicas(plan.fitting)
+    if layout is None:
+        rule = "needs a layout with replicas, and none fits"
+        raise ConfigError("--links", True, rule, "use --fix replica=2, or more GPUs")
+    rows = links.rows_of(layout, plan.cluster)
+    links.show(console, layout, rows)
+    speeds = [f"{speed:g}" for speed in links.SPEEDS]
+    return [
+        {
+            "method": row.method,
+            "bytes_sent": row.sent,
+            "seconds_by_gbits": dict(zip(speeds, row.seconds, strict=True)),
+        }
+        for row in rows
+    ]
 
 
 def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:

@@ -117,4 +117,5 @@ def _goodput(run: RunRead, *, several: bool) -> Element:
         for name, spent in parts
     ]
     bar = chart.share_bar(f"{run.name}: where the time went", parts)
-    return e("div", e("p", text), bar, e("ul", *items, class_="parts"))
+    lost = [e("p", str(run.restarts))] if run.restarts is not None else []
+    return e("div", e("p", text), bar, e("ul", *items, class_="parts"), *lost)

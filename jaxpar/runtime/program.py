@@ -111,6 +111,11 @@ def exit_on_failure() -> Iterator[None]:
         _leave(*_verdict(error))
 
 
+def end_with(error: BaseException) -> NoReturn:
+    """End this process as if an exception had ended the program. From any thread."""
+    _leave(*_verdict(error))
+
+
 def _leave(code: int, why: str) -> NoReturn:
     """End this process: record the reason, and leave the other processes."""
     for stream in (sys.stdout, sys.stderr):

@@ -60,6 +60,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "depth": (),
     "norm": (),
     "rank": (),
+    "replica": (REPLICA,),
 }
 
 #: Logical axes that count layers, modules and experts, each with matrices of its own.

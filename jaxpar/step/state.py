@@ -25,6 +25,7 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.optimizer.rules import make_optimizer
+from jaxpar.parallel.replicas.feedback import feedback_specs
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
@@ -52,11 +53,13 @@ class TrainState:
     diloco: Any = ()
     """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`); ()
     without."""
+    feedback: Any = ()
+    """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
 
     @property
     def saved(self) -> dict[str, Any]:
         """The parts that a checkpoint has, by name: without what there is none of."""
-        optional = ("ema", "diloco")
+        optional = ("ema", "diloco", "feedback")
         return {name: p for name, p in vars(self).items() if name not in optional or p != ()}
 
 
@@ -96,8 +99,18 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
     )
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(step, params, opt_state, guard, _abstract_average(cfg, params))
+    average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
+    state = TrainState(step, params, opt_state, guard, average, feedback=kept)
     return trainers.abstract_replicas(state, trainers.num_trainers(cfg))
+
+
+def feedback_of(cfg: Config, specs: Any = None) -> Any:
+    """Return the specs of what compressed sums over replicas keep; () without.
+
+    Args:     specs: of all parameters. None: those of a logical state.
+    """
+    specs = specs_of(cfg) if specs is None else specs
+    return feedback_specs(split(specs, specs)[0], cfg.parallel)
 
 
 def _abstract_average(cfg: Config, params: Any) -> Any:
@@ -122,7 +135,8 @@ def state_specs(cfg: Config) -> TrainState:
     params = partition_specs(specs_of(cfg))
     guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
-    state = TrainState(PartitionSpec(), params, opt_state, guard, ema)
+    feedback = partition_specs(feedback_of(cfg))
+    state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback=feedback)
     return trainers.replica_specs(state, trainers.num_trainers(cfg))
 
 
@@ -198,8 +212,15 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     # Created by a program: device_put would compare the values across processes.
     scalars = lambda: (jnp.int32(0), own(loss_scale.initial_guard(cfg)))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
-    state = TrainState(step, params, opt_state(params), guard, fresh_average(params, cfg))
+    average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
+    state = TrainState(step, params, opt_state(params), guard, average, feedback=feedback)
     return dataclasses.replace(state, diloco=trainers.start(params, replicas, to.diloco))
+
+
+def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:
+    """Return what compressed sums keep before the first step: errors of zero; () without."""
+    specs = feedback_of(cfg)
+    return init_params(specs, cfg, mesh) if specs else ()
 
 
 def fresh_average(params: Any, cfg: Config) -> Any:

@@ -31,7 +31,7 @@ from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
-from jaxpar.parallel.gradients import global_norm, reduce_gradients
+from jaxpar.parallel.gradients import clip, global_norm
 from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
 from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
@@ -55,7 +55,7 @@ from jaxpar.step.host_masters import weights_on_device
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import TrainState, state_shardings, state_specs
-from jaxpar.step.step_weights import scatter_once, weights_of_step
+from jaxpar.step.step_weights import scatter_once, summed, weights_of_step
 
 
 @flax.struct.dataclass
@@ -204,8 +204,15 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
-    metrics, grads, loads = loss_gradients_and_loads(
-        ex, max_segments, state.params, batch, scale, record=record, step=state.step
+    metrics, grads, loads, feedback = loss_gradients_and_loads(
+        ex,
+        max_segments,
+        state.params,
+        batch,
+        scale,
+        record=record,
+        step=state.step,
+        feedback=state.feedback,
     )
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
     trainable, frozen = split(state.params, parameters.specs_of(cfg))
@@ -219,6 +226,7 @@ def train_step(
             trainable = qk_clip.clip(trainable, metrics.attention_logits, ok, cfg)
             metrics = dataclasses.replace(metrics, attention_logits=None)
         ema = moving_average.update(cfg, specs, state.ema, trainable, state.step, layers, ok)
+        feedback = jax.tree.map(functools.partial(jnp.where, ok), feedback, state.feedback)
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
@@ -230,7 +238,9 @@ def train_step(
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
-    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard, ema), metrics
+    params = join(trainable, frozen)
+    state = TrainState(state.step + 1, params, opt_state, guard, ema, feedback=feedback)
+    return state, metrics
 
 
 def loss_and_gradients(
@@ -240,8 +250,8 @@ def loss_and_gradients(
     batch: Batch,
     scale: jax.Array | float = 1.0,
 ) -> tuple[StepMetrics, Any]:
-    """`loss_gradients_and_loads` without the loads."""
-    metrics, grads, _ = loss_gradients_and_loads(ex, max_segments, params, batch, scale)
+    """`loss_gradients_and_loads` without the loads, and with a sum over replicas in float32."""
+    metrics, grads, *_ = loss_gradients_and_loads(ex, max_segments, params, batch, scale)
     return dataclasses.replace(metrics, attention_logits=None), grads
 
 
@@ -254,13 +264,15 @@ def loss_gradients_and_loads(
     *,
     record: bool = False,
     step: jax.Array | None = None,
-) -> tuple[StepMetrics, Any, ExpertLoads | None]:
+    feedback: Any = None,
+) -> tuple[StepMetrics, Any, ExpertLoads | None, Any]:
     """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
     Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`). record: whether
               the loads have the experts of each token. step: int32 scalar, steps before this one;
-              None counts as none.
-    Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
+              None counts as none. feedback: as in a state. None: sum over replicas in float32.
+    Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts,
+              the new feedback).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, token_axes = ex.cfg, trainer_axes(ex.cfg, TOKEN_AXES)
@@ -291,18 +303,18 @@ def loss_gradients_and_loads(
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
     axes = trainer_axes(cfg, AXES)
-    grads = reduce_gradients(grads, parameters.trainable_specs(cfg), axes)
-    grads = loss_scale.unscale_gradients(cfg, grads, scale)
+    grads, feedback = summed(grads, feedback, scale, cfg)
     loss = psum(loss_sum, token_axes) / count
     norm = global_norm(fused_weights.unstack_layers(grads, cfg), axes)
     named = objective.reported(loss, cfg)
     metrics = StepMetrics(grad_norm=norm, num_tokens=num_tokens, **named)
     metrics = dataclasses.replace(metrics, **qk_clip.metrics(logits, cfg))
     if tallies is None:
-        return metrics, grads, None
+        return metrics, grads, None, feedback
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
     loads = reduce_tallies(tallies, tokens, cfg, experts)
-    return dataclasses.replace(metrics, **load_metrics(loads, tokens, cfg)), grads, loads
+    metrics = dataclasses.replace(metrics, **load_metrics(loads, tokens, cfg))
+    return metrics, grads, loads, feedback
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
@@ -380,15 +392,3 @@ def schedule_of(cfg: Config) -> Callable:
         return functools.partial(gpipe, save=p.pipeline_save)
     interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
     return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
-
-
-@jax.named_scope("clip")
-def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
-    """Scale gradients down to the global norm `limit`. 0 disables clipping.
-
-    Source:   Pascanu et al. 2013 (1211.5063), algorithm 1.
-    """
-    if limit == 0:
-        return grads
-    scale = jnp.minimum(1.0, limit / (norm + 1e-6))
-    return jax.tree.map(lambda g: g * scale, grads)

@@ -5,6 +5,7 @@ last, and deleted first. FILES, which is written first and again before that one
 with their sizes and SHA-256.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.paths import cache_folder, is_address, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
@@ -58,7 +60,8 @@ def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = Fal
         objects.delete([last])
     objects.write(FILES, _list({}))
     objects.delete(sorted(there - {last, FILES} - set(names)))
-    send = lambda name: objects.upload(name, folder / name)  # noqa: E731
+    beside = min(len(names), FILES_AT_ONCE)
+    send = lambda name: objects.upload(name, folder / name, beside)  # noqa: E731
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
         others = [name for name in names if name != last]
         contents = dict(zip(others, pool.map(send, others), strict=True))
@@ -83,7 +86,7 @@ def listed_files(objects: Objects) -> dict[str, Content]:
     Raises:   Altered if the list is damaged; StoreError.
     """
     try:
-        about = json.loads(objects.read(FILES)[0])
+        about = read_json(objects.read(FILES)[0], what="it")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError("is no list of files")
         return dict(content_of(about.get("files")))
@@ -143,7 +146,10 @@ def update_copy(
         except Altered as error:
             raise _damaged(objects, str(error)) from error
         known = folder / VERSIONS
-        before = json.loads(known.read_text()) if known.is_file() else {}
+        before = {}
+        with contextlib.suppress(OSError, UnreadableJson):  # then all is copied again
+            before = read_json(known)
+        before = before if isinstance(before, dict) else {}
         now = {}
         for name in names:
             try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.files.run_lock import RunLocked
 from jaxpar.stores.objects import Conflict, Missing, Objects, Stamp, StoreError
 
@@ -148,7 +149,7 @@ class Lease:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        about = json.loads(content)
+        about = read_json(content)
     except ValueError:
         return {}
     return about if isinstance(about, dict) else {}

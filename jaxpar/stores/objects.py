@@ -33,8 +33,9 @@ ATTEMPTS, BACKOFF_SECONDS = 4, 1.0
 #: Bytes of a part of an upload; more for files that would have more than MAX_PARTS of them.
 PART_BYTES, MAX_PARTS = 16 << 20, 9000
 
-#: Parts of a file that are sent at the same time.
-PARTS_AT_ONCE = 8
+#: Parts that are sent at the same time, of all files together. More would share a slow link, and
+#: each take longer than REQUEST_SECONDS (docs/experiments/stores.md#parts-in-flight).
+PARTS_AT_ONCE = 16
 
 #: Bytes of a download between two writes to the disk.
 CHUNK_BYTES = 8 << 20
@@ -92,7 +93,11 @@ class Objects:
         self.address, self._field = address, field
         #: Set to give up: no retry follows.
         self.stopped = threading.Event()
-        self._store = self._reporting(lambda: _open(address))
+        try:
+            self._store = self._reporting(lambda: _open(address))
+        except _Passing as error:
+            fix = "correct the store's settings in the environment, such as its credentials"
+            raise self._refused(f"cannot be opened ({error})", fix) from error
 
     def read(self, name: str) -> tuple[bytes, Stamp]:
         """Return an object's content and version. Raises:   Missing, StoreError."""
@@ -148,18 +153,19 @@ class Objects:
 
         return self._retried(f"writing {name}", write)
 
-    def upload(self, name: str, file: Path) -> Content:
+    def upload(self, name: str, file: Path, beside: int = 1) -> Content:
         """Write a file's content to an object, and return its size and SHA-256.
 
+        Args:     beside: files that are sent at the same time, this one included.
         Raises:   FileNotFoundError if the file is gone; StoreError.
         """
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             size = opened.seek(0, os.SEEK_END)
-        part = max(PART_BYTES, -(-size // MAX_PARTS))
+        part, at_once = max(PART_BYTES, -(-size // MAX_PARTS)), max(PARTS_AT_ONCE // beside, 1)
 
         def send() -> None:
-            _obstore().put(self._store, name, file, chunk_size=part, max_concurrency=PARTS_AT_ONCE)
+            _obstore().put(self._store, name, file, chunk_size=part, max_concurrency=at_once)
 
         self._retried(f"uploading {name}", send, gone=lambda: not file.is_file())
         return Content(size, digest)
@@ -299,6 +305,8 @@ def _open(address: Address) -> Any:
     }
     more: Any = {"prefix": address.prefix, "client_options": client, "retry_config": retry}
     if address.scheme == "gs":
+        # The variable of Google's clients for a server in place of theirs.
+        client["allow_http"] = os.environ.get("STORAGE_EMULATOR_HOST", "").startswith("http://")
         return store.GCSStore(address.bucket, **more)
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:

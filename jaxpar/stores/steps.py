@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jaxpar.config.json_reader import read_json
 from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
@@ -41,7 +42,7 @@ def listed(objects: Objects, step: int) -> dict[str, Content]:
     """
     name = f"{COMPLETE}/{step}"
     try:
-        about = json.loads(objects.read(name)[0])
+        about = read_json(objects.read(name)[0], what="it")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError("is no list of files")
         return dict(content_of(about.get("files")))
@@ -63,7 +64,11 @@ def upload_step(objects: Objects, folder: Path, step: int, still_ours: Callable[
     if not names:
         raise FileNotFoundError(str(place))
     objects.delete([f"{COMPLETE}/{step}"])
-    send = lambda name: objects.upload(f"{STEPS}/{step}/{name}", place / name)  # noqa: E731
+    beside = min(len(names), FILES_AT_ONCE)
+
+    def send(name: str) -> Content:
+        return objects.upload(f"{STEPS}/{step}/{name}", place / name, beside)
+
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
         contents = dict(zip(names, pool.map(send, names), strict=True))
     _delete_others(objects, step, set(names))

@@ -127,6 +127,7 @@ class BetweenSteps:
         if "first step" not in startup.seconds:  # the first dispatch blocks until the step is done
             startup.ended("first step")
             log(str(startup))
+            self.phases.spent.event("first step", step=step + 1)
         self.metrics.write_previous(step, metrics, self.data_wait, dispatch)
 
     def check_replicas(self, done: int, state: TrainState) -> None:
@@ -159,30 +160,48 @@ class BetweenSteps:
         cfg, spent = self.run.cfg, self.phases.spent
         spent.done(done)
         stopping = self.stop.due()
-        if not stopping and done < self.last:
-            self._copy_to_memory(done, state)
+        memory = self.ready.memory
+        if memory is not None and memory.due(done) and not stopping and done < self.last:
+            self.phases.enter("save wait", done)
+            self.metrics.pause()
+            self._copy(done, state)
         if stopping or self.judge.improved or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
-            self.run.records.before_save()
-            tokens = self.run.loader.sizes_of_steps.tokens_before(done)
-            self.saver.save(state, done, tokens, self.judge.best)
+            self._checkpoint(done, state)
             spent.record(done)
         if stopping:
             self.saver.finish()
             log(f"{self.stop.received}: saved step {done}; the same command resumes from there")
         return stopping
 
-    def _copy_to_memory(self, done: int, state: TrainState) -> None:
-        """If due, copy the state to the memory of hosts."""
-        memory = self.ready.memory
-        if memory is None or not memory.due(done):
+    def _checkpoint(self, done: int, state: TrainState) -> None:
+        self.run.records.before_save()
+        self.saver.save(state, done, self._tokens(done), self.judge.best)
+
+    def _copy(self, done: int, state: TrainState) -> None:
+        """Copy the state to the memory of hosts."""
+        assert self.ready.memory is not None
+        skipped = self.run.loader.skipped
+        self.ready.memory.save(state, done, self._tokens(done), skipped, self.judge.best)
+
+    def _tokens(self, done: int) -> int:
+        return self.run.loader.sizes_of_steps.tokens_before(done)
+
+    def save_now(self, done: int, state: TrainState, *, in_memory: bool) -> None:
+        """Save the state, and wait until it is complete.
+
+        Args:     in_memory: in the memory of hosts, not as a checkpoint.
+        Raises:   SaveFailed.
+        """
+        self.phases.enter("save wait", done, slow=True)
+        if in_memory and self.ready.memory is not None:
+            self.ready.memory.wait()
+            self._copy(done, state)
+            self.ready.memory.wait()
             return
-        self.phases.enter("save wait", done)
-        self.metrics.pause()
-        loader = self.run.loader
-        tokens = loader.sizes_of_steps.tokens_before(done)
-        memory.save(state, done, tokens, loader.skipped, self.judge.best)
+        self._checkpoint(done, state)
+        self.saver.finish()
 
     def finish(self) -> None:
         """Write the metrics of the last step, then enter the wait for its checkpoint."""

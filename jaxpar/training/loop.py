@@ -11,6 +11,8 @@ from jaxpar import checkpoint
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
+from jaxpar.monitoring.host_losses import described, host_losses
+from jaxpar.monitoring.restarts import RESTORED, restarts
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.compilation import CacheReads
@@ -23,6 +25,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, mem
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
+from jaxpar.training.emergency import saved_on_failure
 from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
@@ -49,6 +52,8 @@ def train(run: Run, watch: Watchdog) -> int:
         ready = until_the_end.enter_context(prepared(run, state, compiled))
         watch.report = lambda: collective_order(ready.train_step.program.as_text())
         spent.event("compiled", from_cache=run.startup.from_cache)
+        if run.restored is not None:
+            spent.event(RESTORED, **run.restored)
         spent.started(run.first_step or 0, run.startup.seconds)
         run.calls.request_stop = stop.request
         run.calls.started(run.first_step or 0)
@@ -67,7 +72,11 @@ def train(run: Run, watch: Watchdog) -> int:
             run.copies.clear()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
-    log(str(goodput(read_events(run.dir))))
+    events = read_events(run.dir)
+    log(str(goodput(events)))
+    for lost in (described(host_losses(events)), restarts(events)):
+        if lost:
+            log(str(lost))
     run.calls.ended(code)
     return code
 
@@ -79,12 +88,16 @@ def steps(
 
     Raises:   Spike when the run must go back to a checkpoint.
     """
-    with BetweenSteps(run, ready, stop, phases) as between:
+    with (
+        BetweenSteps(run, ready, stop, phases) as between,
+        saved_on_failure(between, state) as last,
+    ):
         between.saver.prepare(state)
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
             state, metrics = ready.train_step(state, batch)
             state = ready.outer_steps(step + 1, state)
+            last.finished(step + 1, state)
             between.report(step, metrics)
             between.check_replicas(step + 1, state)
             between.evaluate(step + 1, state)

@@ -15,6 +15,7 @@ from jaxpar.model.mup.widths import in_words as in_words_of_mup
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
+from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
@@ -45,6 +46,8 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         "environment": environment,
         "asked": run.asked,
     }
+    if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
+        manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
     if steps := recorded_steps(run.cfg):
@@ -87,8 +90,10 @@ def _parametrization(run: Run) -> list[str]:
 
 
 def _replicas(run: Run) -> list[str]:
-    """Describe the replicas of DiLoCo, and what they exchange."""
-    return [f"diloco     {in_words_of_diloco(run.cfg)}"] if run.cfg.diloco.every else []
+    """Describe the replicas, and what they exchange."""
+    if run.cfg.diloco.every:
+        return [f"diloco     {in_words_of_diloco(run.cfg)}"]
+    return [f"replicas   {in_words_of_sums(run.cfg)}"] if run.cfg.parallel.replica > 1 else []
 
 
 def _data(run: Run) -> str:

@@ -28,6 +28,7 @@ from jaxpar.memory_checkpoint.restoring import restore
 from jaxpar.memory_checkpoint.room import CopyPlan
 from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
+from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate, on_host
@@ -101,6 +102,8 @@ class Run:
         self.mirror: Mirror | None = None
         #: What this process copies to the memory of hosts; None for a run without copies.
         self.memory: CopyPlan | None = None
+        #: For the event of a start that has restored a state.
+        self.restored: dict[str, Any] | None = None
         self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
         self.startup.ended("data and checks")
 
@@ -242,10 +245,17 @@ class Run:
         if self.first_step is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
             return state, f"loaded weights of {self.origin}" if self.origin else "initialized"
+        began = time.perf_counter()
         state, where = self._restored()
+        seconds, repeated = time.perf_counter() - began, last_recorded(self.dir)
+        self.restored = {
+            **{"source": where, "step": self.first_step or 0, "seconds": round(seconds, 3)},
+            "repeated": max(repeated - (self.first_step or 0), 0),
+        }
         for field, (then, now) in self.changed.items():
             log(f"changed    {field}: {now}, was {then}")
-        return state, f"restored step {self.first_step} from {where}"
+        of = "the checkpoint" if where == "checkpoint" else where
+        return state, f"restored step {self.first_step} from {of}"
 
     def _restored(self) -> tuple[TrainState, str]:
         """Return the state of the first copy or checkpoint that is intact, and where it was."""
@@ -261,7 +271,7 @@ class Run:
             self.origin = initial_weights.find(self.cfg)
             return initial_weights.state(self.cfg, self.mesh, self.origin, log), "nothing"
         state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
-        return state, "the checkpoint"
+        return state, "checkpoint"
 
     def metrics(self) -> MetricsWriter:
         """Make the writer of the run's metrics, which also checks each step's loss and gradient."""

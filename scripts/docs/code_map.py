@@ -82,6 +82,7 @@ def page() -> str:
     others = [("find_python.sh", "Finds the Python that make uses"),
               ("deploy/slurm.sh", "A run on a Slurm cluster"),
               ("deploy/jobset.yaml", "A run on Kubernetes"),
+              ("deploy/jobset_elastic.yaml", "The same, while nodes come and go"),
               ("deploy/sky.yaml", "A run on several machines by SkyPilot"),
               ("deploy/grafana_dashboard.json", "The dashboard, as Grafana imports it"),
               ("deploy/prometheus_rules.yml", "Alerts for Prometheus")]  # fmt: skip

@@ -60,6 +60,11 @@ ZB4 parallel.sequence=2 | 4 | parallel.sequence | zero_bubble
 ZB4 parallel.layer_loop=scan | 2 | parallel.layer_loop | zero_bubble
 ZB4 model.matmul_dtype=float8 | 2 | model.matmul_dtype | zero_bubble
 ZB4 lora.rank=4 | 2 | lora.rank | zero_bubble
+parallel.replica_reduction=int8 | 2 | parallel.replica | at least 2 with
+RED=top_k parallel.replica_top_k=0.7 | 2 | parallel.replica_top_k | must be below 0.667 with 2
+RED=power_sgd lora.rank=4 | 2 | lora.rank | of low rank already
+RED=power_sgd parallel.replica_rank=0 | 2 | parallel.replica_rank | at least 1
+RED=top_k parallel.replica_top_k=0.0 | 2 | parallel.replica_top_k | above 0
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
@@ -207,6 +212,7 @@ metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP a
 """
 ZERO_BUBBLE = "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.layer_loop=unroll"
 BAD_CONFIGS = re.sub(r"^ZB4", "ZB parallel.num_microbatches=4", BAD_CONFIGS, flags=re.MULTILINE)
+BAD_CONFIGS = BAD_CONFIGS.replace("RED=", "parallel.replica=2 parallel.replica_reduction=")
 BAD_CONFIGS = re.sub(r"^ZB", f"{ZERO_BUBBLE} parallel.zero=1", BAD_CONFIGS, flags=re.MULTILINE)
 
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]

@@ -218,16 +218,16 @@ def test_small_messages_are_timed_by_the_method_that_the_program_uses(devices, m
     """CPUs have no kernel for small messages, so it has no time there."""
     monkeypatch.setattr(latency, "SIZES", (1 << 10,))
     rows = list(latency.measure(bandwidth.one_axis(devices[:2]), 2, 10))
-    at = {(row.launch, row.kind, row.method): row for row in rows}
-    assert set(at) == set(itertools.product(latency.LAUNCHES, latency.KINDS, latency.METHODS))
+    timed = [(row.kind, row.method) for row in rows]
+    assert timed == list(itertools.product(latency.KINDS, latency.METHODS))
     assert {row.size for row in rows} == {1 << 10}
     assert all((row.call is None) == (row.method == "kernel") for row in rows)
     console = Console(width=118)
     with console.capture() as printed:
-        console.print(*showing.latency(rows))
+        console.print(showing.latency(rows))
     shown = printed.get()
-    assert shown.count("all-gather, kernel") == shown.count("1 KiB") == 2
-    assert shown.count("in a CUDA graph") == 1
+    assert shown.count("all-gather, kernel") == shown.count("1 KiB") == 1
+    assert shown.count(" -") == 2
 
 
 PROGRAM = """HloModule jit_f, num_partitions=2

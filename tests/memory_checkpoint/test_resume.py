@@ -123,6 +123,7 @@ def test_a_damaged_copy_is_passed_over(
     ranks.assert_same_records(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_copy_that_takes_too_long_or_fails_is_told_and_skipped(
     train_on, config_file, tmp_path, memory, monkeypatch, capfd
 ):

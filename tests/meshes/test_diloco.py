@@ -44,7 +44,6 @@ BASE = steady(
     replace(
         TINY,
         **{
-            "model.num_layers": 4,
             "optimizer.clip_norm": 0.5,
             "diloco.every": 4,
             "parallel.replica": 2,
@@ -162,12 +161,13 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
 @pytest.mark.parametrize(
     ("cfg", "mesh"),
     [
-        (STREAMING, "data=2,tensor=2"),
+        (STREAMING, "data=2"),
+        slow(STREAMING, "data=2,tensor=2"),
         slow(BASE, ""),
         slow(BASE, "data=2,tensor=2"),
         slow(STREAMING, "data=2,zero=1"),
         slow(STREAMING, "data=2,sequence=2,zero=2"),
-        slow(STREAMING, "pipeline=2,data=2,num_microbatches=2"),
+        slow(replace(STREAMING, **{"model.num_layers": 4}), "pipeline=2,data=2,num_microbatches=2"),
         slow(replace(STREAMING, **{"optimizer.name": "adafactor"}), "data=2,tensor=2"),
         # A rate at which norms change by more than their rounding.
         slow(replace(BASE, **{"optimizer.name": "sgd", "optimizer.learning_rate": 1.0}), "data=2"),
@@ -194,6 +194,25 @@ def test_plain_trainers(cfg, mesh, devices):
     assert np.abs(apart).max() > 1e-3  # replicas have trained on their own since
 
 
+@pytest.mark.slow
+def test_replicas_with_the_same_rows_are_one_trainer(devices):
+    """Their mean is each of them: an outer step at rate 1 without momentum changes nothing."""
+    fields = {"diloco.outer_learning_rate": 1.0, "diloco.outer_momentum": 0.0}
+    rows = BASE.train.global_batch_size // 2
+    own = [jax.tree.map(lambda a: a[:rows], batch) for batch in batches(BASE)]
+    twice = [jax.tree.map(lambda a: np.concatenate([a, a]), batch) for batch in own]
+    found_losses, found = trained(*on_mesh(replace(BASE, **fields), "", devices), twice)
+    one = {"parallel.replica": 1, "parallel.data": 1, "train.global_batch_size": rows}
+    alone = resolve(replace(BASE, diloco=DilocoConfig(), **one), 1)
+    losses, wanted = trained(alone, make_mesh(alone.parallel, devices[:1]), own)
+    np.testing.assert_allclose(found_losses, losses, rtol=TOLERANCE)
+    start = traces.to_host(traces.initial_params(specs_of(BASE), BASE.train.seed))
+    for r in range(2):
+        weights = {k: np.asarray(w)[r] for k, w in flat(found.diloco["weights"]).items()}
+        errors = distances.update_errors(weights, traces.to_host(wanted.params), start)
+        assert distances.worst(errors)[0] <= TOLERANCE, distances.worst(errors)
+
+
 def test_when_fragments_are_due():
     cfg = replace(STREAMING, **{"train.num_steps": 10})
     assert {s: due(s, cfg) for s in range(1, 11) if due(s, cfg)} == {
@@ -206,26 +225,32 @@ def test_when_fragments_are_due():
     assert not any(due(s, replace(cfg, diloco=DilocoConfig())) for s in range(11))
 
 
-def test_what_is_sent(devices):
-    """An inner step sends what a trainer alone does, and metrics; an outer step its fragment."""
+def sent(program: Any, *args: Any) -> dict[str, Any]:
+    """What a compiled program sends on the mesh of `args`, by kind."""
+    found = collective_bytes(program.lower(*args).compile().as_text())
+    assert not found.unknown
+    return found.kinds
 
-    def sent(program: Any, *args: Any) -> dict[str, Any]:
-        found = collective_bytes(program.lower(*args).compile().as_text())
-        assert not found.unknown
-        return found.kinds
 
+def test_an_inner_step_sends_its_metrics_alone(devices):
+    """Over replicas, which are the whole mesh here."""
+    cfg, mesh = on_mesh(STREAMING, "", devices)
+    started = init_state(cfg, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    kinds = sent(make_train_step(cfg, mesh, max_segments(cfg)), *started)
+    assert kinds == {"all-gather": {"count": 1, "bytes": 4 * 6}}
+
+
+@pytest.mark.slow
+def test_what_replicas_exchange(devices):
     cfg, mesh = on_mesh(STREAMING, "", devices)
     state = init_state(cfg, mesh)
-    batch = traces.place_batch(batches(cfg)[0], cfg, mesh)
-    inner = sent(make_train_step(cfg, mesh, max_segments(cfg)), state, batch)
-    assert inner == {"all-gather": {"count": 1, "bytes": 4 * 6}}
     for dtype in ("float32", "bfloat16"):
         of = replace(cfg, **{"diloco.outer_dtype": dtype})
         for i, wanted_bytes in enumerate(fragment_bytes(of)):
             kinds = sent(make_outer_step(of, mesh, i), state.params, state.diloco)
             assert sum(kind["bytes"] for kind in kinds.values()) == wanted_bytes
     plain = replace(cfg, diloco=DilocoConfig())
-    started = init_state(plain, mesh), batch
+    started = init_state(plain, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
     each_step = sent(make_train_step(plain, mesh, max_segments(plain)), *started)
     assert 0 <= each_step["all-reduce"]["bytes"] - gradient_bytes(plain) <= 16  # and the loss
 

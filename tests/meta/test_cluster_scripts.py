@@ -19,12 +19,12 @@ import yaml
 from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes import detect
+from jaxpar.runtime.processes import detect, launcher
 from jaxpar.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"
-SLURM, JOBSET = DEPLOY / "slurm.sh", DEPLOY / "jobset.yaml"
+SLURM, JOBSET, ELASTIC = (DEPLOY / n for n in ("slurm.sh", "jobset.yaml", "jobset_elastic.yaml"))
 SKY, CHECK_SKY = DEPLOY / "sky.yaml", DEPLOY / "check_sky.py"
 
 # ----------------------------------------------------------------------------------- Slurm
@@ -190,8 +190,9 @@ def job(jobset):
     return only["template"]["spec"]
 
 
-def test_the_jobset_fits_the_schemas(jobset):
-    assert misfits(jobset) == []
+@pytest.mark.parametrize("file", [JOBSET, ELASTIC], ids=lambda file: file.stem)
+def test_jobsets_fit_the_schemas(file):
+    assert misfits(yaml.safe_load(file.read_text())) == []
 
 
 WRONG = [
@@ -235,6 +236,47 @@ def test_its_pods_have_no_rights_and_what_cannot_work_is_not_repeated(job):
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2, 17] and job["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
+
+
+@pytest.fixture(scope="module")
+def elastic():
+    """The elastic JobSet's name, and its Jobs by name."""
+    whole = yaml.safe_load(ELASTIC.read_text())
+    jobs = {job["name"]: job["template"]["spec"] for job in whole["spec"]["replicatedJobs"]}
+    return whole, jobs
+
+
+def test_elastic_pods_meet_at_the_rendezvous(elastic):
+    whole, jobs = elastic
+    met = f"{whole['metadata']['name']}-rendezvous-0-0.{whole['metadata']['name']}:29400"
+    launchers = {}
+    for name, job in jobs.items():
+        (container,) = job["template"]["spec"]["containers"]
+        assert container["command"][-2:] == ["-m", "jaxpar.launch"]
+        launchers[name], rest, _ = launcher.read_command(container["args"])
+        assert bool(rest) == (name == "train")
+    assert launchers["rendezvous"].serve_rendezvous == launchers["train"].rendezvous == met
+    most = jobs["train"]["parallelism"]
+    assert launchers["train"].nodes == f"2:{most}" and jobs["train"]["completions"] == most
+    assert whole["spec"]["successPolicy"]["targetReplicatedJobs"] == ["train"]
+    assert jobs["train"]["successPolicy"]["rules"] == [{"succeededCount": 1}]
+
+
+def test_an_elastic_pod_is_replaced_by_itself(elastic, job):
+    """And it has the rights, the grace and the final codes of the other JobSet."""
+    train = elastic[1]["train"]
+    assert train["backoffLimitPerIndex"] > 0 and "backoffLimit" not in train
+    final, ignored = train["podFailurePolicy"]["rules"]
+    assert final == job["podFailurePolicy"]["rules"][0] and ignored["action"] == "Ignore"
+    own, other = train["template"]["spec"], job["template"]["spec"]
+    for name in ("securityContext", "restartPolicy", "terminationGracePeriodSeconds", "volumes"):
+        assert own[name] == other[name]
+    for each in elastic[1].values():
+        pod = each["template"]["spec"]
+        assert pod["securityContext"] == other["securityContext"]
+        assert not pod["automountServiceAccountToken"]
+        rights = other["containers"][0]["securityContext"]
+        assert pod["containers"][0]["securityContext"] == rights
 
 
 # ---------------------------------------------------------------------------------- SkyPilot

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.monitoring import goodput
 from jaxpar.monitoring.goodput import EVENTS_FILE, Recorder, read_events
+from jaxpar.monitoring.host_losses import HostLoss, described, host_losses
 
 
 def event(name: str, attempt: int, age: float, at: float, **more) -> dict:
@@ -129,3 +130,24 @@ def test_attempts_are_appended_and_a_torn_line_is_passed_over(devices, tmp_path)
     assert (tmp_path / EVENTS_FILE).read_text().startswith(first)
     assert [e["attempt"] for e in read_events(tmp_path) if e["event"] == "start"] == [1, 2]
     assert goodput.goodput(read_events(tmp_path)).attempts == 2
+
+
+def test_losses_of_hosts_are_of_no_attempt_and_are_listed():
+    events = [
+        {"event": "start", "attempt": 1, "age": 1.0, "time": 100.0},
+        {"event": "time", "attempt": 1, "age": 11.0, "time": 110.0, "steps": [0, 5]}
+        | {"seconds": {"step": 10.0}},
+        {"event": "start", "attempt": 2, "age": 1.0, "time": 131.0},
+    ]
+    formed = {"event": "generation", "attempt": 0, "age": 0.0, "time": 125.0, "step": 6}
+    formed |= {"generation": 2, "lost": ["b"], "silent": 5.0, "seconds": 12.5}
+    joined = formed | {"lost": [], "generation": 3}
+    broken = formed | {"silent": "x"}
+    among = [*events[:2], formed, joined, broken, events[2]]
+    assert goodput.goodput(among) == goodput.goodput(events)
+    assert goodput.goodput(events).seconds["down"] == 20.0
+    losses = host_losses(among)
+    assert losses == [HostLoss(("b",), 17.5, 6)]
+    assert described([]) == "" and described(losses) == "hosts lost once: 17.5 s to the next steps"
+    twice = [*losses, HostLoss(("a", "b"), 2.5, 9)]
+    assert described(twice) == "hosts lost 2 times: 20.0 s to the next steps, median 10.0 s"

@@ -12,8 +12,8 @@ from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.schedules import learning_rate
+from jaxpar.parallel.gradients import clip
 from jaxpar.sharding.params import abstract, decay_mask, flat
-from jaxpar.step.train_step import clip
 
 PEAK, RATIO, WARMUP, STEPS = 3e-3, 0.1, 10, 110
 FLOOR = PEAK * RATIO

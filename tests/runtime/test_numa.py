@@ -30,18 +30,19 @@ def test_lists_of_cpus():
 
 
 def test_gpus_by_index_and_uuid(root):
-    there = pci.gpus(root)
+    there = pci.gpus(root, no_driver)
     assert list(there) == ADDRESSES
     assert pci.addresses_of(["2", "0"], there) == [ADDRESSES[2], ADDRESSES[0]]
     assert pci.addresses_of(["GPU-9baa"], there) == [ADDRESSES[3]]
     assert pci.addresses_of(["4"], there) == pci.addresses_of(["MIG-1"], there) == []
 
 
-def test_the_driver_is_asked_where_its_files_are_hidden(tmp_path):
-    rows = "uuid, pci.bus_id\nGPU-b, 00000000:9A:00.0\nGPU-a, 00000000:1A:00.0\n"
-    there = pci.gpus(tmp_path, lambda _: rows)
-    assert there == {"0000:1a:00.0": "GPU-a", "0000:9a:00.0": "GPU-b"}
-    assert pci.gpus(tmp_path, no_driver) == {}
+def test_a_job_may_use_only_some_gpus(root):
+    """Slurm's cgroup hides the others from CUDA and nvidia-smi, but not from the driver's files."""
+    rows = f"uuid, pci.bus_id\nGPU-b, 0000{ADDRESSES[3].upper()}\nGPU-a, 0000{ADDRESSES[2]}\n"
+    there = pci.gpus(root, lambda _: rows)
+    assert there == {ADDRESSES[2]: "GPU-a", ADDRESSES[3]: "GPU-b"}
+    assert pci.addresses_of(["0"], there) == [ADDRESSES[2]]
 
 
 def test_a_process_goes_to_the_node_of_its_gpus(root):
@@ -76,7 +77,9 @@ def test_one_node_needs_nothing(tmp_path):
 BOUND = """
 import ctypes, os, sys, threading
 from pathlib import Path
-from jaxpar.runtime.gpus import numa, visible
+from jaxpar.runtime.gpus import numa, nvidia_smi, visible
+def no_driver(_):
+    raise nvidia_smi.Unavailable("no driver")
 started = threading.Event()
 seen = []
 def other():
@@ -86,7 +89,7 @@ thread = threading.Thread(target=other)
 thread.start()
 visible.gpu_is_present = lambda: True
 own = sorted(os.sched_getaffinity(0))
-print(numa.bind_process(os.environ, [0], Path(sys.argv[1])))
+print(numa.bind_process(os.environ, [0], Path(sys.argv[1]), no_driver))
 started.set()
 thread.join()
 mode = ctypes.c_int()

@@ -155,6 +155,9 @@ def test_the_parts_that_were_not_read_for_longest_are_deleted(tmp_path, monkeypa
     parts.read("key", 6, 100, slice(0, 10), lambda: b"y" * 100)
     parts.read("key", 7, 100, slice(0, 10), lambda: b"y" * 100)
     assert [number for number in range(8) if parts.has("key", number)] == [0, 3, 4, 5, 6, 7]
+    parts.limit = 4 * 116  # another run asks for less
+    parts.remove_oldest()
+    assert [number for number in range(8) if parts.has("key", number)] == [0, 6, 7]
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated"])
@@ -205,7 +208,7 @@ def test_a_cache_without_space_is_no_error(made, monkeypatch, capsys, here):
     some = loader(made)
     stored = some.sources[0].dataset.tokens.stored
     stored._cache.folder = Path("/proc/1/none")  # nothing can be made there
-    assert_same_batches(some, loader(config(here)))
+    assert_same_batches(some, loader(config(here)), range(2))
     assert capsys.readouterr().err.count("cannot be written") == 1
 
 
@@ -228,10 +231,10 @@ def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, caps
     assert main(asked) == 2 and "already has a dataset" in capsys.readouterr().err
     upload = folders.Objects.upload
 
-    def killed(self, name, file):
+    def killed(self, name, file, beside=1):
         if name == "val.bin":
             raise KeyboardInterrupt
-        return upload(self, name, file)
+        return upload(self, name, file, beside)
 
     monkeypatch.setattr(folders.Objects, "upload", killed)
     assert main([*asked, "--overwrite"]) == 130

@@ -103,10 +103,10 @@ def test_an_export_to_an_address_is_complete_or_absent(run, address, tmp_path, m
     url = str(address._replace(prefix="exports/one"))
     upload = folders.Objects.upload
 
-    def fails(self, name, file):
+    def fails(self, name, file, beside=1):
         if name.endswith(".safetensors"):
             raise RunError("killed")
-        return upload(self, name, file)
+        return upload(self, name, file, beside)
 
     monkeypatch.setattr(folders.Objects, "upload", fails)
     with pytest.raises(RunError, match="killed"):

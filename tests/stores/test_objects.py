@@ -1,9 +1,12 @@
 """Objects of a store: content, conditional writes, retries, and errors that say what to do."""
 
+import threading
+import time
+
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.stores import objects
+from jaxpar.stores import objects, steps
 from jaxpar.stores.objects import ATTEMPTS, Altered, Conflict, Content, Missing, StoreError
 from tests.stores.server import objects_at
 
@@ -87,3 +90,29 @@ def test_altered_objects_are_found(store, tmp_path):
         with pytest.raises(Altered, match=f"x {rule}"):
             store.download("x", tmp_path / "x", there)
         assert not list(tmp_path.glob("*x*"))
+
+
+def test_the_parts_of_all_files_together_are_bounded(s3, store, tmp_path, monkeypatch):
+    """Eight files at once: each request has its share of a slow link."""
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(objects, "PARTS_AT_ONCE", 4)
+    asked, most, lock = [0], [0], threading.Lock()
+
+    def slow(method: str, path: str) -> float | None:
+        if method != "PUT":
+            return None
+        with lock:
+            asked[0] += 1
+            most[0] = max(most[0], asked[0])
+        time.sleep(0.05)
+        with lock:
+            asked[0] -= 1
+        return None
+
+    s3.fault = slow
+    for number in range(3):
+        place = tmp_path / "checkpoints" / "1" / f"{number}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(bytes(16 << 20))
+    steps.upload_step(store, tmp_path, 1, lambda: None)
+    assert 1 < most[0] <= 4

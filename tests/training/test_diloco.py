@@ -15,7 +15,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 
 FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7
---checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 4 --evaluation.num-batches 1
+--checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 0
 --optimizer.warmup-steps 0"""
 
 

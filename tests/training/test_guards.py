@@ -190,11 +190,11 @@ def poisoned_batches(bad: set[int]) -> Iterator[None]:
     measure, plain, number = train_step.loss_gradients_and_loads, train_step.train_step, []
 
     def poisoned(cfg, segments, params, batch, scale=1.0, **more):
-        measured, grads, loads = measure(cfg, segments, params, batch, scale, **more)
+        measured, grads, *rest = measure(cfg, segments, params, batch, scale, **more)
         is_bad = jnp.any(jnp.stack([number[-1] == b for b in sorted(bad)]))
         nan = lambda x: jnp.where(is_bad, jnp.nan, x)  # noqa: E731
         measured = dataclasses.replace(measured, loss=nan(measured.loss))
-        return measured, jax.tree.map(nan, grads), loads
+        return measured, jax.tree.map(nan, grads), *rest
 
     def numbered(cfg, segments, state, batch, **more):
         number.append(state.step)

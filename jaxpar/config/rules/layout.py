@@ -14,6 +14,9 @@ from jaxpar.config.layout.layer_split import (
     layers_per_chunk,
 )
 
+#: Bytes of an element that top_k sends, and of its sum in float32: sent twice, by each replica.
+VALUE_AND_PLACE, SUMMED = 6, 8
+
 
 def automatic(cfg: Config) -> None:
     """Check that `parallel.auto` names fields of a layout."""
@@ -77,3 +80,23 @@ def turns(cfg: Config) -> None:
     rule = "needs unrolled layers, but parallel.layer_loop is scan"
     ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
     require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
+
+
+def compressed_sums(cfg: Config) -> None:
+    """Check that a compressed sum over replicas has replicas, and sends less than float32."""
+    p, path = cfg.parallel, "parallel.replica_reduction"
+    if p.replica_reduction == "float32":
+        return
+    plain = flag(path, "float32")
+    rule = f"must be at least 2 with {path} {p.replica_reduction}, which compresses what replicas "
+    rule += "send each other"
+    require(p.replica > 1, cfg, "parallel.replica", rule, flag("parallel.replica", 2), plain)
+    if p.replica_reduction == "top_k":
+        most = SUMMED / VALUE_AND_PLACE / p.replica
+        rule = f"must be below {most:.3g} with {p.replica} replicas: each sends its values and "
+        rule += "their places to all others, which is more than a sum in float32 sends"
+        fewer = (flag("parallel.replica_top_k", 0.01),) if most > 0.01 else ()
+        require(p.replica_top_k < most, cfg, "parallel.replica_top_k", rule, *fewer, plain)
+    if p.replica_reduction == "power_sgd":
+        rule = f"must be 0 with {path} power_sgd: adapters are of low rank already"
+        require(not cfg.lora.rank, cfg, "lora.rank", rule, flag(path, "int8"), plain)

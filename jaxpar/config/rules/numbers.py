@@ -19,7 +19,7 @@ model.mamba_state_size model.mamba_num_groups model.conv_kernel_size model.recur
 model.qk_rope_head_dim model.v_head_dim model.nope_query_span
 parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
-parallel.remat_group
+parallel.remat_group parallel.replica_rank
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
 optimizer.muon_steps diloco.fragments cluster.connect_seconds""".split()
@@ -42,7 +42,8 @@ diloco.every cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std
 model.swiglu_limit model.swiglu_alpha model.embedding_multiplier model.residual_multiplier
 model.logits_scaling optimizer.learning_rate optimizer.eps
-optimizer.muon_lr_ratio guard.spike_deviations""".split()
+optimizer.muon_lr_ratio guard.spike_deviations
+parallel.replica_top_k""".split()
 
 
 _BELOW_ONE = (

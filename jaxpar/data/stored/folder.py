@@ -94,7 +94,9 @@ def local(cfg: Config, field: str, path: str) -> str:
         where = cfg.data.cache_dir or str(folder)
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError("data.cache_dir", where, rule, "use another folder") from error
-    cache.limit = int(cfg.data.cache_gib * 2**30)
+    if (limit := int(cfg.data.cache_gib * 2**30)) != cache.limit:
+        cache.limit = limit
+        cache.remove_oldest()
     address = read_address(field, path)
     known = (one for one in _opened.values() if one.address == address)
     stored = next((one for one in known if one.path.parent == folder), None)

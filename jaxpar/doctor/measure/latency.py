@@ -5,9 +5,8 @@ number is a power of two. It adds in the order of the devices, so the sum is the
 of them. Two buffers alternate, so that no device overwrites what another still reads. It does not
 use NVLink multicast. XLA 0.11 takes it for all-reduces by default, and for all-gathers if asked to.
 
-Either is launched one by one by the host, or recorded once in a CUDA graph, which a single launch
-repeats. The former's time is mostly the host's, the latter's the GPUs'
-(docs/experiments/small_collectives.md).
+The host launches each call, which takes longer than the call does on the GPUs: the figures are what
+a program pays, not what the links need (docs/experiments/small_collectives.md).
 """
 
 import itertools
@@ -29,19 +28,11 @@ KINDS = ("all-reduce", "all-gather")
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 
 _KERNELS = "xla_gpu_experimental_use_collective_kernels"
-_GRAPHS = "xla_gpu_enable_command_buffer"
-_ALONE = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 
 #: Options of the compiler by method.
 METHODS: dict[str, dict[str, Any]] = {
     "NCCL": {_KERNELS: ""},
     "kernel": {_KERNELS: "COLLECTIVE_KERNEL_ALL_REDUCE,COLLECTIVE_KERNEL_ALL_GATHER"},
-}
-
-#: Options of the compiler by what launches the collectives.
-LAUNCHES: dict[str, dict[str, Any]] = {
-    "one by one": {_GRAPHS: ""},
-    "in a CUDA graph": {_GRAPHS: f"{_ALONE},COLLECTIVES", "xla_gpu_graph_min_graph_size": 1},
 }
 
 #: The kind of a fusion that is XLA's kernel, in the text of a compiled program.
@@ -52,14 +43,13 @@ KERNEL = '"__triton_collective"'
 class LatencyRow:
     """The time of one collective at one size.
 
-    method   a key of METHODS. launch  a key of LAUNCHES.
-    call     seconds per call; None if XLA does not compile this method here.
+    method  a key of METHODS.
+    call    seconds per call; None if XLA does not compile this method here.
     """
 
     kind: str
     size: int
     method: str
-    launch: str
     call: Spread | None
 
 
@@ -71,18 +61,18 @@ def measure(
     Args, Raises:   as `bandwidth.measure`.
     """
     n = mesh.size
-    for launch, kind, method in itertools.product(LAUNCHES, KINDS, METHODS):
-        about, options = bandwidth.KINDS[kind], LAUNCHES[launch] | METHODS[method]
+    for kind, method in itertools.product(KINDS, METHODS):
+        about = bandwidth.KINDS[kind]
         for size in SIZES:
-            tell(f"{kind} of {size:,} bytes by {method}, {launch}")
+            tell(f"{kind} of {size:,} bytes by {method}")
             whole = max(size // 4 // n, 1) * n
             elements, calls = whole // n if about.shards else whole, bandwidth.calls_for(size)
-            program = bandwidth.compile_repeated(mesh, about, elements, calls, options)
+            program = bandwidth.compile_repeated(mesh, about, elements, calls, METHODS[method])
             call = None
             if uses_kernel(program.as_text() or "", calls) == (method == "kernel"):
                 x = bandwidth.numbers(mesh, elements)
                 call = time_calls(program, x, calls, repeats, patience).whole
-            yield LatencyRow(kind, 4 * whole, method, launch, call)
+            yield LatencyRow(kind, 4 * whole, method, call)
 
 
 def uses_kernel(hlo_text: str, calls: int) -> bool:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
 from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
+from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
+from jaxpar.parallel.replicas.sent_bytes import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
@@ -30,6 +32,7 @@ from jaxpar.sharding.axes import (
     SEQUENCE,
     TENSOR,
 )
+from jaxpar.step.layer_order import with_slots
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,41 @@ def _of_matrices(
 
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """The sum of gradients over replicas, in float32 or compressed, or DiLoCo's outer steps."""
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
-    sent, exposed = 2 * (ranks - 1) / ranks * 4 * shard.owned, rates.EXPOSED["replica"]
+    sent, exposed = sent_over_replicas(cfg), rates.EXPOSED["replica"]
     if every := cfg.diloco.every:  # an outer step, spread over the steps between; nothing hides it
-        width = jnp.dtype(cfg.diloco.outer_dtype).itemsize
-        sent, exposed = sent * width / 4 / every, 1.0
+        sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
+        exposed = 1.0
     seconds = sent / ring_bandwidth(ranks, here, cluster)
-    return Traffic("replica", sent, seconds, seconds, exposed)
+    passes = compression_seconds(cfg, cluster.gpu)
+    exposed = (exposed * seconds + passes) / (seconds + passes)
+    return Traffic("replica", sent, seconds + passes, seconds, exposed)
+
+
+def sent_over_replicas(cfg: Config) -> float:
+    """Return the bytes that a device sends over REPLICA in a step, from the parameters' shapes."""
+    return sent_bytes(with_slots(trainable_specs(cfg), cfg), cfg.parallel)
+
+
+def compression_seconds(cfg: Config, gpu: Gpu) -> float:
+    """Return the time to compress gradients on one GPU, without what errors take."""
+    exact, r = replace(cfg, **{"parallel.replica_reduction": "float32"}), cfg.parallel.replica
+    size = sent_over_replicas(exact) * r / (2 * (r - 1))
+    return rates.COMPRESSION[cfg.parallel.replica_reduction] * size / gpu.bandwidth.value
+
+
+def in_words_of_sums(cfg: Config) -> str:
+    """Describe the sum of gradients over replicas, and the bytes that it sends, for the log."""
+    method, sent = cfg.parallel.replica_reduction, sent_over_replicas(cfg)
+    text = f"{cfg.parallel.replica}, which sum gradients in {method}: "
+    text += f"{sent / 1e6:,.3g} MB per step and device over {REPLICA}"
+    if method == "float32":
+        return text
+    whole = sent_over_replicas(replace(cfg, **{"parallel.replica_reduction": "float32"}))
+    return f"{text}, {whole / sent:.3g} times fewer than in float32"
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

@@ -5,6 +5,7 @@ project: it is a published figure times the share that a measured H200 reaches, 
 """
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
 from jaxpar.config import ConfigError
@@ -288,7 +289,8 @@ class Network:
     bandwidth: HardwareFigure
 
 
-def _line(name: str, gigabits: float) -> Network:
+def network_of_speed(name: str, gigabits: float) -> Network:
+    """Return a network of which a part of the nominal speed, Gbit/s per GPU, is sustained."""
     source = f"estimate: 0.8 of {gigabits:g} Gbit/s per GPU; no network was measured"
     return Network(name, HardwareFigure(0.8 * gigabits * 1e9 / 8, source))
 
@@ -296,12 +298,12 @@ def _line(name: str, gigabits: float) -> Network:
 NETWORKS = {
     network.name: network
     for network in (
-        _line("ib400", 400),
-        _line("ib200", 200),
-        _line("ib800", 800),
-        _line("roce400", 400),
-        _line("efa", 400),
-        _line("eth100", 12.5),
+        network_of_speed("ib400", 400),
+        network_of_speed("ib200", 200),
+        network_of_speed("ib800", 800),
+        network_of_speed("roce400", 400),
+        network_of_speed("efa", 400),
+        network_of_speed("eth100", 12.5),
     )
 }
 
@@ -315,10 +317,13 @@ def gpu_named(name: str) -> Gpu:
 
 
 def network_named(name: str) -> Network:
-    """Return a network by name.
+    """Return a network by name, or by its speed: "10gbit" per GPU.
 
     Raises:   ConfigError for a network that is not in the table.
     """
+    speed = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)gbit", name.lower())
+    if speed and float(speed[1]) > 0:
+        return network_of_speed(name.lower(), float(speed[1]))
     return _find(NETWORKS, name, "--network", "network")
 
 

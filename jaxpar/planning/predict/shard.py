@@ -29,12 +29,12 @@ from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
-from jaxpar.model.parameters import param_specs
+from jaxpar.model.parameters import param_specs, specs_of
 from jaxpar.optimizer.moments import map_moments
 from jaxpar.sharding.axes import AXES, EXPERT, EXPERT_FSDP_AXES, FSDP_AXES, REPLICA, TENSOR
-from jaxpar.sharding.params import ParamSpec, is_spec
-from jaxpar.step.layer_order import num_slots
-from jaxpar.step.state import abstract_state, state_specs
+from jaxpar.sharding.params import ParamSpec, flat, is_spec
+from jaxpar.step.layer_order import num_slots, with_slots
+from jaxpar.step.state import abstract_state, feedback_of, state_specs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,14 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
     model = dataclasses.replace(cfg.model, num_layers=layers)
-    return _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
+    weights, rest = _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
+    return weights, rest + feedback_bytes(cfg)
+
+
+def feedback_bytes(cfg: Config) -> int:
+    """Return the bytes on one device of what compressed sums over replicas keep."""
+    specs = flat(feedback_of(cfg, with_slots(specs_of(cfg), cfg)) or {}).values()
+    return sum(4 * math.prod(s.shape) // ways(cfg, _named(s.partition_spec)) for s in specs)
 
 
 @functools.cache
@@ -115,7 +122,8 @@ def moment_bytes(cfg: Config) -> int:
     """Return the bytes of one device's moments, which `optimizer.offload` moves to the host."""
     counts: list[int] = []
     map_moments(lambda _, __, leaf: counts.append(1), abstract_state(cfg).opt_state)
-    return state_bytes(replace(cfg, **{"optimizer.ema_decay": 0.0}))[1] if counts else 0
+    alone = {"optimizer.ema_decay": 0.0, "parallel.replica_reduction": "float32"}
+    return state_bytes(replace(cfg, **alone))[1] if counts else 0
 
 
 #: Load of the fullest rank of an expert axis, relative to the mean: the default of a prediction.

@@ -31,19 +31,19 @@ def address_of(text: str) -> str:
 
 
 def gpus(root: Path = ROOT, ask: nvidia_smi.Run = nvidia_smi.run) -> dict[str, str]:
-    """Return the addresses of this host's NVIDIA GPUs with their UUIDs, by address.
+    """Return the addresses of the NVIDIA GPUs that this process may use with their UUIDs, in order.
 
-    Equal GPUs have this order in CUDA too. Some containers hide the driver's files: `nvidia-smi` is
-    asked there.
+    Equal GPUs have this order in CUDA too. `nvidia-smi` leaves out the GPUs that a job's cgroup
+    forbids, as CUDA does. Without it, all GPUs of the driver's files.
     """
     found = {}
-    for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
-        uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
-        found[address_of(file.parent.name)] = uuid[1] if uuid else ""
+    with contextlib.suppress(nvidia_smi.Unavailable):
+        for gpu in nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask):
+            found[address_of(gpu.get("pci.bus_id", ""))] = gpu.get("uuid", "")
     if not found:
-        with contextlib.suppress(nvidia_smi.Unavailable):
-            for gpu in nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask):
-                found[address_of(gpu.get("pci.bus_id", ""))] = gpu.get("uuid", "")
+        for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+            uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
+            found[address_of(file.parent.name)] = uuid[1] if uuid else ""
     return {address: found[address] for address in sorted(found) if address}
 
 

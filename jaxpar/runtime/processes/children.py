@@ -83,6 +83,27 @@ def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> s
         )
 
 
+def start_talking(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
+    """Start a process whose standard input and output are pipes of text; its errors are dropped."""
+    return subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=functools.partial(end_with_parent, os.getpid(), ctypes.CDLL(None)),
+        text=True,
+    )
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Kill a process and all that it started, and reap it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 class Children:
     """The processes of one attempt."""
 
@@ -102,9 +123,7 @@ class Children:
     def kill(self) -> None:
         """Kill all process groups and reap the processes."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill_group(process)
 
     def wait(self) -> dict[int, int]:
         """Wait until all processes have ended; after a failure, end the remaining ones.
@@ -112,8 +131,8 @@ class Children:
         Returns:  the codes of the processes that ended by themselves, in that order.
         """
         try:
-            while not self._look():
-                if self._failed():
+            while not self.look():
+                if self.failed():
                     self._end_the_rest()
                     break
                 time.sleep(POLL_SECONDS)
@@ -121,7 +140,7 @@ class Children:
             self.kill()
         return self.ended
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Record the processes that have ended. Returns:  whether all have."""
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and process.poll() is not None:
@@ -129,7 +148,8 @@ class Children:
                 self._last_end = time.monotonic()
         return len(self.ended) == len(self.processes)
 
-    def _failed(self) -> bool:
+    def failed(self) -> bool:
+        """Return whether one has failed, or has ended well long before the others."""
         well = {exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED}
         if not self.ended:
             return False
@@ -142,7 +162,7 @@ class Children:
                 self.send(number)
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                if self._look():
+                if self.look():
                     return
                 time.sleep(POLL_SECONDS)
 
@@ -164,6 +184,21 @@ def failure_of(ended: Mapping[int, int], words: Mapping[int, dict[str, Any]]) ->
     spoken = sorted((words[rank]["time"], rank) for rank in bad if rank in words)
     rank = spoken[0][1] if spoken else bad[0] if bad else next(iter(ended))
     return _failure(rank, ended[rank], words)
+
+
+def why_final(failure: Failure, previous: Failure | None, spent: int, restarts: int) -> str:
+    """Return why a failed run does not start again; empty if it does.
+
+    Args:     previous: the failure before. spent: restarts since the last new checkpoint, of at
+              most `restarts`.
+    """
+    if failure.code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
+        return "it would fail again"
+    if failure.same_as(previous):
+        return f"step {failure.step} has failed twice with the same error"
+    if spent >= restarts:
+        return f"no new checkpoint after {spent} restarts"
+    return ""
 
 
 def _failure(rank: int, code: int, words: Mapping[int, dict[str, Any]]) -> Failure:

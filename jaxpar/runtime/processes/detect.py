@@ -18,6 +18,10 @@ type Environment = Mapping[str, str]
 #: Variables that `jaxpar.launch` sets: coordinator, number of processes, process id.
 LAUNCHED = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
 
+#: Variable that `jaxpar.launch` sets in a run with several launchers: the number of hosts. The
+#: coordinator is then a process of its own.
+NUM_HOSTS = "JAXPAR_NUM_HOSTS"
+
 #: Ports for jobs that do not name one; below the ephemeral ports of operating systems.
 FIRST_PORT, PORTS = 12_000, 16_000
 
@@ -38,6 +42,8 @@ class ProcessPlace:
     """Processes on this host that share its visible GPUs; 1 if each sees only its own GPUs."""
     local_id: int = 0
     """Index of this process among them."""
+    serves: bool = True
+    """Process 0 runs the coordinator. Otherwise its launcher does."""
 
     def __str__(self) -> str:
         place = f"process {self.process_id} of {self.num_processes}"
@@ -142,7 +148,8 @@ def _launched(env: Environment) -> ProcessPlace | None:
         coordinator=coordinator,
         num_processes=_number(env, LAUNCHED[1]),
         process_id=_number(env, LAUNCHED[2]),
-        num_hosts=1,
+        num_hosts=_number(env, NUM_HOSTS, 1),
+        serves=NUM_HOSTS not in env,
     )
 
 

@@ -5,13 +5,13 @@ there, and then no other host can connect.
 """
 
 import os
-import socket
 from collections.abc import Callable
 
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
 from jaxpar.runtime.processes.detect import ProcessPlace, is_loopback
+from jaxpar.runtime.processes.hosts.addresses import address_towards
 
 #: Names an interface to listen on, as for PyTorch.
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -39,18 +39,6 @@ def listen_where_peers_connect(
     if own:
         _register(hostname=own)
     return own
-
-
-def address_towards(host: str) -> str | None:
-    """Return this host's address on the route to another; None without a route. Sends nothing."""
-    try:
-        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _of_other_hosts(addresses: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Launch the processes of a run on this host, and restart them after a failure."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -8,16 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
-
-import tyro
+from typing import Protocol
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import as_called, asks_help, read_config
 from jaxpar.config.model_source import ModelReader
-from jaxpar.config.rules.limits import MAX_CPU_DEVICES, MAX_SECONDS, Range
+from jaxpar.config.rules.limits import MAX_SECONDS
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
@@ -25,26 +23,12 @@ from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes.hosts import options as host_options
+from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.signals import tolerate_lost_readers
 
 #: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
 MAX_PROCESSES = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Start the processes of a run on this host. After --: the arguments of jaxpar.train."""
-
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
-    """Number of processes to start."""
-    devices_per_process: Annotated[int, Range(0, MAX_CPU_DEVICES, 1)] = 0
-    """CPU devices to simulate in each process. 0: use the GPUs, if any, or the config's devices."""
-    restarts: Annotated[int, Range(0, 1_000_000, 3)] = 3
-    """Maximum restarts without a new checkpoint in between."""
-    grace: float = 5.0
-    """Seconds for the other processes to end after a failure, before they are killed."""
-    numa: Literal["auto", "off"] = "auto"
-    """auto: bind each process to the CPUs and the memory near its GPUs."""
 
 
 def read_command(
@@ -56,13 +40,15 @@ def read_command(
     """Return the options, the arguments for `jaxpar.train`, and their config.
 
     Args:     doc: the text of --help. model_from, fill: as in `read_config`.
+    Returns:  with --serve-rendezvous, no arguments and a config of defaults.
     Raises:   ConfigError for invalid options or an invalid config.
     """
     args, prog = list(argv), as_called("python -m jaxpar.launch")
     own, rest = (
         (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     )
-    if not rest and not asks_help(own):
+    serves = any(arg.replace("_", "-").startswith("--serve-rendezvous") for arg in own)
+    if not rest and not asks_help(own) and not serves:
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
     options = read_options(LaunchOptions, own, "jaxpar.launch", doc)
     for name, value, least in (
@@ -77,6 +63,10 @@ def read_command(
         rule = f"must be at most {most}: more processes would exhaust this host's memory"
         fix = "use -n 8, and --devices-per-process for more simulated devices"
         raise ConfigError("-n", options.num_processes, rule, fix)
+    if options.nodes or options.rendezvous or options.serve_rendezvous:
+        host_options.check(options)
+    if options.serve_rendezvous:
+        return options, [], Config()
     _check_places(rest)
     if options.devices_per_process:
         rest += ["--run.cpu-devices", str(options.devices_per_process)]
@@ -86,7 +76,7 @@ def read_command(
 def _check_places(rest: Sequence[str]) -> None:
     """Raise ConfigError for run arguments that the launcher sets, or that are its own options."""
     of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
-    own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace", "--numa"]
+    own = ["-n", *("--" + f.name.replace("_", "-") for f in dataclasses.fields(LaunchOptions))]
     for arg, following in zip(rest, [*rest[1:], ""], strict=True):
         name, given, value = arg.partition("=")
         name, value = name.replace("_", "-"), value if given else following
@@ -101,7 +91,11 @@ def _check_places(rest: Sequence[str]) -> None:
 class CopiesInMemory(Protocol):
     """`memory_checkpoint.places.HostMemory`: copies of the state that outlive the processes."""
 
-    def environment(self) -> dict[str, str]:
+    @property
+    def folder(self) -> Path:
+        """The folder of this host's copies."""
+
+    def environment(self, peers: Sequence[str] = (), host: int = 0) -> dict[str, str]:
         """Return variables for the processes."""
 
     def newest_step(self) -> int:
@@ -208,13 +202,7 @@ class Launcher:
         """Return why there is no restart; empty if there is one."""
         if self.stopped_by:
             return f"stopped by {self.stopped_by.name}, but failed"
-        if failure.code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
-            return "it would fail again"
-        if failure.same_as(previous):
-            return f"step {failure.step} has failed twice with the same error"
-        if spent >= self.options.restarts:
-            return f"no new checkpoint after {spent} restarts"
-        return ""
+        return children.why_final(failure, previous, spent, self.options.restarts)
 
     def tell(self, failure: Failure) -> None:
         """Report the failure, with the end of the log if it is not on the terminal."""

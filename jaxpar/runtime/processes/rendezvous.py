@@ -1,10 +1,11 @@
 """Connect the processes of a run."""
 
+import contextlib
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
@@ -79,7 +80,7 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     """
     devices = local_gpus(cluster)
     bound = None
-    if cluster.process_id == 0:
+    if cluster.process_id == 0 and cluster.serves:
         bound = bind_address(cluster)
         check_free(cluster, bound)
         warn_if_open(cluster, bound)
@@ -89,7 +90,8 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     timer = threading.Timer(seconds, _give_up, (cluster, seconds))
     timer.daemon = True
     timer.start()
-    with stage(f"waiting for the {cluster.num_processes} processes of the run"):
+    waiting = stage(f"waiting for the {cluster.num_processes} processes of the run")
+    with waiting, contextlib.nullcontext() if cluster.serves else _served_elsewhere():
         jax.distributed.initialize(
             cluster.coordinator,
             cluster.num_processes,
@@ -113,6 +115,25 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     many = f", {len(set(hosts))} hosts" if len(set(hosts)) > 1 else ""
     seen = f", GPUs {','.join(map(str, devices))}" if devices else ""
     return f"{cluster}{many}{seen}"
+
+
+class _Elsewhere:
+    """Stands for the coordination service in process 0, whose launcher runs it."""
+
+    def shutdown(self) -> None:
+        """Leave it to the launcher."""
+
+
+@contextlib.contextmanager
+def _served_elsewhere() -> Iterator[None]:
+    """Keep process 0 from starting a coordination service: JAX has no option for that."""
+    library = distributed._jax
+    start = library.get_distributed_runtime_service
+    library.get_distributed_runtime_service = lambda *_, **__: _Elsewhere()
+    try:
+        yield
+    finally:
+        library.get_distributed_runtime_service = start
 
 
 def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:

@@ -4,9 +4,12 @@ A host has its own interfaces, its own name and its own /etc/hosts, on a network
 reaches. Its link may be cut or slowed. This needs root and iproute2 on Linux.
 """
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,6 +74,15 @@ class Network:
             text=True,
         )
 
+    def kill(self, host: int) -> None:
+        """Kill every process on a host at once, as when its power fails."""
+        name = self.names[host]
+        while pids := _said(["ip", "netns", "pids", name]).split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.05)
+
     def cut(self, host: int) -> None:
         """Take a host's link down: packets are lost, and no connection is closed."""
         _ip("link", "set", self._port(host), "down")
@@ -103,6 +115,10 @@ class Network:
 
 def _ip(*words: str, check: bool = True) -> int:
     return _run(["ip", *words], check)
+
+
+def _said(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _run(command: list[str], check: bool = True) -> int:

@@ -11,6 +11,7 @@ PATH = "diloco.every"
 #: Fields that must have this value, and why.
 PLAIN: dict[str, tuple[Any, str]] = {
     "parallel.auto": ("", "lets the planner choose the replicas, which change what is computed"),
+    "parallel.replica_reduction": ("float32", "compresses a sum that inner steps do not have"),
     "parallel.virtual_stages": (1, "stores layers in another order"),
     "model.num_experts": (0, "balances its experts over all replicas"),
     "lora.rank": (0, "has frozen weights, which replicas would share"),

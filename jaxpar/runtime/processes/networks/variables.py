@@ -90,12 +90,15 @@ _RAILS = NetworkVariable(
     source=NCCL,
     where=with_several_cards,
 )
-_CONTROL = NetworkVariable(
-    name="NCCL_SOCKET_IFNAME",
-    value="{control}",
-    why="the interface of the host; the GPUs' interfaces are the plugin's",
-    source=TCPX,
-)
+
+
+def _control(source: str) -> NetworkVariable:
+    return NetworkVariable(
+        name="NCCL_SOCKET_IFNAME",
+        value="{control}",
+        why="the interface of the host; the GPUs' interfaces are the plugin's",
+        source=source,
+    )
 
 
 def _path(network: str, source: str) -> NetworkVariable:
@@ -169,7 +172,7 @@ VARIABLES: dict[str, tuple[NetworkVariable, ...]] = {
         _path("efa", EFA_START),
     ),
     "tcpxo": (
-        _CONTROL,
+        _control(TCPXO),
         NetworkVariable(
             name="NCCL_FASTRAK_CTRL_DEV",
             value="{control}",
@@ -192,7 +195,7 @@ VARIABLES: dict[str, tuple[NetworkVariable, ...]] = {
         _path("tcpxo", TCPXO),
     ),
     "tcpx": (
-        _CONTROL,
+        _control(TCPX),
         NetworkVariable(
             name="NCCL_GPUDIRECTTCPX_CTRL_DEV",
             value="{control}",

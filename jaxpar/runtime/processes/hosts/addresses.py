@@ -1,0 +1,69 @@
+"""Addresses of this host, and host:port as text."""
+
+import socket
+
+from jaxpar.config.numerals import only_digits
+
+
+def split(address: str) -> tuple[str, int] | None:
+    """Return host and port of "host:port", without the brackets of IPv6; None if it is none."""
+    host, _, port = address.rpartition(":")
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or bare or not only_digits(port) or not 0 < int(port) < 1 << 16:
+        return None
+    return host.strip("[]"), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    """Return host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_towards(host: str) -> str | None:
+    """Return this host's address on the route to another; None without a route. Sends nothing."""
+    try:
+        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def is_here(address: str) -> bool:
+    """Return whether an address is one of this host, on which it can listen."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def resolved(host: str) -> list[str]:
+    """Return the addresses of a name; empty if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class FreePort:
+    """A free port of an address, held until the end of the block without listening.
+
+    gRPC can listen on it meanwhile, since it also sets SO_REUSEPORT.
+    """
+
+    def __init__(self, address: str):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._held = socket.socket(family, socket.SOCK_STREAM)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind((address, 0))
+        self.number = int(self._held.getsockname()[1])
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._held.close()

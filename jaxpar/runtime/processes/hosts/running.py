@@ -1,0 +1,153 @@
+"""Starts the launcher of one of several hosts, and serves the rendezvous."""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes.children import POLL_SECONDS
+from jaxpar.runtime.processes.detect import is_loopback
+from jaxpar.runtime.processes.hosts import addresses, options
+from jaxpar.runtime.processes.hosts.agent import Agent
+from jaxpar.runtime.processes.hosts.copies import Copies, MakesServer
+from jaxpar.runtime.processes.hosts.membership import Membership
+from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
+from jaxpar.runtime.processes.hosts.store import Service
+from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.launcher import CopiesInMemory, report, shares_of_gpus
+
+type OnSignals = Callable[[Callable[[signal.Signals], None]], None]
+
+
+def serve(asked: LaunchOptions, on_signals: OnSignals) -> int:
+    """Serve the rendezvous until a signal.
+
+    Raises:   ConfigError if the address is none of this host; RunError if its port is taken.
+    """
+    stopped: list[signal.Signals] = []
+    on_signals(stopped.append)
+    host, port = _split(asked.serve_rendezvous)
+    bound = _bound(host)
+    if bound is None:
+        rule, fix = "is not this host", "use one of its names or addresses"
+        raise ConfigError("--serve-rendezvous", asked.serve_rendezvous, rule, fix)
+    service = Service(addresses.joined(bound, port))
+    if not service.wait_until_serving():
+        raise RunError(f"--serve-rendezvous {asked.serve_rendezvous}: port {port} is in use")
+    report(f"serving the rendezvous {asked.serve_rendezvous}, on {service.address}")
+    while not stopped:
+        if service.ended() is not None:
+            raise RunError(f"the rendezvous {asked.serve_rendezvous} has ended")
+        time.sleep(POLL_SECONDS)
+    service.end()
+    return report(f"stopped by {stopped[0].name}", exit_codes.EXIT_OK)
+
+
+def run(
+    asked: LaunchOptions,
+    args: list[str],
+    cfg: Config,
+    on_signals: OnSignals,
+    memory: CopiesInMemory | None,
+    makes_server: MakesServer,
+) -> int:
+    """Train on this host, with the launchers of the others. Returns:  the run's exit code.
+
+    Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
+              nowhere. makes_server: serves these to other hosts.
+    Raises:   ConfigError for GPUs that cannot be shared, and addresses that the others cannot use.
+    """
+    gpus = shares_of_gpus(asked.num_processes) if not cfg.run.cpu_devices else []
+    each = cfg.run.cpu_devices * asked.num_processes
+    devices = each or (len(visible.visible_gpu_ids()) if gpus else asked.num_processes)
+    stopped: list[signal.Signals] = []
+    on_signals(stopped.append)
+    with contextlib.ExitStack() as until_the_end:
+        service = _served_here(asked)
+        if service is not None:
+            until_the_end.callback(service.end)
+        own: dict[str, Any] = {"address": _address(asked, stopped), "devices": devices}
+        own |= {"name": asked.host_name or socket.gethostname(), "processes": asked.num_processes}
+        copies = None
+        if memory is not None:
+            server = until_the_end.enter_context(makes_server(memory.folder, own["address"]))
+            copies = Copies(memory, server)
+            own["piece_port"] = copies.port
+        here = Membership(asked.rendezvous, str(cfg.run.dir), own, asked.heartbeat_seconds)
+        until_the_end.callback(here.close)
+        agent = Agent(asked, args, cfg, gpus, here, copies)
+        on_signals(agent.stop)
+        if stopped:
+            agent.stop(stopped[0])
+        code = agent.run()
+        if service is not None:
+            _linger(here, asked)
+        return code
+
+
+def _address(asked: LaunchOptions, stopped: list[signal.Signals]) -> str:
+    """Return this host's address, once the rendezvous has one: names of new pods come late.
+
+    Raises:   RunError after --wait-seconds.
+    """
+    until, told = time.monotonic() + asked.wait_seconds, False
+    while not (own := options.own_address(asked)):
+        host = _split(asked.rendezvous)[0]
+        if not told:
+            report(f"the rendezvous {host} has no address that this host can reach; waiting")
+            told = True
+        if stopped or time.monotonic() > until:
+            limit = f"{asked.wait_seconds:g} s, --wait-seconds"
+            raise RunError(f"the rendezvous {host} is unknown or out of reach, after {limit}")
+        time.sleep(POLL_SECONDS)
+    return own
+
+
+def _served_here(asked: LaunchOptions) -> Service | None:
+    """Serve the rendezvous if HOST is this host, and nobody serves it here yet."""
+    host, port = _split(asked.rendezvous)
+    bound = _bound(host)
+    if bound is None:
+        return None
+    service = Service(addresses.joined(bound, port))
+    if service.wait_until_serving():
+        report(f"serving the rendezvous on {service.address}")
+        return service
+    if service.ended() != PORT_TAKEN:
+        raise RunError(f"cannot serve the rendezvous on {service.address}")
+    return None
+
+
+def _bound(host: str) -> str | None:
+    """Return the address of this host to listen on; None if `host` is another one."""
+    here = [one for one in addresses.resolved(host) if addresses.is_here(one)]
+    if not here:
+        return None
+    seen = [one for one in here if not is_loopback(one)]
+    if seen or is_loopback(host):
+        return (seen or here)[0]
+    return "0.0.0.0"  # a name that is 127.0.1.1 here, as on Debian, and another address elsewhere
+
+
+def _linger(membership: Membership, asked: LaunchOptions) -> None:
+    """Serve on until the others have read how the run ended."""
+    until = time.monotonic() + 2 * asked.heartbeat_seconds
+    while time.monotonic() < until:
+        seen = membership.turn()
+        if seen is not None:
+            others = [seen.hosts[name] for name in seen.alive if name != membership.own.name]
+            if all(host.left for host in others):
+                return
+        time.sleep(POLL_SECONDS)
+
+
+def _split(address: str) -> tuple[str, int]:
+    found = addresses.split(address)
+    assert found is not None  # checked with the command line
+    return found

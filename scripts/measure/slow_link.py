@@ -1,0 +1,348 @@
+"""Compare ways to sum gradients over replicas: python scripts/measure/slow_link.py --data FOLDER
+
+Trains a small model on four replicas once with each method of `parallel.replica_reduction`, and
+with DiLoCo: the same weights at the start, the same batches. Writes losses to OUT/curves.jsonl as
+they come, prints a table of losses and bytes sent, and draws OUT/curves.svg. All steps are compiled
+first, side by side, in one process; then the methods train one after another.
+
+    python scripts/measure/slow_link.py --data data/stdlib --out runs/slow_link       # 4 GPUs
+    python scripts/measure/slow_link.py --data data/stdlib-bytes --shrink --steps 60  # on a CPU
+
+With --times, it instead measures the seconds of a step of each method on two GPUs, on random tokens
+and a model like llama_1b. Words that begin with -- and have a dot set fields of the config:
+
+    CUDA_VISIBLE_DEVICES=0,1 python scripts/measure/slow_link.py --times --out runs/slow_link
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar.bench.training import conditions
+from jaxpar.charts.chart import Chart, Line, line_chart
+from jaxpar.charts.scale import scale_of
+from jaxpar.charts.standalone import svg_file
+from jaxpar.config import Config, replace
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.config_file import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.data.loader import Loader
+from jaxpar.planning.predict.communication import sent_over_replicas
+from jaxpar.runtime import provenance
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.program import run_program
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.sent import fragment_bytes
+from jaxpar.step.state import abstract_logical, init_state
+from jaxpar.step.train_step import make_eval_step, make_train_step
+from jaxpar.training.vocabulary import with_vocabulary
+from jaxpar.verification import traces
+
+REDUCTION = "parallel.replica_reduction"
+
+#: Fields of each method.
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {REDUCTION: name} for name in "float32 int8 top_k power_sgd bfloat16".split()},
+    "diloco": {"diloco.every": 50},
+}
+
+#: The model of the curves: 11 million parameters with a vocabulary of 8,192.
+CURVES: dict[str, Any] = {
+    "parallel.replica": 4,
+    "parallel.data": 1,
+    "model.num_layers": 6,
+    "model.d_model": 256,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 64,
+    "model.d_ff": 1024,
+    "model.vocab_size": 0,
+    "data.seq_len": 256,
+    "train.global_batch_size": 32,
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 100,
+}
+
+#: To try the curves on a CPU.
+SHRINK = {
+    "run.cpu_devices": 4,
+    "model.num_layers": 2,
+    "model.d_model": 64,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 32,
+    "model.d_ff": 128,
+    "data.seq_len": 64,
+    "train.global_batch_size": 8,
+    "model.dtype": "float32",
+    "optimizer.learning_rate": 3e-3,
+    "optimizer.warmup_steps": 20,
+}
+
+#: The model of the times: half of the layers of llama_1b, whose step compiles quickly.
+TIMES: dict[str, Any] = {
+    "parallel.replica": 2,
+    "parallel.data": 1,
+    "parallel.zero": 1,
+    "parallel.layer_loop": "scan",
+    "parallel.remat": "dots",
+    "model.num_layers": 8,
+    "data.seq_len": 4096,
+    "data.document_mask": False,
+    "train.global_batch_size": 4,
+    "optimizer.warmup_steps": 0,
+}
+
+#: Steps between two lines of a curve, batches of held-out text, and timed steps and those before.
+EVERY, HELD_OUT_BATCHES, TIMED, BEFORE = 10, 20, 5, 3
+
+
+def sent_bytes(cfg: Config) -> float:
+    """Return the bytes that a device sends over `replica` in a step, on average."""
+    if cfg.diloco.every:
+        return sum(fragment_bytes(cfg)) / cfg.diloco.every
+    return sent_over_replicas(cfg)
+
+
+def compiled(cfgs: dict[str, Config], mesh: Mesh, batch: Any, most: int) -> dict[str, Any]:
+    """Compile the train steps of all methods at once: {method: program, or the exception}.
+
+    Args:     most: documents in a sequence.
+    """
+
+    def one(cfg: Config) -> Any:
+        try:
+            state = abstract_logical(cfg, mesh)
+            return make_train_step(cfg, mesh, most).lower(state, batch).compile()  # type: ignore
+        except Exception as error:
+            traceback.print_exc()
+            return error
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(cfgs)) as pool:
+        found = dict(zip(cfgs, pool.map(one, cfgs.values()), strict=True))
+    print(f"compiled {len(cfgs)} steps in {time.perf_counter() - began:.0f} s", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------------------------- curves
+
+
+def train(
+    cfg: Config, mesh: Mesh, program: Any, loader: Loader, seconds: float, write: Callable
+) -> tuple[Any, dict[str, Any]]:
+    """Train a method to the end, or for some seconds. Returns the last state, and figures."""
+    run, outer, state = FirstRunAlone(program), OuterSteps(cfg, mesh), init_state(cfg, mesh)
+    if cfg.diloco.every:
+        outer.compile(state)
+    losses: list[float] = []
+    waiting: list[Any] = []
+    began = time.perf_counter()
+    for step, batch in itertools.islice(loader.prefetched(0), cfg.train.num_steps):
+        state, metrics = run(state, batch)
+        state = outer(step + 1, state)
+        waiting.append(metrics.loss)
+        if len(waiting) == 2 * EVERY:  # the device stays a few steps ahead
+            done, waiting = waiting[:EVERY], waiting[EVERY:]
+            losses += map(float, done)
+            write({"step": len(losses), "loss": statistics.mean(losses[-EVERY:])})
+            if time.perf_counter() - began > seconds:
+                break
+    losses += map(float, waiting)
+    took = time.perf_counter() - began
+    last = losses[-max(len(losses) // 20, 1) :]
+    figures = {"steps": len(losses), "seconds": took, "loss": statistics.mean(last)}
+    write({"step": len(losses), "loss": statistics.mean(losses[-EVERY:])})
+    return state, figures
+
+
+def held_out_loss(program: Any, params: Any, loader: Loader) -> float:
+    """Return the mean loss over held-out text."""
+    sums = [program(params, loader.batch(i)) for i in range(HELD_OUT_BATCHES)]
+    return float(sum(np.asarray(s) for s, _ in sums) / sum(np.asarray(n) for _, n in sums))
+
+
+def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> dict[str, Any]:
+    """Train with every method, and return their figures."""
+    base = with_vocabulary(base)
+    cfgs = {name: resolve(replace(base, **METHODS[name]), len(jax.devices())) for name in methods}
+    first = next(iter(cfgs.values()))
+    mesh = make_mesh(first.parallel)
+    text, held_out = Loader(first, mesh), Loader(first, mesh, "val")
+    most = max(text.max_documents, held_out.max_documents)
+    programs = compiled(cfgs, mesh, text.batch(0), most)
+    evaluate = make_eval_step(first, mesh, most)
+    rows: dict[str, Any] = {}
+    with open(out / "curves.jsonl", "w") as file:
+        for name, cfg in cfgs.items():
+            program, rows[name] = programs[name], {"sent": sent_bytes(cfg)}
+            if isinstance(program, Exception):
+                rows[name]["error"] = str(program)[:300]
+                continue
+
+            def write(line: dict[str, Any], name: str = name) -> None:
+                file.write(json.dumps({"method": name, **line}) + "\n")
+                file.flush()
+
+            try:
+                state, figures = train(cfg, mesh, program, text, seconds, write)
+                figures["held_out"] = held_out_loss(evaluate, state.params, held_out)
+            except Exception as error:
+                traceback.print_exc()
+                figures = {"error": str(error)[:300]}
+            rows[name] |= figures
+            print(f"{name}: {json.dumps(rows[name])}", flush=True)
+            (out / "curves.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def picture(out: Path) -> bytes:
+    """Draw the curves in OUT/curves.jsonl, as an SVG file."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in map(json.loads, (out / "curves.jsonl").read_text().splitlines()):
+        found.setdefault(line["method"], []).append((line["step"], line["loss"]))
+    lines = [Line(i, points) for i, points in enumerate(found.values())]
+    points = [point for line in lines for point in line.points]
+    start = max(x for x, _ in points) / 10  # the first tenth would squeeze the others
+    scales = scale_of(x for x, _ in points), scale_of(y for x, y in points if x >= start)
+    lines = [Line(ln.run, [p for p in ln.points if p[0] >= start]) for ln in lines]
+    told = "; ".join(f"{name}: {curve[-1][1]:.3f} at the end" for name, curve in found.items())
+    title = "Training loss by how replicas sum gradients"
+    drawn = line_chart(Chart(title, told, *scales, "steps", lines))
+    return svg_file(drawn, title, f"mean of {EVERY} steps", list(found))
+
+
+def table_of(rows: dict[str, Any]) -> list[str]:
+    """Return the lines of a Markdown table of the curves."""
+    lines = ["| method | steps | last 5% | held out | MB per step and GPU | of float32 | s |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    whole = rows.get("float32", {}).get("sent")
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | | |")
+            continue
+        share = f"1/{whole / row['sent']:.1f}" if whole else "-"
+        lines.append(
+            f"| {name} | {row['steps']:,} | {row['loss']:.4f} | {row['held_out']:.4f} "
+            f"| {row['sent'] / 1e6:.3f} | {share} | {row['seconds']:.0f} |"
+        )
+    return lines
+
+
+# ----------------------------------------------------------------------------------------- times
+
+
+def times(base: Config, methods: Sequence[str], out: Path) -> dict[str, Any]:
+    """Measure a step of every method on random tokens, one after another."""
+    cfgs = {name: resolve(replace(base, **METHODS[name]), len(jax.devices())) for name in methods}
+    first = next(iter(cfgs.values()))
+    mesh = make_mesh(first.parallel)
+    batches = [traces.place_batch(traces.random_batch(first, i), first, mesh) for i in range(2)]
+    rows: dict[str, Any] = {}
+    for name, program in compiled(cfgs, mesh, batches[0], 1).items():
+        rows[name] = {"sent": sent_bytes(cfgs[name])}
+        try:
+            if isinstance(program, Exception):
+                raise program
+            rows[name] |= _timed(cfgs[name], mesh, program, batches)
+        except Exception as error:
+            traceback.print_exc()
+            rows[name]["error"] = str(error)[:300]
+        print(f"{name}: {json.dumps(rows[name])}", flush=True)
+        (out / "times.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[str, Any]:
+    state, run = init_state(cfg, mesh), FirstRunAlone(program)
+    seconds, losses = [], []
+    for i in range(BEFORE + TIMED):
+        began = time.perf_counter()
+        state, metrics = run(state, batches[i % 2])
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(metrics.loss))
+    memory = program.memory_analysis()
+    return {
+        "ms": 1e3 * statistics.median(seconds[BEFORE:]),
+        "fastest_ms": 1e3 * min(seconds[BEFORE:]),
+        "slowest_ms": 1e3 * max(seconds[BEFORE:]),
+        "temporary_gib": memory.temp_size_in_bytes / 2**30 if memory else None,
+        "losses": losses,
+    }
+
+
+def table_of_times(rows: dict[str, Any]) -> list[str]:
+    """Return the lines of a Markdown table of the times."""
+    lines = ["| method | ms | fastest | slowest | MB per step and GPU | temporaries, GiB |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | |")
+            continue
+        times = " | ".join(f"{row[key]:.1f}" for key in ("ms", "fastest_ms", "slowest_ms"))
+        memory = row["temporary_gib"]
+        there = "-" if memory is None else f"{memory:.2f}"
+        lines.append(f"| {name} | {times} | {row['sent'] / 1e6:.1f} | {there} |")
+    return lines
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", default="data/stdlib", metavar="FOLDER", help="token folder (%(default)s)")
+    add("--out", type=Path, default=Path("runs/slow_link"), metavar="OUT")
+    add("--methods", default=",".join(METHODS), help="separated by commas (%(default)s)")
+    add("--steps", type=int, default=2000, help="steps of a curve (%(default)s)")
+    add("--seconds", type=float, default=60, help="end of a curve (%(default)s)")
+    add("--shrink", action="store_true", help="a tiny model on four simulated devices of a CPU")
+    add("--times", action="store_true", help="measure the seconds of a step instead")
+    add("--commit", help="commit to record, if there is no checkout")
+    options, others = parser.parse_known_args(argv)
+    methods = options.methods.split(",")
+    if unknown := set(methods) - METHODS.keys():
+        parser.error(f"--methods knows {', '.join(METHODS)}, not {', '.join(sorted(unknown))}")
+    if options.times:
+        methods = [name for name in methods if name != "diloco"]
+        fields = TIMES | (
+            SHRINK | {"run.cpu_devices": 2, "model.vocab_size": 512} if options.shrink else {}
+        )
+        base = replace(load_config("llama_1b"), **fields)
+    else:
+        fields = CURVES | (SHRINK if options.shrink else {})
+        base = replace(Config(), **fields, **{"train.num_steps": options.steps})
+        base = replace(base, **{"data.path": options.data})
+    base = parse_overrides(base, others, "python scripts/measure/slow_link.py", __doc__ or "")
+    environment = runtime.start(base)
+    if options.shrink:  # LLVM's optimizations would take most of the time
+        jax.config.update("jax_disable_most_optimizations", True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = conditions.of_this_process(
+        environment, options.commit or provenance.checked_out_commit()
+    )
+    (options.out / "conditions.json").write_text(json.dumps(about, indent=1, default=str) + "\n")
+    if options.times:
+        print("\n".join(table_of_times(times(base, methods, options.out))))
+        return
+    print("\n".join(table_of(curves(base, methods, options.out, options.seconds))))
+    (options.out / "curves.svg").write_bytes(picture(options.out))
+
+
+if __name__ == "__main__":
+    run_program(main)

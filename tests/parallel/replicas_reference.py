@@ -1,0 +1,68 @@
+"""Sums over replicas a second time, in plain numpy on whole arrays, without a mesh.
+
+Arrays are [replicas, ...]. The methods by element know which part of an array a device has, since
+blocks and groups end with it: `boxes` are those parts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+type Box = tuple[slice, ...]
+
+
+def _dequantized(x: np.ndarray) -> np.ndarray:
+    """[..., block] -> what int8 codes with one scale per block stand for."""
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    codes = np.rint(x / np.where(scale == 0, 1, scale)).astype(np.int8)
+    return codes.astype(np.float32) * scale
+
+
+def int8(x: np.ndarray, boxes: Sequence[Box], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum [...] and the errors [replicas, ...]."""
+    total, errors, replicas = np.zeros_like(x[0]), np.zeros_like(x), len(x)
+    for box in boxes:
+        shape, size = x[0][box].shape, x[0][box].size
+        blocks = -(-size // (block * replicas))
+        padded = np.zeros((replicas, replicas * blocks * block), np.float32)
+        padded[:, :size] = x[(slice(None), *box)].reshape(replicas, -1)
+        pieces = padded.reshape(replicas, replicas, blocks, block)  # sender, owner
+        sent = _dequantized(pieces)
+        owned = sent.sum(0, dtype=np.float32)
+        shared = _dequantized(owned)
+        left = pieces - sent
+        for owner in range(replicas):
+            left[owner, owner] += owned[owner] - shared[owner]
+        total[box] = shared.reshape(-1)[:size].reshape(shape)
+        errors[(slice(None), *box)] = left.reshape(replicas, -1)[:, :size].reshape(-1, *shape)
+    return total, errors
+
+
+def top_k(x: np.ndarray, boxes: Sequence[Box], ratio: float, group: int):
+    """Return the sum and the errors."""
+    total, errors = np.zeros_like(x[0]), x.copy()
+    for box in boxes:
+        size = x[0][box].size
+        each = -(-size // -(-size // group))
+        for replica in range(len(x)):
+            left, sent = errors[replica][box].reshape(-1), np.zeros(size, np.float32)
+            for start in range(0, size, each):
+                own = np.abs(left[start : start + each])
+                k = max(1, round(ratio * each))
+                chosen = start + np.argsort(-own, kind="stable")[:k]
+                sent[chosen], left[chosen] = left[chosen], 0
+            errors[replica][box] = left.reshape(errors[replica][box].shape)
+            total[box] += sent.reshape(total[box].shape)
+    return total, errors
+
+
+def power_sgd(x: np.ndarray, q: np.ndarray, lead: int, cut: int):
+    """Return the sum, the errors and the new q, computed in float64 with numpy's QR."""
+    shape = x.shape[1:]
+    sizes = [int(np.prod(dims)) for dims in (shape[:lead], shape[lead:cut], shape[cut:])]
+    m = x.reshape(-1, *sizes).astype(np.float64)
+    p, _ = np.linalg.qr(m.sum(0) @ q.reshape(sizes[0], sizes[2], -1))
+    own = np.swapaxes(m, -1, -2) @ p
+    sent = p @ np.swapaxes(own, -1, -2)
+    new, errors = own.sum(0), m - sent
+    return sent.sum(0).reshape(shape), errors.reshape(x.shape), new.reshape(q.shape)

@@ -1,0 +1,80 @@
+"""What a compressed sum over replicas costs and gains, as planned: memory, bytes, time."""
+
+import math
+
+import jax
+import pytest
+
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.command_line import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.planning import links
+from jaxpar.planning.predict.communication import Cluster, in_words_of_sums, traffic_of
+from jaxpar.planning.predict.hardware import H200, NETWORKS, network_named
+from jaxpar.planning.predict.shard import moment_bytes, shard_of, state_bytes
+from jaxpar.planning.predict.time import step_time
+from jaxpar.planning.ranking import predict
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_logical, bytes_per_device
+from tests.tiny import SMALL
+
+TWO_HOSTS = Cluster(H200, NETWORKS["eth100"], 16, 8)
+LLAMA = replace(load_config("llama3_8b"), **{"parallel.replica": 2, "train.global_batch_size": 64})
+
+
+def of_method(method: str, cfg=LLAMA, n: int = 16):
+    return resolve(replace(cfg, **{"parallel.replica_reduction": method}), n)
+
+
+@pytest.mark.parametrize("method", ["int8", "power_sgd"])
+def test_memory_of_errors_is_that_of_the_state(method, devices):
+    fields = {"parallel.replica": 2, "parallel.tensor": 2}
+    cfg = of_method(method, replace(SMALL, **fields), 4)
+    state = abstract_logical(cfg, make_mesh(cfg.parallel, devices[:4]))
+    kept = sum(map(math.prod, [a.sharding.shard_shape(a.shape) for a in _leaves(state)])) * 4
+    exact = of_method("float32", cfg, 4)
+    assert state_bytes(cfg)[1] == state_bytes(exact)[1] + kept
+    assert sum(state_bytes(cfg)) == bytes_per_device(state)
+    assert moment_bytes(cfg) == moment_bytes(exact)
+
+
+def _leaves(state):
+    return jax.tree.leaves(state.feedback)
+
+
+def test_the_slower_the_link_the_more_is_gained():
+    rows = {
+        row.method: row
+        for row in links.rows_of(predict(of_method("float32"), TWO_HOSTS), TWO_HOSTS)
+    }
+    assert links.SPEEDS == (400, 100, 10)
+    for row in rows.values():
+        assert list(row.seconds) == sorted(row.seconds)
+    exact, eight_bits = rows["float32"], rows["int8"]
+    assert exact.sent / eight_bits.sent == pytest.approx(4 / (1 + 4 / 256), rel=1e-3)
+    gains = [a / b for a, b in zip(exact.seconds, eight_bits.seconds, strict=True)]
+    assert gains == sorted(gains) and gains[-1] > 1.5
+    # What is added to a step is the time of its bytes: 0.8 of the speed, in bytes.
+    assert exact.seconds[2] - exact.seconds[1] == pytest.approx(exact.sent * 9 / 10e9, rel=1e-6)
+
+
+def test_traffic_and_time_of_a_layout_follow_its_method():
+    exact, low_rank = of_method("float32"), of_method("power_sgd")
+    sent = {c.parallel.replica_reduction: _replica_traffic(c).sent for c in (exact, low_rank)}
+    assert sent["power_sgd"] < sent["float32"] / 50
+    assert step_time(low_rank, TWO_HOSTS).total < step_time(exact, TWO_HOSTS).total
+    text = in_words_of_sums(of_method("int8"))
+    assert text.startswith("2, which sum gradients in int8: ")
+    assert text.endswith("3.94 times fewer than in float32")
+
+
+def _replica_traffic(cfg):
+    found = traffic_of(cfg, shard_of(cfg), TWO_HOSTS)
+    return next(one for one in found if one.axis == "replica")
+
+
+def test_a_network_may_be_a_speed():
+    assert network_named("10gbit").bandwidth.value == 0.8 * 10e9 / 8
+    for name in ("0gbit", "gbit", "-1gbit", "1e3gbit"):
+        with pytest.raises(ConfigError, match="is not a known network"):
+            network_named(name)
