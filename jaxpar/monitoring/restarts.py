@@ -12,7 +12,7 @@ RESTORED, OF_A_START = "restored", ("init", "compile", "restore")
 
 
 @dataclass(frozen=True)
-class Restarts:
+class RestartCosts:
     """The restarts of a run so far."""
 
     count: int
@@ -25,7 +25,7 @@ class Restarts:
     repeated_steps: int
     """Steps that were repeated."""
     sources: dict[str, int]
-    """Restarts by where the state was: "memory" or "checkpoint"."""
+    """RestartCosts by where the state was: "memory" or "checkpoint"."""
 
     @property
     def seconds(self) -> float:
@@ -40,7 +40,7 @@ class Restarts:
         return f"{text}; {sources}" if sources else text
 
 
-def restarts(events: Iterable[dict[str, Any]]) -> Restarts | None:
+def restarts(events: Iterable[dict[str, Any]]) -> RestartCosts | None:
     """Compute what restarts cost; None for a run without any.
 
     Args:     events: from `read_events`.
@@ -54,7 +54,7 @@ def restarts(events: Iterable[dict[str, Any]]) -> Restarts | None:
     parts = [event["seconds"] for event in again if event["event"] == "time"]
     starting = sum(spent.get(name, 0.0) for spent in parts for name in OF_A_START)
     restored = [event for event in again if event["event"] == RESTORED]
-    return Restarts(
+    return RestartCosts(
         found.attempts - 1,
         found.seconds.get("down", 0.0),
         starting,

@@ -130,8 +130,7 @@ def parser(doc: str | None = None) -> Parser:
     add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")
     add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
     add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
-    told = "compare the sums of gradients over replicas by the speed of their link"
-    add("--links", action="store_true", help=told)
+    add("--links", action="store_true", help="compare sums over replicas by their link's speed")
     add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
     return made
 

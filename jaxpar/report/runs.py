@@ -13,7 +13,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.lists.held_out_sets import MAX_SETS
 from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
-from jaxpar.monitoring.restarts import Restarts, restarts
+from jaxpar.monitoring.restarts import RestartCosts, restarts
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
 from jaxpar.report.loads import Loads, read_loads
@@ -87,7 +87,7 @@ class RunRead:
     """The last displayable value of each metric."""
     predicted: dict[str, float] = field(default_factory=dict)
     goodput: Goodput | None = None
-    restarts: Restarts | None = None
+    restarts: RestartCosts | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     last_step: int = 0
     last_half: Series | None = None

@@ -18,7 +18,9 @@ def axis_sizes(parallel: ParallelConfig) -> tuple[int, ...]:
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Make the device mesh of a resolved config.
 
-    With all devices, `jax.make_mesh` assigns the innermost axes to the fastest links.
+    All devices are taken in the order of their ids, in which XLA keeps the devices of a host, and
+    hosts that are close to one another, together: the innermost axes have the fastest links.
+    `jax.make_mesh` would refuse the devices of several hosts: each host counts as a slice.
 
     Args:     devices: use these, in this order, instead of all devices.
     Raises:   ValueError if the axes do not multiply to the number of devices.
@@ -26,7 +28,7 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
     sizes = axis_sizes(parallel)
     types = (AxisType.Auto,) * len(AXES)
     if devices is None:
-        return jax.make_mesh(sizes, AXES, axis_types=types)
+        devices = sorted(jax.devices(), key=lambda device: device.id)
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=types)
 
 

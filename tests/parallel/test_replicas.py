@@ -126,7 +126,7 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(top_k, "GROUP", 100)
 
 
-@pytest.mark.parametrize("method", ["int8", "top_k", "power_sgd"])
+@pytest.mark.parametrize("method", ["int8", "top_k", slow("power_sgd")])
 @pytest.mark.parametrize("mesh", [MESHES[0], *map(slow, MESHES[1:])])
 def test_sums_and_errors_are_those_of_whole_arrays(mesh, method, devices, small_groups):
     p = settings(mesh, method)
@@ -183,8 +183,8 @@ def compiled_text(p: ParallelConfig, devices) -> str:
 @pytest.mark.parametrize(
     ("method", "dtypes"),
     [
-        ("int8", {"all-to-all": {"s8", "f32"}, "all-gather": {"s8", "f32"}}),
-        slow("bfloat16", {"all-to-all": {"u16"}, "all-gather": {"u16"}}),
+        slow("int8", {"all-to-all": {"s8", "f32"}, "all-gather": {"s8", "f32"}}),
+        ("bfloat16", {"all-to-all": {"u16"}, "all-gather": {"u16"}}),
         slow("top_k", {"all-gather": {"f32", "u16"}}),
         slow("power_sgd", {"all-reduce": {"f32"}}),
     ],

@@ -1,5 +1,7 @@
 """The one table between logical axes and the axes of the mesh, and the mesh that has them."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
 from jaxpar.sharding import axes
+from jaxpar.sharding import mesh as mesh_module
 from jaxpar.sharding.grid import grid
 from jaxpar.sharding.mesh import axis_sizes, describe, make_mesh, shardings
 
@@ -60,3 +63,18 @@ def test_boxes_of_a_grid_cover_each_element_once(chunk):
     for box in grid(seen.shape, chunk):
         seen[box] += 1
     assert (seen == 1).all()
+
+
+def test_the_devices_of_several_hosts_make_a_mesh_in_the_order_of_their_ids(monkeypatch):
+    """To JAX each host is a slice, which `jax.make_mesh` refuses; XLA numbers them by nearness."""
+
+    class Device:
+        def __init__(self, number: int):
+            self.id, self.slice_index, self.device_kind = number, number // 4, "NVIDIA H100"
+            self.platform, self.process_index = "gpu", number // 4
+
+    numbers = [4, 5, 6, 7, 0, 1, 2, 3]
+    monkeypatch.setattr(jax, "devices", lambda: list(map(Device, numbers)))
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, axes, axis_types: devices)
+    made: Any = make_mesh(ParallelConfig(data=2, tensor=4))
+    assert [device.id for device in made.flat] == list(range(8))

@@ -126,3 +126,11 @@ def test_it_is_not_held_while_the_store_is_away(s3, address, monkeypatch):
         s3.fault = lambda method, path: None
         time.sleep(0.5)
         assert held.is_held()
+
+
+@pytest.mark.parametrize("nothing", [True, False])
+def test_a_run_that_has_written_nothing_leaves_none(address, store, nothing):
+    with taken(address) as held:
+        held.leaves_nothing = nothing
+    assert [one.name for one in store.names()] == ([] if nothing else [NAME])
+    taken(address, wait=False).release()

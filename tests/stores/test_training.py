@@ -12,7 +12,6 @@ from jaxpar.config.validate import check
 from jaxpar.runtime import exit_codes
 from jaxpar.stores import steps
 from jaxpar.stores.mirror import Mirror
-from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -68,7 +67,8 @@ def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_written(
     assert not local_folder(address._replace(bucket="no-such-bucket"), "runs").exists()
 
 
-@pytest.mark.parametrize("there", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [False, True])
 def test_a_refused_run_leaves_no_lease(address, store, train_on, config_file, there):
     """What only the data and the mesh show is found with the lease held."""
     args = (config_file, f"--run.dir={address}", "--train.num-steps=2", "--evaluation.every=0")

@@ -9,7 +9,7 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = "data/stdlib"
-    """Dataset of `jaxpar.data prepare`, also s3://...; or files of Megatron, nanoGPT, llm.c."""
+    """Dataset, its s3:// address, or others (docs/data.md)."""
     cache_dir: str = ""
     """Folder of this host for what is read of datasets in object stores. Empty: a folder of the
     user's cache, ~/.cache/jaxpar/data."""

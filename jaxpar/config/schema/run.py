@@ -9,7 +9,7 @@ class RunConfig:
     """The run folder, initial weights and devices."""
 
     dir: str = "runs/default"
-    """Run folder, or an address, s3://BUCKET/PREFIX. The run resumes if it has a checkpoint."""
+    """Run folder, or s3://BUCKET/PREFIX. Resumed if it has a checkpoint."""
     store: str = ""
     """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
     is downloaded where it is missing (docs/object_stores.md). Empty: none."""

@@ -82,22 +82,38 @@ def _state() -> Any:
 def exchange(name: str, text: str, seconds: float) -> list[str]:
     """All-gather a text: returns that of every process, by rank, once all have called.
 
+    Every process reads as many texts as there are processes: use `reports` where most have nothing
+    to say.
+
     Args:     name: the same in every process, and used once in a run.
     Raises:   PeersMissing after `seconds`, naming the processes that have not called.
     """
+    there = reports(name, text, seconds)
+    return [there[i] for i in range(world_size())]
+
+
+def reports(name: str, text: str | None, seconds: float) -> dict[int, str]:
+    """Return the texts of the processes that have one, by rank, once all have called.
+
+    The work of a process grows with the number of texts, not with that of processes.
+
+    Args:     name: as in `exchange`. text: None if this process has nothing to say.
+    Raises:   as `exchange`.
+    """
     if _client() is None:
-        return [text]
+        return {} if text is None else {0: text}
     folder = f"{_ROOT}/{name}"
-    _client().key_value_set(f"{folder}/{rank()}", f"={text}")
+    if text is not None:
+        _client().key_value_set(f"{folder}/texts/{rank()}", f"={text}")
+    _client().key_value_set(f"{folder}/there/{rank()}", "")
     try:
         _client().wait_at_barrier(f"{folder}/all", int(1000 * seconds))
     except RuntimeError as error:
-        there = read_published(folder)
+        there = read_published(f"{folder}/there")
         missing = [process_name(i) for i in range(world_size()) if i not in there]
         who = ", ".join(missing) or "none by now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
-    there = read_published(folder)
-    return [there[i][1:] for i in range(world_size())]
+    return {i: found[1:] for i, found in read_published(f"{folder}/texts").items()}
 
 
 def any_process(happened: bool) -> bool:
@@ -108,8 +124,7 @@ def any_process(happened: bool) -> bool:
     """
     if _client() is None:
         return happened
-    answers = exchange(f"in any/{next(_questions)}", str(happened), 1e6)
-    return str(True) in answers
+    return bool(reports(f"in any/{next(_questions)}", "" if happened else None, 1e6))
 
 
 def publish(topic: str, text: str) -> None:
@@ -137,14 +152,13 @@ def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = error
-    code = 0 if failure is None else 2 if isinstance(failure, ConfigError) else 1
-    outcomes = exchange(name, f"{code} {failure or ''}", seconds)
+    code = 2 if isinstance(failure, ConfigError) else 1
+    failed = reports(name, None if failure is None else f"{code} {failure}", seconds)
     if failure is not None:
         raise failure
-    for process, text in enumerate(outcomes):
-        status, _, reason = text.partition(" ")
-        if status != "0":
-            raise PeerFailed(f"{name}: {process_name(process)}: {reason}", int(status))
+    for process in sorted(failed):
+        status, _, reason = failed[process].partition(" ")
+        raise PeerFailed(f"{name}: {process_name(process)}: {reason}", int(status))
     return result
 
 
@@ -156,14 +170,14 @@ def check_same(what: str, value: Callable[[], str | bytes], seconds: float) -> N
     """
     if world_size() == 1:
         return
-    own = value()
-    content = own.encode() if isinstance(own, str) else own
-    digests = exchange(what, hashlib.sha256(content).hexdigest(), seconds)
-    for process, digest in enumerate(digests):
-        if digest != digests[0]:
-            name, first = process_name(process), process_name(0)
-            rule = f"{name} has a different {what} than {first}"
-            raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
+    given = value()
+    content = given.encode() if isinstance(given, str) else given
+    own = hashlib.sha256(content).hexdigest()
+    first = reports(what, own if rank() == 0 else None, seconds)[0]
+    for process in sorted(reports(f"{what}/differs", None if own == first else "", seconds)):
+        name = process_name(process)
+        rule = f"{name} has a different {what} than {process_name(0)}"
+        raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
 
 
 def leave(well: bool) -> None:
