@@ -29,8 +29,7 @@ class LaunchOptions(OneHost):
     """Start the processes of a run on this host. After --: the arguments of jaxpar.train."""
 
     nodes: str = ""
-    """MIN:MAX hosts, or their number: start the same command on each. Empty: only this
-    host."""
+    """MIN:MAX hosts, or their number: start the same command on each. Empty: one host."""
     rendezvous: str = ""
     """HOST:PORT where the launchers find one another. The launcher on HOST serves it, unless
     --serve-rendezvous does."""
