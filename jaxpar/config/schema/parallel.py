@@ -32,7 +32,7 @@ class ParallelConfig:
     sequence: int = 1
     """Shards of each sequence (context parallelism)."""
     tensor: int = 1
-    """Tensor-parallel ranks (TP), with sequence parallelism."""
+    """Tensor-parallel ranks, with sequence parallelism."""
     num_microbatches: int = 1
     """Microbatches per step, for gradient accumulation or for the pipeline."""
     row_groups: int = 1
