@@ -1,5 +1,6 @@
 """The device mesh. There is always one; on a single device, all axes have size 1."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -18,17 +19,17 @@ def axis_sizes(parallel: ParallelConfig) -> tuple[int, ...]:
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Make the device mesh of a resolved config.
 
-    All devices are taken in the order of their ids, in which XLA keeps the devices of a host, and
+    Devices are taken in the order of their ids, in which XLA keeps the devices of a host, and
     hosts that are close to one another, together: the innermost axes have the fastest links.
     `jax.make_mesh` would refuse the devices of several hosts: each host counts as a slice.
 
-    Args:     devices: use these, in this order, instead of all devices.
-    Raises:   ValueError if the axes do not multiply to the number of devices.
+    Args:     devices: use these, in this order, instead of the first of all devices.
+    Raises:   ValueError if the axes need more devices, or another number than is given.
     """
     sizes = axis_sizes(parallel)
     types = (AxisType.Auto,) * len(AXES)
     if devices is None:
-        devices = sorted(jax.devices(), key=lambda device: device.id)
+        devices = sorted(jax.devices(), key=lambda device: device.id)[: math.prod(sizes)]
     return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=types)
 
 

@@ -167,7 +167,7 @@ BAD_SETS = {
     "test=data/web": "has a set named test",
     "ema=data/web": "has a set named ema",
     "held_out=data/web": "has a set named held_out",
-    "a=gs://web": "gs:// is not supported",
+    "a=ftp://web": "ftp:// is not supported",
     ",".join(f"a{i}=x" for i in range(65)): "has 65 sets, more than 64",
 }
 

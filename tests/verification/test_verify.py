@@ -12,7 +12,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.model import parameters
 from jaxpar.parallel import gradients
 from jaxpar.sharding import params
-from jaxpar.step import train_step
+from jaxpar.step import step_weights, train_step
 from jaxpar.verification import command, distances, small_config
 from jaxpar.verification import meshes as verification_meshes
 
@@ -38,7 +38,8 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
         return grads | {"final_norm": grads["final_norm"] * 1.001}
 
     right = gradients.reduce_gradients
-    monkeypatch.setattr(train_step, "reduce_gradients", lambda g, s: reduce_wrongly(right(g, s), s))
+    wrong = lambda g, s, axes: reduce_wrongly(right(g, s, axes), s)  # noqa: E731
+    monkeypatch.setattr(step_weights, "reduce_gradients", wrong)
     code = verify.main([*TINY, "--mesh", "data=2", "--steps", "0"])
     shown = capsys.readouterr().out
     assert code == 1

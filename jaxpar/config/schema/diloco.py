@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DilocoConfig:
-    """DiLoCo: replicas that train on their own, and that an outer step joins."""
+    """Replicas that train on their own, with outer steps (DiLoCo)."""
 
     every: int = 0
     """Inner steps between the outer steps of a weight (H). 0: no DiLoCo; replicas sum their

@@ -163,7 +163,8 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         exposed = 1.0
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     passes = compression_seconds(cfg, cluster.gpu)
-    exposed = (exposed * seconds + passes) / (seconds + passes)
+    if passes:
+        exposed = (exposed * seconds + passes) / (seconds + passes)
     return Traffic("replica", sent, seconds + passes, seconds, exposed)
 
 
