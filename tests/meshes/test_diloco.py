@@ -182,6 +182,9 @@ def test_plain_trainers(cfg, mesh, devices):
     host = lambda leaves: {k: np.asarray(w) for k, w in leaves.items()}  # noqa: E731
     zero = {k: np.zeros_like(w) for k, w in start.items()}
     of_replica = lambda r: {k: w[r] for k, w in flat(state.diloco["weights"]).items()}  # noqa: E731
+    # Adafactor divides by the root of a mean without an eps, so `steady` does not help it.
+    without_eps = cfg.optimizer.name == "adafactor"
+    allowed = distances.update_tolerance(TOLERANCE) if without_eps else TOLERANCE
     pairs = [
         (flat(state.params), plain.outer, start),
         (flat(state.diloco["momentum"]), plain.all_momentum, zero),
@@ -189,7 +192,7 @@ def test_plain_trainers(cfg, mesh, devices):
     ]
     for found, right, before in pairs:
         errors = distances.update_errors(host(found), host(right), before)
-        assert distances.worst(errors)[0] <= TOLERANCE, distances.worst(errors)
+        assert distances.worst(errors)[0] <= allowed, distances.worst(errors)
     apart = host(of_replica(0))["layers/wq"] - host(of_replica(1))["layers/wq"]
     assert np.abs(apart).max() > 1e-3  # replicas have trained on their own since
 
