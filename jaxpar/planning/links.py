@@ -1,7 +1,7 @@
 """What each way to sum gradients over replicas would gain, by the speed of the link between them.
 
-The time of a step without that sum is predicted as ever. The sum is added whole, as if nothing hid
-it: it takes the gradients of all layers together, at the end of the backward.
+The time of a step without that sum is predicted as before. The sum is added whole, as if nothing
+hid it: it takes the gradients of all layers together, at the end of the backward.
 """
 
 from collections.abc import Sequence

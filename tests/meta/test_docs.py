@@ -19,6 +19,7 @@ from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICI
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
+from jaxpar.goodput.command import read_command as read_goodput_command
 from jaxpar.inference.chat import DialogueOptions
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
@@ -30,7 +31,6 @@ from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
-from jaxpar.simulation.command import read_command as read_goodput_command
 from jaxpar.sweeps.command import read_command as read_sweep_command
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes

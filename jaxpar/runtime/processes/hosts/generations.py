@@ -204,7 +204,7 @@ def chosen(
 
     Args:     hosts: in their order. least, most: limits on their number. fits: whether a number of
               devices can divide the batch.
-    Returns:  the first so many hosts; None if no number of them can train.
+    Returns:  the first hosts, as many as can train; None if none can.
     """
     for count in range(min(len(hosts), most), least - 1, -1):
         if fits(sum(host.devices for host in hosts[:count])):

@@ -9,8 +9,8 @@ docs/planning.md#goodput-under-failures explains the model.
 
 from collections.abc import Sequence
 
+from jaxpar.goodput.command import answer, read_command
 from jaxpar.runtime.program import run_program
-from jaxpar.simulation.command import answer, read_command
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from jaxpar.simulation.failures import LOSES_HOST, Interruption
-from jaxpar.simulation.recovery import Attempt, Policy
+from jaxpar.goodput.failures import LOSES_HOST, Interruption
+from jaxpar.goodput.recovery import Attempt, Policy
 
 #: Where the time of a run goes. Only "step" counts as goodput: steps that were not repeated, in the
 #: time that all hosts would take for them.

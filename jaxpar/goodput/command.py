@@ -12,11 +12,11 @@ from typing import Any
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import asks_help
 from jaxpar.config.rules.limits import Range
+from jaxpar.goodput import showing, study
+from jaxpar.goodput.failures import DAY, HOUR, KINDS, Rates
+from jaxpar.goodput.recovery import Policy, Saves
 from jaxpar.runtime.options import Parser, check_file
 from jaxpar.runtime.stages import stage
-from jaxpar.simulation import showing, study
-from jaxpar.simulation.failures import DAY, HOUR, KINDS, Rates
-from jaxpar.simulation.recovery import Policy, Saves
 
 #: Options in seconds, hours or days: default and text of --help. All may be 0.
 TIMES: dict[str, tuple[float, str]] = {

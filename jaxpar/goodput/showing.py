@@ -6,10 +6,10 @@ from typing import Any
 from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import Scale, scale_of
 from jaxpar.charts.standalone import svg_file
-from jaxpar.simulation import study, theory
-from jaxpar.simulation.failures import DAY, HOUR, per_second
-from jaxpar.simulation.recovery import Policy
-from jaxpar.simulation.run import PARTS
+from jaxpar.goodput import study, theory
+from jaxpar.goodput.failures import DAY, HOUR, per_second
+from jaxpar.goodput.recovery import Policy
+from jaxpar.goodput.run import PARTS
 
 
 def hours_between(scene: study.Scene) -> float:

@@ -54,7 +54,7 @@ class Interruption(NamedTuple):
 
 
 def per_second(rates: Rates, hosts: int, gpus_per_host: int) -> dict[str, float]:
-    """Return how many failures of each kind a run of so many hosts has in a second."""
+    """Return how many failures of each kind per second a run of `hosts` hosts has."""
     units = {"gpu": hosts * gpus_per_host, "planned": 1}
     return {kind: units.get(kind, hosts) / (getattr(rates, kind) * HOUR) for kind in KINDS}
 

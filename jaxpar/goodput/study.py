@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxpar.simulation.failures import Rates, failures
-from jaxpar.simulation.recovery import Policy, Saves
-from jaxpar.simulation.run import Outcome, Simulation
+from jaxpar.goodput.failures import Rates, failures
+from jaxpar.goodput.recovery import Policy, Saves
+from jaxpar.goodput.run import Outcome, Simulation
 
 #: Steps between saves that are tried: from 1 to 10,000, each about a third more than the last.
 TRIED = tuple(sorted({round(10 ** (i / 8)) for i in range(33)}))

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from jaxpar.simulation import study, theory
-from jaxpar.simulation.failures import DAY, HOUR, KINDS, Interruption, Rates, failures, per_second
-from jaxpar.simulation.recovery import Attempt, Policy, Saves
-from jaxpar.simulation.run import PARTS, Simulation
+from jaxpar.goodput import study, theory
+from jaxpar.goodput.failures import DAY, HOUR, KINDS, Interruption, Rates, failures, per_second
+from jaxpar.goodput.recovery import Attempt, Policy, Saves
+from jaxpar.goodput.run import PARTS, Simulation
 
 NEVER = Rates(*[math.inf] * len(KINDS))
 

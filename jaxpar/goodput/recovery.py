@@ -12,7 +12,7 @@ class Saves:
     blocking: float = 0.0
     """Seconds that training waits."""
     seconds: float = 0.0
-    """Further seconds until the save is complete, while training goes on."""
+    """Further seconds until the save is complete, while training continues."""
     load: float = 0.0
     """Seconds to load one."""
 
@@ -70,7 +70,7 @@ class Attempt:
         return (step - self.first) * self.step + of_disk + of_memory
 
     def done(self, seconds: float) -> int:
-        """Return the last step that has ended after so many seconds."""
+        """Return the last step that has ended after `seconds`."""
         each = self.step
         each += self._disk_wait / self._disk.every if self._disk.every else 0.0
         each += self._memory_wait / self._memory.every if self._memory.every else 0.0
