@@ -9,7 +9,8 @@ first, side by side, in one process; then the methods train one after another.
     python scripts/measure/slow_link.py --data data/stdlib-bytes --shrink --steps 60  # on a CPU
 
 With --times, it instead measures the seconds of a step of each method on two GPUs, on random tokens
-and a model like llama_1b. Words that begin with -- and have a dot set fields of the config:
+and a model like llama_1b; with DiLoCo, of an inner step, and of the outer step of each fragment.
+Words that begin with -- and have a dot set fields of the config:
 
     CUDA_VISIBLE_DEVICES=0,1 python scripts/measure/slow_link.py --times --out runs/slow_link
 """
@@ -30,6 +31,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.bench.training import conditions
+from jaxpar.bench.training.outer_steps import mean_step_seconds, time_outer_steps
 from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import scale_of
 from jaxpar.charts.standalone import svg_file
@@ -275,9 +277,12 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - began)
         losses.append(float(metrics.loss))
-    memory = program.memory_analysis()
+    memory, inner = program.memory_analysis(), statistics.median(seconds[BEFORE:])
+    outer, _ = time_outer_steps(cfg, mesh, state)
     return {
-        "ms": 1e3 * statistics.median(seconds[BEFORE:]),
+        **outer,
+        "mean_ms": 1e3 * mean_step_seconds(inner, outer),
+        "ms": 1e3 * inner,
         "fastest_ms": 1e3 * min(seconds[BEFORE:]),
         "slowest_ms": 1e3 * max(seconds[BEFORE:]),
         "temporary_gib": memory.temp_size_in_bytes / 2**30 if memory else None,
@@ -287,17 +292,29 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
 
 def table_of_times(rows: dict[str, Any]) -> list[str]:
     """Return the lines of a Markdown table of the times."""
-    lines = ["| method | ms | fastest | slowest | MB per step and GPU | temporaries, GiB |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| method | ms | fastest | slowest | outer ms | mean ms | MB per step and GPU "]
+    lines[0] += "| temporaries, GiB |"
+    lines.append("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | |")
+            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | | | |")
             continue
         times = " | ".join(f"{row[key]:.1f}" for key in ("ms", "fastest_ms", "slowest_ms"))
         memory = row["temporary_gib"]
         there = "-" if memory is None else f"{memory:.2f}"
-        lines.append(f"| {name} | {times} | {row['sent'] / 1e6:.1f} | {there} |")
+        mean, sent = f"{row['mean_ms']:.1f}", f"{row['sent'] / 1e6:.1f}"
+        lines.append(f"| {name} | {times} | {_outer_ms(row)} | {mean} | {sent} | {there} |")
     return lines
+
+
+def _outer_ms(row: dict[str, Any]) -> str:
+    """Return the milliseconds of all outer steps, and of each fragment if there are several."""
+    if "outer_steps" not in row:
+        return "-"
+    found = row["outer_steps"]
+    each = [f"{1e3 * fragment['median']:.1f}" for fragment in found["fragments"]]
+    parts = f" ({' + '.join(each)})" if len(each) > 1 else ""
+    return f"{1e3 * found['outer_step_seconds']:.1f}{parts} every {found['every']}"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -319,7 +336,6 @@ def main(argv: Sequence[str]) -> None:
     if unknown := set(methods) - METHODS.keys():
         parser.error(f"--methods knows {', '.join(METHODS)}, not {', '.join(sorted(unknown))}")
     if options.times:
-        methods = [name for name in methods if name != "diloco"]
         fields = TIMES | (
             SHRINK | {"run.cpu_devices": 2, "model.vocab_size": 512} if options.shrink else {}
         )
