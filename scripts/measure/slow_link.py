@@ -156,9 +156,11 @@ def compiled(cfgs: dict[str, Config], mesh: Mesh, batch: Any, most: int) -> dict
             return error
 
     began = time.perf_counter()
-    texts, lowered = {}, {}
+    texts: dict[str, str] = {}
+    lowered: dict[str, Any] = {}
     for name, cfg in cfgs.items():
-        step: Any = make_train_step(cfg, mesh, most).lower(abstract_logical(cfg, mesh), batch)
+        program: Any = make_train_step(cfg, mesh, most)
+        step = program.lower(abstract_logical(cfg, mesh), batch)
         texts[name] = step.as_text()  # inner steps of DiLoCo are often the same
         lowered.setdefault(texts[name], step)
     with ThreadPoolExecutor(len(lowered)) as pool:
