@@ -59,6 +59,10 @@ class Network:
             shutil.rmtree(OWN_FILES / name, ignore_errors=True)
         _ip("link", "del", self._bridge, check=False)
 
+    def launch_options(self, host: int) -> list[str]:
+        """The options of a host's launcher that no other has: none, as its host name is its own."""
+        return []
+
     def start(self, host: int, command: list[str], env: dict[str, str], out: Any) -> Any:
         """Start a program on a host. Its host name is the namespace's.
 
