@@ -1,8 +1,8 @@
 """Lose hosts of an elastic run at random times, and compare its goodput with the simulator's.
 
     python scripts/measure/random_failures.py --seconds 600 --mtbf 120
-    python scripts/measure/random_failures.py --gpus-per-host 1 --seconds 150 --mtbf 40 \\
-        --every 100 --memory-every 10 --card card.json -- llama_1b --model.d-model 1536
+    python scripts/measure/random_failures.py --gpus-per-host 1 --limit 560 --seconds 150 \\
+        --mtbf 60 --back 25 --every 100 --memory-every 15 -- llama_1b --data.path data/stdlib ...
 
 Hosts are launchers of one machine, each with its own devices, name and copies of the state in
 memory; another process serves the rendezvous. All processes of a host are killed at exponentially
@@ -11,6 +11,9 @@ the first step: with copies of the state in memory beside saves to disk, then wi
 The first generations of a run on GPUs are not measured: they compile for each number of hosts.
 
 Without a config after --, the hosts train the tests' model on simulated devices, with 0.3 s a step.
+
+A run on GPUs needs --data.path and a model whose dims 4, 3 and 2 divide, such as --model.d-model
+1536. --limit is for everything: after the first generations, it leaves the runs what remains.
 
 Prints each loss, and for both runs the goodput, what the time went into, and what
 `python -m jaxpar.goodput` predicts from the run's own times of steps, saves and restarts.
@@ -41,12 +44,14 @@ from jaxpar.runtime.processes.children import tail  # noqa: E402
 from scripts.measure import random_failures_report as report  # noqa: E402
 from scripts.measure.random_failures_report import Seen, Trial  # noqa: E402
 from tests import ranks  # noqa: E402
-from tests.conftest import compile_quickly  # noqa: E402
 from tests.e2e.hosts.elastic import SIZES, ElasticRun  # noqa: E402
 from tests.e2e.hosts.same_machine import SameMachine  # noqa: E402
 
 #: Steps that a generation takes on each number of hosts before runs on GPUs are measured.
 WARM_STEPS = 12
+
+#: Seconds of a run before its first step, and the fewest after it, under --limit.
+STARTS, FEWEST = 45.0, 30.0
 
 #: Arguments of every run. It ends when it is killed.
 OF_ALL = (
@@ -216,6 +221,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", choices=("memory", "disk"), help="one of the two runs")
     made.add_argument("--heartbeat-seconds", type=float, default=5.0, help="(5)")
     made.add_argument("--start-seconds", type=float, default=300.0, help="most until a step (300)")
+    made.add_argument("--warmed", action="store_true", help="every program was compiled before")
+    text = "seconds for everything: the runs become shorter"
+    made.add_argument("--limit", type=float, default=float("inf"), help=text)
     made.add_argument("--seed", type=int, default=0, help="of the losses (0)")
     text = f"on a file system in memory ({SHARED_MEMORY})"
     made.add_argument("--memory-folder", type=Path, default=Path(SHARED_MEMORY), help=text)
@@ -243,23 +251,26 @@ def read_command() -> argparse.Namespace:
 
 def measured(asked: argparse.Namespace, folder: Path) -> None:
     """Run both kinds of runs, print, and write the card."""
-    ids = visible.visible_gpu_ids()[: asked.hosts * asked.gpus_per_host]
-    each = itertools.batched(ids, max(asked.gpus_per_host, 1))
-    gpus = [",".join(one) for one in each]
-    kinds = {"memory": ("memory and disk", asked.memory_every), "disk": ("disk alone", 0)}
-    trials: list[Trial] = []
-    manifest: dict[str, Any] = {}
-    if asked.gpus_per_host:
-        with SameMachine(asked.hosts + 1, gpus, asked.memory_folder) as machine:
-            warmed(Hosts(machine, folder / "warm", asked, asked.memory_every))
+    began, trials = time.monotonic(), list[Trial]()
+    visible_gpus = visible.visible_gpu_ids()[: asked.hosts * asked.gpus_per_host]
+    each = itertools.batched(visible_gpus, max(asked.gpus_per_host, 1))
+    gpus = [",".join(of_host) for of_host in each]
+    machine = lambda: SameMachine(asked.hosts + 1, gpus, asked.memory_folder)  # noqa: E731
+    if asked.gpus_per_host and not asked.warmed:
+        with machine() as its:
+            warmed(Hosts(its, folder / "warm", asked, asked.memory_every))
         shutil.rmtree(folder / "warm")
+    both = {"memory": ("memory and disk", asked.memory_every), "disk": ("disk alone", 0)}
+    kinds = {kind: both[kind] for kind in both if asked.only in (None, kind)}
+    left = (asked.limit - (time.monotonic() - began)) / len(kinds) - STARTS
+    asked.seconds = min(asked.seconds, left)
+    if asked.seconds < FEWEST:
+        raise SystemExit(f"--limit {asked.limit:g} leaves {asked.seconds:.0f} s for a run")
     for kind, (name, every) in kinds.items():
-        if asked.only not in (None, kind):
-            continue
         load = os.getloadavg()[0]
-        print(f"{name}; load average {load:.1f}", flush=True)
-        with SameMachine(asked.hosts + 1, gpus, asked.memory_folder) as machine:
-            hosts = Hosts(machine, folder / kind, asked, every)
+        print(f"{name}, for {asked.seconds:.0f} s; load average {load:.1f}", flush=True)
+        with machine() as its:
+            hosts = Hosts(its, folder / kind, asked, every)
             trials.append(tried(hosts, name, every))
         manifest = json.loads((hosts.run_dir / "manifest.json").read_text("utf-8"))
         if asked.folder is None:
@@ -268,13 +279,15 @@ def measured(asked: argparse.Namespace, folder: Path) -> None:
         if asked.card:
             about = {"options": vars(asked), "manifest": manifest, "load_average": load}
             asked.card.write_text(json.dumps(about | found, default=str, indent=1) + "\n", "utf-8")
-    print(report.as_text(found))
+        print(report.as_text(found), flush=True)
 
 
 def main() -> None:
     """Run the command line."""
     asked = read_command()
     if not asked.gpus_per_host:
+        from tests.conftest import compile_quickly  # which needs pytest
+
         compile_quickly()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="random_failures"))
     folder.mkdir(parents=True, exist_ok=True)

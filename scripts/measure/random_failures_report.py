@@ -186,10 +186,11 @@ def measured_parts(trial: Trial, times: dict[int, float]) -> tuple[int, dict[str
     """Return the steps that count, and where the time went."""
     attempts, recoveries = trial.attempts(), trial.recoveries()
     step = times[trial.hosts]
-    stopped = sum(r.between - r.cut_off - times[r.hosts] for r in recoveries)
+    on = lambda hosts: times.get(hosts, step)  # noqa: E731
+    stopped = sum(r.between - r.cut_off - on(r.hosts) for r in recoveries)
     lost = sum(r.cut_off for r in recoveries)
     for before, r in zip(attempts, recoveries, strict=False):
-        lost += r.repeated * times[before.hosts]
+        lost += r.repeated * on(before.hosts)
     last = attempts[-1].steps[-1].time
     if after := [t for t, _ in trial.losses if t > last]:  # it ended while the run recovered
         lost += (cut_off := attempts[-1].cut_off(after[0]))

@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
-
 #: Where `ip netns exec` looks for a namespace's files in /etc.
 OWN_FILES = Path("/etc/netns")
 
 
 def require_namespaces() -> None:
     """Skip a test where namespaces cannot be made."""
+    import pytest  # measurements, which make namespaces, do not need it
+
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network namespaces need root, ip and unshare")
     name = f"jp{os.getpid()}"
