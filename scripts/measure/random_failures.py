@@ -26,6 +26,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -95,7 +96,12 @@ class Hosts:
         folder.mkdir()
         self.folder, self.run_dir, self.asked = folder, folder / "run", asked
         self.seen = StepsSeen(self.run_dir)
-        config, *own = asked.config or [ranks.write_config(folder), *SIZES]
+        config, *own = asked.config or [
+            ranks.write_config(folder),
+            *SIZES,
+            "--optimizer.learning-rate",
+            "1e-3",
+        ]
         args = [*own, "--run.dir", str(self.run_dir), *OF_ALL]
         args += ["--checkpoint.every", str(asked.every)]
         args += ["--checkpoint.memory-every", str(memory_every)]
@@ -285,6 +291,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     """Run the command line."""
     asked = read_command()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # ends all hosts
     if not asked.gpus_per_host:
         from tests.conftest import compile_quickly  # which needs pytest
 

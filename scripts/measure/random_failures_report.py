@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from jaxpar.monitoring.restarts import RESTORED
 
 #: Runs that are simulated with losses at other times.
 SEEDS = 400
+
+#: Fewest steps of a known time on a number of hosts.
+FEWEST_STEPS = 5
 
 #: Where the time goes: as measured, and the parts of the simulator (`goodput.run.PARTS`).
 PARTS = {
@@ -127,13 +130,14 @@ class Trial:
 
 
 def step_times(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return the median seconds of a step by the number of hosts."""
+    """Return the mean seconds of a step by the number of hosts, without copies if one run made
+    none."""
+    plain = [trial for trial in trials if not trial.memory_every] or trials
     times: dict[int, list[float]] = {}
-    for trial in trials:
-        for attempt in trial.attempts():
-            known = [one.seconds for one in attempt.steps if one.seconds is not None]
-            times.setdefault(attempt.hosts, []).extend(known)
-    return {hosts: statistics.median(t) for hosts, t in sorted(times.items()) if t}
+    for attempt in (a for trial in plain for a in trial.attempts()):
+        known = [one.seconds for one in attempt.steps if one.seconds is not None]
+        times.setdefault(attempt.hosts, []).extend(known)
+    return {n: statistics.mean(t) for n, t in sorted(times.items()) if len(t) >= FEWEST_STEPS}
 
 
 def fixed_part(times: dict[int, float], hosts: int) -> float:
@@ -147,35 +151,47 @@ def fixed_part(times: dict[int, float], hosts: int) -> float:
     return min(max(whole - slope, 0.0), whole)
 
 
+def delays(trial: Trial, times: dict[int, float], every: int) -> tuple[float, float]:
+    """Return the seconds by which a save to disk and a copy in memory delay training.
+
+    For the first one, the mean that the loop waited; for the kind of saves that the run made most
+    often, what its steps took longer than without saves.
+    """
+    later, saves = 0.0, 0
+    for attempt in trial.attempts():
+        pairs = list(itertools.pairwise(attempt.steps))
+        step = times.get(attempt.hosts, times[trial.hosts])
+        later += sum(b.time - a.time - step for a, b in pairs)
+        saves += sum(a.step % every == 0 for a, _ in pairs)
+    waited = mean(e["loop_waited"] for e in trial.of_events("saved"))
+    copies = len(list(trial.of_events("copied")))
+    if trial.memory_every:
+        return waited, max(later - saves * waited, 0.0) / copies if copies else 0.0
+    return max(later, 0.0) / saves if saves else waited, 0.0
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of values; 0 of none."""
+    return statistics.mean(found) if (found := list(values)) else 0.0
+
+
 def policy_of(trial: Trial, times: dict[int, float], every: int, back: float, least: int) -> Policy:
-    """Return the policy of the simulator, with the medians of a run's own times."""
-    median = lambda values: statistics.median(found) if (found := list(values)) else 0.0  # noqa: E731
+    """Return the policy of the simulator, with the means of a run's own times."""
     events = lambda name: list(trial.of_events(name))  # noqa: E731
-    saved, copied, restored = events("saved"), events("copied"), events(RESTORED)
-    load = lambda name: median(e["seconds"] for e in restored if e["source"] == name)  # noqa: E731
-    disk = Saves(
-        every,
-        median(e["loop_waited"] for e in saved),
-        median(max(e["seconds"] - e["loop_waited"], 0) for e in saved),
-        load("checkpoint"),
-    )
-    memory = Saves(
-        trial.memory_every,
-        median(e["loop_waited"] for e in copied),
-        median(e["write_seconds"] + e["send_seconds"] for e in copied),
-        load("memory"),
-    )
-    step = times[trial.hosts]
+    restored, of_disk, in_memory = events(RESTORED), *delays(trial, times, every)
+    load = lambda name: mean(e["seconds"] for e in restored if e["source"] == name)  # noqa: E731
+    complete = mean(max(e["seconds"] - e["loop_waited"], 0) for e in events("saved"))
+    copied = mean(e["write_seconds"] + e["send_seconds"] for e in events("copied"))
     formed = [e for e in events(GENERATION) if e["step"] > 1]
-    ended = [(e["time"] - e["seconds"], e) for e in formed if e["lost"]]
-    noticed = [(end, [t for t, _ in trial.losses if t < end]) for end, _ in ended]
-    loads = median(e["seconds"] for e in restored)
+    ended = [e["time"] - e["seconds"] for e in formed if e["lost"]]
+    noticed = [(end, [t for t, _ in trial.losses if t < end]) for end in ended]
+    step, loads = times[trial.hosts], mean(e["seconds"] for e in restored)
     return Policy(
         step,
-        disk,
-        memory,
-        detect=median(end - losses[-1] for end, losses in noticed if losses),
-        restart=max(median(e["seconds"] for e in formed) - loads - step, 0.0),
+        Saves(every, of_disk, complete, load("checkpoint")),
+        Saves(trial.memory_every, in_memory, copied, load("memory")),
+        detect=mean(end - losses[-1] for end, losses in noticed if losses),
+        restart=max(mean(e["seconds"] for e in formed) - loads - step, 0.0),
         repair=back,
         fewest=least,
         fixed=fixed_part(times, trial.hosts),
