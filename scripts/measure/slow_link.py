@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.bench.training import conditions
-from jaxpar.bench.training.outer_steps import mean_step_seconds, time_outer_steps
+from jaxpar.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import scale_of
 from jaxpar.charts.standalone import svg_file
@@ -47,6 +47,8 @@ from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.overlap import programs_of_steps, same_program
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.diloco.sent import fragment_bytes
 from jaxpar.step.state import abstract_logical, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
@@ -59,6 +61,7 @@ REDUCTION = "parallel.replica_reduction"
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {REDUCTION: name} for name in "float32 int8 top_k power_sgd bfloat16".split()},
     "diloco": {"diloco.every": 50},
+    "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
 }
 
 #: The model of the curves: 11 million parameters with a vocabulary of 8,192.
@@ -144,17 +147,31 @@ def compiled(cfgs: dict[str, Config], mesh: Mesh, batch: Any, most: int) -> dict
 
 
 def train(
-    cfg: Config, mesh: Mesh, program: Any, loader: Loader, seconds: float, write: Callable
+    cfg: Config,
+    mesh: Mesh,
+    program: Any,
+    loader: Loader,
+    most: int,
+    seconds: float,
+    write: Callable,
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a method to the end, or for some seconds. Returns the last state, and figures."""
-    run, outer, state = FirstRunAlone(program), OuterSteps(cfg, mesh), init_state(cfg, mesh)
-    if cfg.diloco.every:
-        outer.compile(state)
+    """Train a method to the end, or for some seconds. Returns the last state, and figures.
+
+    Args:     most: documents in a sequence.
+    """
+    outer, state = OuterSteps(cfg, mesh), init_state(cfg, mesh)
+    outer.compile(state)
+    run = {None: FirstRunAlone(program)}
+    for fragment in programs_of_steps(cfg)[1:]:
+        step: Any = make_train_step(cfg, mesh, most, fragment=fragment)
+        run[fragment] = FirstRunAlone(step.lower(state, loader.batch(0)).compile())
     losses: list[float] = []
     waiting: list[Any] = []
     began = time.perf_counter()
     for step, batch in itertools.islice(loader.prefetched(0), cfg.train.num_steps):
-        state, metrics = run(state, batch)
+        fragment = under_way(step, cfg)
+        key = None if fragment is None else same_program(cfg, fragment)
+        state, metrics = run[key](state, batch)
         state = outer(step + 1, state)
         waiting.append(metrics.loss)
         if len(waiting) == 2 * EVERY:  # the device stays a few steps ahead
@@ -200,7 +217,7 @@ def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> d
                 file.flush()
 
             try:
-                state, figures = train(cfg, mesh, program, text, seconds, write)
+                state, figures = train(cfg, mesh, program, text, most, seconds, write)
                 figures["held_out"] = held_out_loss(evaluate, state.params, held_out)
             except Exception as error:
                 traceback.print_exc()
@@ -278,7 +295,12 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
         seconds.append(time.perf_counter() - began)
         losses.append(float(metrics.loss))
     memory, inner = program.memory_analysis(), statistics.median(seconds[BEFORE:])
-    outer, _ = time_outer_steps(cfg, mesh, state)
+
+    def step_of(fragment: int | None) -> Act:
+        one = run if fragment is None else make_train_step(cfg, mesh, 1, fragment=fragment)
+        return lambda state: one(state, batches[0])[0]
+
+    outer, _ = time_outer_steps(cfg, mesh, state, step_of)
     return {
         **outer,
         "mean_ms": 1e3 * mean_step_seconds(inner, outer),
