@@ -22,6 +22,7 @@ from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, memory_of
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
@@ -96,7 +97,7 @@ def steps(
         between.saver.prepare(state)
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
-            state, metrics = ready.train_step(state, batch)
+            state, metrics = ready.train_step(state, batch, under_way(step, run.cfg))
             state = ready.outer_steps(step + 1, state)
             last.finished(step + 1, state)
             between.report(step, metrics)
@@ -130,17 +131,25 @@ def compiled(
     state: TrainState,
     batch: Batch,
     meanwhile: Callable[[], None] = lambda: None,
+    fragment: int | None = None,
 ) -> FirstRunAlone:
     """Compile the train step for one size of steps before its first use, and log the time.
 
     Args:     batch: an example, which may be abstract. meanwhile: called when XLA starts to
-              compile; should return at once.
+              compile; should return at once. fragment: as in `make_train_step`.
     """
     began = time.perf_counter()
     cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
     which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
+    which += "" if fragment is None else f" with the exchange of fragment {fragment}"
     step: Any = make_train_step(
-        cfg, run.mesh, run.max_segments, execution_of(cfg), expert_rows=True, record=record
+        cfg,
+        run.mesh,
+        run.max_segments,
+        execution_of(cfg),
+        expert_rows=True,
+        record=record,
+        fragment=fragment,
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))

@@ -13,10 +13,14 @@ from jaxpar.convert.__main__ import main as convert
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7
 --checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 0
 --optimizer.warmup-steps 0"""
+
+#: Checkpoint 3 is saved between two parts of an exchange.
+OVERLAP = "--diloco.overlap", "2"
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +34,24 @@ def train(train_on, write_config):
     return to
 
 
+@pytest.fixture(scope="module", params=[pytest.param(OVERLAP, id="overlap"), slow((), id="none")])
+def fields(request) -> tuple[str, ...]:
+    """Further fields of the run."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(train, tmp_path_factory) -> Path:
+def run(train, fields, tmp_path_factory) -> Path:
     """A run to step 7, with checkpoints of steps 3 and 6. Tests must not write to it."""
-    return train(tmp_path_factory.mktemp("diloco"))
+    return train(tmp_path_factory.mktemp("diloco"), *fields)
 
 
-def test_resumes_with_the_same_bits_between_outer_steps(run, train, tmp_path):
+def test_resumes_with_the_same_bits_between_outer_steps(run, train, fields, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run, again)
     for step in (6, 7):
         shutil.rmtree(again / "checkpoints" / str(step))
-    train(tmp_path)
+    train(tmp_path, *fields)
     for step in (6, 7):
         assert read_saved(again, step).fingerprints == read_saved(run, step).fingerprints
     assert read_saved(run, 6).fingerprints != read_saved(run, 3).fingerprints
