@@ -71,6 +71,7 @@ def train(run: Run, watch: Watchdog) -> int:
             if ready.memory is not None:
                 ready.memory.forget()
             run.copies.clear()
+            run.bring_newest()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
     events = read_events(run.dir)
@@ -119,7 +120,7 @@ def steps(
 
 def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_codes.Spike) -> int:
     """Log that the run stops before it has rewound. Returns the exit code of a stop."""
-    saved = checkpoint.saved_steps(run.dir)
+    saved = checkpoint.saved_steps(run.own or run.dir)
     there = f"resumes from the checkpoint of step {saved[-1]}" if saved else "starts over"
     log(f"{stop.received}: {spike}; stopped without saving; the same command {there}")
     return exit_codes.EXIT_PREEMPTED

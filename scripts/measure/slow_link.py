@@ -18,6 +18,9 @@ and a model like llama_1b; with DiLoCo, of an inner step, and of the outer step 
 Words that begin with -- and have a dot set fields of the config:
 
     CUDA_VISIBLE_DEVICES=0,1 python scripts/measure/slow_link.py --times --out runs/slow_link
+
+With --xla-top-k, XLA's kernel finds the elements that top_k sends, in place of jaxpar's. It takes
+the largest of each 1,024 elements.
 """
 
 import argparse
@@ -45,6 +48,8 @@ from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.loader import Loader
+from jaxpar.kernels import take_largest
+from jaxpar.parallel.replicas import top_k
 from jaxpar.planning.predict.communication import sent_over_replicas
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
@@ -352,11 +357,14 @@ def main(argv: Sequence[str]) -> None:
     add("--seconds", type=float, default=60, help="end of a curve (%(default)s)")
     add("--shrink", action="store_true", help="a tiny model on four simulated devices of a CPU")
     add("--times", action="store_true", help="measure the seconds of a step instead")
+    add("--xla-top-k", action="store_true", help="top_k by XLA's kernel")
     add("--commit", help="commit to record, if there is no checkout")
     options, others = parser.parse_known_args(argv)
     names = options.methods.split(",")
     if unknown := set(names) - METHODS.keys():
         parser.error(f"--methods knows {', '.join(METHODS)}, not {', '.join(sorted(unknown))}")
+    if options.xla_top_k:
+        take_largest.MAX_GROUP, top_k.MIN_GROUP = 0, 1024
     if options.first and "float32" not in names:
         parser.error("--first needs float32 among --methods")
     methods = {name: METHODS[name] for name in names} | dict(options.variant)
