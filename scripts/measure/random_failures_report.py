@@ -154,8 +154,8 @@ def fixed_part(times: dict[int, float], hosts: int) -> float:
 def delays(trial: Trial, times: dict[int, float], every: int) -> tuple[float, float]:
     """Return the seconds by which a save to disk and a copy in memory delay training.
 
-    For the first one, the mean that the loop waited; for the kind of saves that the run made most
-    often, what its steps took longer than without saves.
+    Of a run with copies: the mean that the loop waited for saves, and what its steps took beyond
+    that and their own time, divided by the copies. Of a run without: the same divided by the saves.
     """
     later, saves = 0.0, 0
     for attempt in trial.attempts():
