@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench.training import conditions, experts, power, profiled
+from jaxpar.bench.training import conditions, experts, outer_steps, power, profiled
 from jaxpar.bench.training.routing import RoutingReplay
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
@@ -85,6 +85,7 @@ def measure(
                 gpus.begin()
             pending = measured
     seconds = [b - a for a, b in itertools.pairwise(times)][warm_up - 1 :]
+    outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state)
     hlo_text = train_step.program.as_text()
     figures = {
         "step_seconds": spread(seconds),
@@ -96,6 +97,7 @@ def measure(
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
         **experts.of_steps(done[warm_up:], routing, warm_up),
+        **outer,
         **gpus.card(),
         **sent_by(hlo_text),
     }
@@ -140,7 +142,8 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
     """Return the figures with the conditions of the measurement."""
     cfg, devices = run.cfg, jax.device_count()
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
-    rate = tokens / measured["step_seconds"]["median"] / devices
+    seconds = outer_steps.mean_step_seconds(measured["step_seconds"]["median"], measured)
+    rate = tokens / seconds / devices
     share = lambda causal: mfu(  # noqa: E731
         rate,
         cfg.model,
@@ -183,6 +186,7 @@ def summary(result: dict[str, Any]) -> str:
         profiled.sent_in_words(result),
     ]
     lines = ["   ".join(parts), "   ".join(below), experts.in_words(result)]
+    lines.append(outer_steps.in_words(result))
     lines.append(power.in_words(result))
     return "\n".join(filter(None, lines))
 

@@ -61,9 +61,13 @@ class OuterSteps:
         Returns:  the state, which is the same without DiLoCo.
         """
         for i in due(done, self._cfg):
-            params, diloco = self._programs[i](state.params, state.diloco)
-            state = dataclasses.replace(state, params=params, diloco=diloco)
+            state = self.step(i, state)
         return state
+
+    def step(self, fragment: int, state: TrainState) -> TrainState:
+        """Take the outer step of a fragment. Donates the state."""
+        params, diloco = self._programs[fragment](state.params, state.diloco)
+        return dataclasses.replace(state, params=params, diloco=diloco)
 
 
 def make_outer_step(cfg: Config, mesh: Mesh, fragment: int) -> Any:
