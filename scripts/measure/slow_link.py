@@ -8,13 +8,23 @@ first, side by side, in one process; then the methods train one after another.
     python scripts/measure/slow_link.py --data data/stdlib --out runs/slow_link       # 4 GPUs
     python scripts/measure/slow_link.py --data data/stdlib-bytes --shrink --steps 60  # on a CPU
 
+--first N trains N steps in float32 before, and every method continues from their state. --variant
+adds a method with other fields:
+
+    python scripts/measure/slow_link.py --first 1000 --variant h10=diloco.every=10
+
 With --times, it instead measures the seconds of a step of each method on two GPUs, on random tokens
-and a model like llama_1b. Words that begin with -- and have a dot set fields of the config:
+and a model like llama_1b; with DiLoCo, of an inner step, and of the outer step of each fragment.
+Words that begin with -- and have a dot set fields of the config:
 
     CUDA_VISIBLE_DEVICES=0,1 python scripts/measure/slow_link.py --times --out runs/slow_link
+
+With --xla-top-k, XLA's kernel finds the elements that top_k sends, in place of jaxpar's. It takes
+the largest of each 1,024 elements.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -26,27 +36,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from slow_link_report import EVERY, picture, table_of, table_of_times
 
 from jaxpar.bench.training import conditions
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import scale_of
-from jaxpar.charts.standalone import svg_file
+from jaxpar.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.loader import Loader
+from jaxpar.kernels import take_largest
+from jaxpar.parallel.replicas import top_k
 from jaxpar.planning.predict.communication import sent_over_replicas
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.diloco import trainers
 from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.overlap import (
+    programs_of_steps,
+    same_program,
+    with_exchange,
+    without_exchange,
+)
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.diloco.sent import fragment_bytes
-from jaxpar.step.state import abstract_logical, init_state
+from jaxpar.step.state import TrainState, abstract_logical, fresh_exchange, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
 from jaxpar.training.vocabulary import with_vocabulary
 from jaxpar.verification import traces
@@ -54,9 +74,11 @@ from jaxpar.verification import traces
 REDUCTION = "parallel.replica_reduction"
 
 #: Fields of each method.
-METHODS: dict[str, dict[str, Any]] = {
+Methods = dict[str, dict[str, Any]]
+METHODS: Methods = {
     **{name: {REDUCTION: name} for name in "float32 int8 top_k power_sgd bfloat16".split()},
     "diloco": {"diloco.every": 50},
+    "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
 }
 
 #: The model of the curves: 11 million parameters with a vocabulary of 8,192.
@@ -106,8 +128,24 @@ TIMES: dict[str, Any] = {
     "optimizer.warmup_steps": 0,
 }
 
-#: Steps between two lines of a curve, batches of held-out text, and timed steps and those before.
-EVERY, HELD_OUT_BATCHES, TIMED, BEFORE = 10, 20, 5, 3
+#: Batches of held-out text, and timed steps and those before.
+HELD_OUT_BATCHES, TIMED, BEFORE = 20, 5, 3
+
+
+def configs_of(base: Config, methods: Methods) -> dict[str, Config]:
+    """Return the config of each method."""
+    return {
+        name: resolve(replace(base, **fields), len(jax.devices()))
+        for name, fields in methods.items()
+    }
+
+
+def variant(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse NAME=FIELD=VALUE,... of --variant."""
+    name, _, fields = text.partition("=")
+    return name, {
+        key: json.loads(value) for key, value in (f.split("=") for f in fields.split(","))
+    }
 
 
 def sent_bytes(cfg: Config) -> float:
@@ -123,49 +161,82 @@ def compiled(cfgs: dict[str, Config], mesh: Mesh, batch: Any, most: int) -> dict
     Args:     most: documents in a sequence.
     """
 
-    def one(cfg: Config) -> Any:
+    def one(lowered: Any) -> Any:
         try:
-            state = abstract_logical(cfg, mesh)
-            return make_train_step(cfg, mesh, most).lower(state, batch).compile()  # type: ignore
+            return lowered.compile()
         except Exception as error:
             traceback.print_exc()
             return error
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(len(cfgs)) as pool:
-        found = dict(zip(cfgs, pool.map(one, cfgs.values()), strict=True))
-    print(f"compiled {len(cfgs)} steps in {time.perf_counter() - began:.0f} s", flush=True)
-    return found
+    texts: dict[str, str] = {}
+    lowered: dict[str, Any] = {}
+    for name, cfg in cfgs.items():
+        program: Any = make_train_step(cfg, mesh, most)
+        step = program.lower(abstract_logical(cfg, mesh), batch)
+        texts[name] = step.as_text()  # inner steps of DiLoCo are often the same
+        lowered.setdefault(texts[name], step)
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        found = dict(zip(lowered, pool.map(one, lowered.values()), strict=True))
+    print(f"compiled {len(lowered)} steps in {time.perf_counter() - began:.0f} s", flush=True)
+    return {name: found[text] for name, text in texts.items()}
 
 
 # ---------------------------------------------------------------------------------------- curves
 
 
+def start_from(trained: TrainState | None, cfg: Config, mesh: Mesh) -> TrainState:
+    """Return the state in which a method starts: fresh, or a copy of one trained in float32."""
+    if trained is None:
+        return init_state(cfg, mesh)
+    trained = jax.tree.map(jnp.copy, trained)
+    if n := trainers.num_trainers(cfg):
+        to = jax.tree.map(lambda a: a.sharding, abstract_logical(cfg, mesh))
+        found = trainers.with_replicas(trained, 0, n, without_exchange(to))
+        return with_exchange(found, fresh_exchange(found.params, cfg, mesh))
+    return dataclasses.replace(trained, feedback=init_state(cfg, mesh).feedback)
+
+
 def train(
-    cfg: Config, mesh: Mesh, program: Any, loader: Loader, seconds: float, write: Callable
+    cfg: Config,
+    state: TrainState,
+    mesh: Mesh,
+    program: Any,
+    loader: Loader,
+    most: int,
+    seconds: float,
+    write: Callable,
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a method to the end, or for some seconds. Returns the last state, and figures."""
-    run, outer, state = FirstRunAlone(program), OuterSteps(cfg, mesh), init_state(cfg, mesh)
-    if cfg.diloco.every:
-        outer.compile(state)
+    """Train a method to the end, or for some seconds. Returns the last state, and figures.
+
+    Args:     most: documents in a sequence.
+    """
+    outer, first = OuterSteps(cfg, mesh), int(state.step)
+    outer.compile(state)
+    run: dict[int | None, FirstRunAlone] = {None: FirstRunAlone(program)}
+    for fragment in programs_of_steps(cfg)[1:]:
+        of_it: Any = make_train_step(cfg, mesh, most, fragment=fragment)
+        run[fragment] = FirstRunAlone(of_it.lower(state, loader.batch(0)).compile())
     losses: list[float] = []
     waiting: list[Any] = []
     began = time.perf_counter()
-    for step, batch in itertools.islice(loader.prefetched(0), cfg.train.num_steps):
-        state, metrics = run(state, batch)
+    for step, batch in itertools.islice(loader.prefetched(first), cfg.train.num_steps - first):
+        fragment = under_way(step, cfg)
+        key = None if fragment is None else same_program(cfg, fragment)
+        state, metrics = run[key](state, batch)
         state = outer(step + 1, state)
         waiting.append(metrics.loss)
         if len(waiting) == 2 * EVERY:  # the device stays a few steps ahead
             done, waiting = waiting[:EVERY], waiting[EVERY:]
             losses += map(float, done)
-            write({"step": len(losses), "loss": statistics.mean(losses[-EVERY:])})
+            write({"step": first + len(losses), "loss": statistics.mean(losses[-EVERY:])})
             if time.perf_counter() - began > seconds:
                 break
     losses += map(float, waiting)
     took = time.perf_counter() - began
     last = losses[-max(len(losses) // 20, 1) :]
     figures = {"steps": len(losses), "seconds": took, "loss": statistics.mean(last)}
-    write({"step": len(losses), "loss": statistics.mean(losses[-EVERY:])})
+    write({"step": first + len(losses), "loss": statistics.mean(losses[-EVERY:])})
     return state, figures
 
 
@@ -175,10 +246,14 @@ def held_out_loss(program: Any, params: Any, loader: Loader) -> float:
     return float(sum(np.asarray(s) for s, _ in sums) / sum(np.asarray(n) for _, n in sums))
 
 
-def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> dict[str, Any]:
-    """Train with every method, and return their figures."""
-    base = with_vocabulary(base)
-    cfgs = {name: resolve(replace(base, **METHODS[name]), len(jax.devices())) for name in methods}
+def curves(
+    base: Config, methods: Methods, out: Path, seconds: float, before: int
+) -> dict[str, Any]:
+    """Train with every method, and return their figures.
+
+    Args:     before: steps in float32 from whose state every method starts.
+    """
+    cfgs = configs_of(with_vocabulary(base), methods)
     first = next(iter(cfgs.values()))
     mesh = make_mesh(first.parallel)
     text, held_out = Loader(first, mesh), Loader(first, mesh, "val")
@@ -186,7 +261,13 @@ def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> d
     programs = compiled(cfgs, mesh, text.batch(0), most)
     evaluate = make_eval_step(first, mesh, most)
     rows: dict[str, Any] = {}
+    trained: TrainState | None = None
     with open(out / "curves.jsonl", "w") as file:
+        if before:
+            some = replace(cfgs["float32"], **{"train.num_steps": before})
+            start = init_state(some, mesh)
+            plain, nothing = programs["float32"], lambda _: None
+            trained, _ = train(some, start, mesh, plain, text, most, 9e9, nothing)
         for name, cfg in cfgs.items():
             program, rows[name] = programs[name], {"sent": sent_bytes(cfg)}
             if isinstance(program, Exception):
@@ -198,7 +279,8 @@ def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> d
                 file.flush()
 
             try:
-                state, figures = train(cfg, mesh, program, text, seconds, write)
+                state = start_from(trained, cfg, mesh)
+                state, figures = train(cfg, state, mesh, program, text, most, seconds, write)
                 figures["held_out"] = held_out_loss(evaluate, state.params, held_out)
             except Exception as error:
                 traceback.print_exc()
@@ -209,45 +291,12 @@ def curves(base: Config, methods: Sequence[str], out: Path, seconds: float) -> d
     return rows
 
 
-def picture(out: Path) -> bytes:
-    """Draw the curves in OUT/curves.jsonl, as an SVG file."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for line in map(json.loads, (out / "curves.jsonl").read_text().splitlines()):
-        found.setdefault(line["method"], []).append((line["step"], line["loss"]))
-    lines = [Line(i, points) for i, points in enumerate(found.values())]
-    points = [point for line in lines for point in line.points]
-    start = max(x for x, _ in points) / 10  # the first tenth would squeeze the others
-    scales = scale_of(x for x, _ in points), scale_of(y for x, y in points if x >= start)
-    lines = [Line(ln.run, [p for p in ln.points if p[0] >= start]) for ln in lines]
-    told = "; ".join(f"{name}: {curve[-1][1]:.3f} at the end" for name, curve in found.items())
-    title = "Training loss by how replicas sum gradients"
-    drawn = line_chart(Chart(title, told, *scales, "steps", lines))
-    return svg_file(drawn, title, f"mean of {EVERY} steps", list(found))
-
-
-def table_of(rows: dict[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table of the curves."""
-    lines = ["| method | steps | last 5% | held out | MB per step and GPU | of float32 | s |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    whole = rows.get("float32", {}).get("sent")
-    for name, row in rows.items():
-        if "error" in row:
-            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | | |")
-            continue
-        share = f"1/{whole / row['sent']:.1f}" if whole else "-"
-        lines.append(
-            f"| {name} | {row['steps']:,} | {row['loss']:.4f} | {row['held_out']:.4f} "
-            f"| {row['sent'] / 1e6:.3f} | {share} | {row['seconds']:.0f} |"
-        )
-    return lines
-
-
 # ----------------------------------------------------------------------------------------- times
 
 
-def times(base: Config, methods: Sequence[str], out: Path) -> dict[str, Any]:
+def times(base: Config, methods: Methods, out: Path) -> dict[str, Any]:
     """Measure a step of every method on random tokens, one after another."""
-    cfgs = {name: resolve(replace(base, **METHODS[name]), len(jax.devices())) for name in methods}
+    cfgs = configs_of(base, methods)
     first = next(iter(cfgs.values()))
     mesh = make_mesh(first.parallel)
     batches = [traces.place_batch(traces.random_batch(first, i), first, mesh) for i in range(2)]
@@ -275,29 +324,22 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - began)
         losses.append(float(metrics.loss))
-    memory = program.memory_analysis()
+    memory, inner = program.memory_analysis(), statistics.median(seconds[BEFORE:])
+
+    def step_of(fragment: int | None) -> Act:
+        one = run if fragment is None else make_train_step(cfg, mesh, 1, fragment=fragment)
+        return lambda state: one(state, batches[0])[0]
+
+    outer, _ = time_outer_steps(cfg, mesh, state, step_of)
     return {
-        "ms": 1e3 * statistics.median(seconds[BEFORE:]),
+        **outer,
+        "mean_ms": 1e3 * mean_step_seconds(inner, outer),
+        "ms": 1e3 * inner,
         "fastest_ms": 1e3 * min(seconds[BEFORE:]),
         "slowest_ms": 1e3 * max(seconds[BEFORE:]),
         "temporary_gib": memory.temp_size_in_bytes / 2**30 if memory else None,
         "losses": losses,
     }
-
-
-def table_of_times(rows: dict[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table of the times."""
-    lines = ["| method | ms | fastest | slowest | MB per step and GPU | temporaries, GiB |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, row in rows.items():
-        if "error" in row:
-            lines.append(f"| {name} | failed: {row['error'].splitlines()[0]} | | | | |")
-            continue
-        times = " | ".join(f"{row[key]:.1f}" for key in ("ms", "fastest_ms", "slowest_ms"))
-        memory = row["temporary_gib"]
-        there = "-" if memory is None else f"{memory:.2f}"
-        lines.append(f"| {name} | {times} | {row['sent'] / 1e6:.1f} | {there} |")
-    return lines
 
 
 def main(argv: Sequence[str]) -> None:
@@ -310,23 +352,30 @@ def main(argv: Sequence[str]) -> None:
     add("--out", type=Path, default=Path("runs/slow_link"), metavar="OUT")
     add("--methods", default=",".join(METHODS), help="separated by commas (%(default)s)")
     add("--steps", type=int, default=2000, help="steps of a curve (%(default)s)")
+    add("--first", type=int, default=0, metavar="N", help="steps in float32 before (%(default)s)")
+    add("--variant", type=variant, action="append", default=[], help="NAME=FIELD=VALUE,...")
     add("--seconds", type=float, default=60, help="end of a curve (%(default)s)")
     add("--shrink", action="store_true", help="a tiny model on four simulated devices of a CPU")
     add("--times", action="store_true", help="measure the seconds of a step instead")
+    add("--xla-top-k", action="store_true", help="top_k by XLA's kernel")
     add("--commit", help="commit to record, if there is no checkout")
     options, others = parser.parse_known_args(argv)
-    methods = options.methods.split(",")
-    if unknown := set(methods) - METHODS.keys():
+    names = options.methods.split(",")
+    if unknown := set(names) - METHODS.keys():
         parser.error(f"--methods knows {', '.join(METHODS)}, not {', '.join(sorted(unknown))}")
+    if options.xla_top_k:
+        take_largest.MAX_GROUP, top_k.MIN_GROUP = 0, 1024
+    if options.first and "float32" not in names:
+        parser.error("--first needs float32 among --methods")
+    methods = {name: METHODS[name] for name in names} | dict(options.variant)
     if options.times:
-        methods = [name for name in methods if name != "diloco"]
         fields = TIMES | (
             SHRINK | {"run.cpu_devices": 2, "model.vocab_size": 512} if options.shrink else {}
         )
         base = replace(load_config("llama_1b"), **fields)
     else:
         fields = CURVES | (SHRINK if options.shrink else {})
-        base = replace(Config(), **fields, **{"train.num_steps": options.steps})
+        base = replace(Config(), **fields, **{"train.num_steps": options.first + options.steps})
         base = replace(base, **{"data.path": options.data})
     base = parse_overrides(base, others, "python scripts/measure/slow_link.py", __doc__ or "")
     environment = runtime.start(base)
@@ -340,7 +389,8 @@ def main(argv: Sequence[str]) -> None:
     if options.times:
         print("\n".join(table_of_times(times(base, methods, options.out))))
         return
-    print("\n".join(table_of(curves(base, methods, options.out, options.seconds))))
+    rows = curves(base, methods, options.out, options.seconds, options.first)
+    print("\n".join(table_of(rows)))
     (options.out / "curves.svg").write_bytes(picture(options.out))
 
 

@@ -39,11 +39,11 @@ def int8(x: np.ndarray, boxes: Sequence[Box], block: int) -> tuple[np.ndarray, n
 
 
 def top_k(x: np.ndarray, boxes: Sequence[Box], ratio: float, group: int):
-    """Return the sum and the errors."""
+    """Return the sum and the errors. Arrays end with a group of fewer elements."""
     total, errors = np.zeros_like(x[0]), x.copy()
     for box in boxes:
         size = x[0][box].size
-        each = -(-size // -(-size // group))
+        each = min(group, size)
         for replica in range(len(x)):
             left, sent = errors[replica][box].reshape(-1), np.zeros(size, np.float32)
             for start in range(0, size, each):

@@ -40,6 +40,7 @@ TRAINING = (
     CardFigure("  fastest", "step_seconds/fastest", scale=1e3),
     CardFigure("  slowest", "step_seconds/slowest", scale=1e3),
     CardFigure("  interquartile", "step_seconds/interquartile", scale=1e3),
+    CardFigure("outer steps ms", "outer_steps/outer_step_seconds", scale=1e3),
     CardFigure("data wait ms", "data_wait_seconds/median", scale=1e3),
     CardFigure("peak GiB", "peak_memory_gib"),
     CardFigure("watts per GPU", "power/watts", ",.0f"),

@@ -13,12 +13,12 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxpar.bench.training import conditions, experts, power, profiled
+from jaxpar.bench.training import conditions, experts, outer_steps, power, profiled
 from jaxpar.bench.training.routing import RoutingReplay
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
@@ -36,7 +36,10 @@ from jaxpar.runtime import provenance
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.state import TrainState
 from jaxpar.training import elastic
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
@@ -85,6 +88,8 @@ def measure(
                 gpus.begin()
             pending = measured
     seconds = [b - a for a, b in itertools.pairwise(times)][warm_up - 1 :]
+    step_of = _steps_on(batch, run, train_step, state)
+    outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state, step_of)
     hlo_text = train_step.program.as_text()
     figures = {
         "step_seconds": spread(seconds),
@@ -96,12 +101,25 @@ def measure(
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
         **experts.of_steps(done[warm_up:], routing, warm_up),
+        **outer,
         **gpus.card(),
         **sent_by(hlo_text),
     }
     first = warm_up + steps + 2  # a step before the warm-up, and the timed ones
     facts = functools.partial(facts_of, run.cfg, train_step.program, describe(run.mesh), first)
     return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
+
+
+def _steps_on(
+    batch: Batch, run: Run, train_step: FirstRunAlone, state: TrainState
+) -> Callable[[int | None], outer_steps.Act]:
+    """Return what returns the train step on a batch, with the exchange of a fragment or without."""
+
+    def step_of(fragment: int | None) -> outer_steps.Act:
+        one = train_step if fragment is None else compiled(run, state, batch, fragment=fragment)
+        return lambda now: one(now, batch)[0]
+
+    return step_of
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:
@@ -140,7 +158,8 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
     """Return the figures with the conditions of the measurement."""
     cfg, devices = run.cfg, jax.device_count()
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
-    rate = tokens / measured["step_seconds"]["median"] / devices
+    seconds = outer_steps.mean_step_seconds(measured["step_seconds"]["median"], measured)
+    rate = tokens / seconds / devices
     share = lambda causal: mfu(  # noqa: E731
         rate,
         cfg.model,
@@ -183,6 +202,7 @@ def summary(result: dict[str, Any]) -> str:
         profiled.sent_in_words(result),
     ]
     lines = ["   ".join(parts), "   ".join(below), experts.in_words(result)]
+    lines.append(outer_steps.in_words(result))
     lines.append(power.in_words(result))
     return "\n".join(filter(None, lines))
 

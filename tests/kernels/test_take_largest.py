@@ -1,0 +1,126 @@
+"""The largest elements of groups: the kernel (interpreted, and compiled for GPUs) and XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.kernels import take_largest as module
+from jaxpar.kernels.platform import Platform, compiling_for
+from jaxpar.kernels.take_largest import by_kernel, by_xla, take_largest
+from jaxpar.planning.lowering import has_plugin, target_config
+from jaxpar.planning.predict.hardware import GPUS
+from tests.kernels.test_triton_lowering import GPU, TARGET, lowered, on
+from tests.slow import slow
+
+#: Elements, those of a group, and how many to take: whole groups, an incomplete one with fewer
+#: elements than are taken, and an array that is smaller than a program's block.
+SHAPES = [(256, 64, 5), slow(201, 64, 10), (75, 75, 3), slow(64, 64, 64), slow(5, 5, 1)]
+
+
+def plain(x: np.ndarray, group: int, k: int) -> tuple[list[set[int]], np.ndarray]:
+    """The places that are taken out of each group, of a stable sort, and the others."""
+    padded = np.zeros(-(-x.size // group) * group, np.float32)
+    padded[: x.size] = x
+    found, rest = [], padded.reshape(-1, group).copy()
+    for row in rest:
+        places = np.argsort(-np.abs(row), kind="stable")[:k]
+        row[places] = 0
+        found.append(set(places.tolist()))
+    return found, rest.reshape(-1)[: x.size]
+
+
+def assert_taken(x: np.ndarray, group: int, k: int, taken) -> None:
+    """Values are those of the places, and places and rest those of `plain`."""
+    values, places, rest = map(np.asarray, taken)
+    wanted, left = plain(x, group, k)
+    assert (values.dtype, places.dtype, rest.dtype) == (np.float32, np.int32, np.float32)
+    assert [set(row.tolist()) for row in places] == wanted
+    padded = np.zeros(len(wanted) * group, np.float32)
+    padded[: x.size] = x
+    np.testing.assert_array_equal(
+        values, np.take_along_axis(padded.reshape(-1, group), places, axis=1)
+    )
+    np.testing.assert_array_equal(rest, left)
+
+
+def draw(n: int, ties: bool) -> np.ndarray:
+    x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    return np.round(x) if ties else x
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("n", "group", "k"), SHAPES)
+def test_takes_the_largest_of_every_group(n, group, k, ties):
+    x = draw(n, ties)
+    for by in (by_xla, functools.partial(by_kernel, interpret=True)):
+        assert_taken(x, group, k, by(jnp.asarray(x), group, k))
+
+
+def test_takes_what_is_not_finite():
+    x = draw(256, ties=False)
+    x[[3, 70, 130]] = np.nan, -np.inf, np.inf
+    for by in (by_xla, functools.partial(by_kernel, interpret=True)):
+        values, _, rest = by(jnp.asarray(x), 64, 5)
+        assert np.isnan(values[0]).sum() == 1
+        assert np.isneginf(values[1]).sum() == np.isposinf(values[2]).sum() == 1
+        assert np.isfinite(rest).all()
+
+
+@pytest.mark.parametrize(("kind", "kernels"), [("9.0", 1), ("7.5", 0)])
+def test_where_the_kernel_runs(kind, kernels):
+    """Under `shard_map` as well: results vary over the axes that x does."""
+    mesh, x = on("9.0", (2,), ("data",)), jax.ShapeDtypeStruct((1 << 14,), jnp.float32)
+
+    def local(x):
+        taken = take_largest(x, 1024, 10)
+        assert all(jax.typeof(a).manual_axis_type == jax.typeof(x).manual_axis_type for a in taken)
+        return taken
+
+    over = PartitionSpec("data")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over, check_vma=True)
+    with compiling_for(Platform("gpu", GPU["9.0"], kind)):
+        assert lowered(mesh, mapped, x).count(TARGET) == kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_plugin(), reason="needs JAX's CUDA plugin")
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("name", ["a100", "h200", "b200"])
+def test_compiles(name, kernel, monkeypatch):
+    """Without the kernel, XLA's own takes up to 16 elements, and nothing is sorted."""
+    gpu = GPUS[name]
+    monkeypatch.setattr(module, "MAX_GROUP", module.MAX_GROUP * kernel)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target_config(gpu), topology="1x1x1"
+    )
+    mesh = Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+    here = NamedSharding(mesh, PartitionSpec())
+    for n, group, k in ((1 << 20, 1024, 10), (1 << 20 | 5, 8192, 8), (300, 300, 3)):
+        if not kernel and group < 1024:
+            continue
+        x = jax.ShapeDtypeStruct((n,), jnp.float32, sharding=here)
+        run = jax.jit(functools.partial(take_largest, group=group, k=k))
+        with (
+            jax.set_mesh(mesh),
+            compiling_for(Platform("gpu", gpu.device_kind, gpu.compute_capability)),
+        ):
+            text = run.lower(x).compile().as_text()
+        assert (TARGET if kernel else "__gpu$TopK") in text
+        assert " sort(" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    ("n", "group", "k"), [(1 << 20, 1024, 10), ((1 << 20) + 5, 8192, 82), (300, 300, 3)]
+)
+def test_on_a_gpu(n, group, k, ties):
+    """XLA's kernel takes any of equal magnitudes."""
+    x = draw(n, ties)
+    for by in (by_kernel,) if ties else (by_kernel, by_xla):
+        assert_taken(x, group, k, jax.jit(by, static_argnums=(1, 2))(jnp.asarray(x), group, k))
