@@ -26,24 +26,30 @@ def take_largest(x: jax.Array, columns: int, k: int) -> tuple[jax.Array, jax.Arr
     """Take the k elements of largest magnitude out of every group.
 
     A group has `columns` neighbors of each row. A NaN is larger than all numbers. Uses a Triton
-    kernel on NVIDIA GPUs since Ampere, for groups of up to `MAX_GROUP` whose rows and columns are
-    powers of two; otherwise XLA, which has a kernel for GPUs as well if k is at most 16 and groups
-    have 1,024 elements or more, and sorts other groups. Of equal magnitudes, the first ones are
-    taken, except by XLA's kernel.
+    kernel where `refusal` has no reason against it; otherwise XLA. XLA has a kernel for GPUs if k
+    is at most 16 and groups have 1,024 elements or more, and sorts other groups. Of equal
+    magnitudes, the first ones are taken, except by XLA's kernel.
 
     Args:     x: float32 [rows, groups * columns]. k: at most rows * columns.
     Returns:  (the elements, float32 [groups, k]; their places in the group, int32 [groups, k],
               row after row, in any order; x with zeros in these places).
     """
-    by = by_kernel if _kernel_runs(x.shape[0], columns) else by_xla
+    by = by_xla if refusal(x.shape[0], columns) else by_kernel
     return by(x, columns, k)
 
 
-def _kernel_runs(rows: int, columns: int) -> bool:
+def refusal(rows: int, columns: int) -> str | None:
+    """Return why the kernel does not run for groups of a shape on this device; None if it does."""
     here = Platform.here()
-    on = here.name == "gpu" and float(here.compute_capability) >= 8.0
-    fits = rows * columns <= MAX_GROUP
-    return on and fits and all(n == pl.next_power_of_2(n) for n in (rows, columns))
+    if here.name != "gpu" or float(here.compute_capability) < 8.0:
+        return "it needs an NVIDIA GPU since Ampere"
+    if rows == 1:
+        return "an array of one row is small"
+    if rows * columns > MAX_GROUP:
+        return f"groups have {rows * columns:,} elements, and it takes at most {MAX_GROUP:,}"
+    if any(n != pl.next_power_of_2(n) for n in (rows, columns)):
+        return "rows and columns must be powers of two"
+    return None
 
 
 def by_xla(x, columns, k):

@@ -83,6 +83,22 @@ def test_where_the_kernel_runs(kind, kernels):
         assert lowered(mesh, mapped, x).count(TARGET) == kernels
 
 
+@pytest.mark.parametrize(
+    ("capability", "rows", "columns", "why"),
+    [
+        ("9.0", 256, 32, None),
+        ("7.5", 256, 32, "it needs an NVIDIA GPU since Ampere"),
+        ("9.0", 1, 32, "an array of one row is small"),
+        ("9.0", 96, 32, "rows and columns must be powers of two"),
+        ("9.0", 1024, 32, "groups have 32,768 elements, and it takes at most 16,384"),
+    ],
+)
+def test_refusals(capability, rows, columns, why):
+    with compiling_for(Platform("gpu", GPU["9.0"], capability)):
+        assert module.refusal(rows, columns) == why
+    assert module.refusal(256, 32) == "it needs an NVIDIA GPU since Ampere"  # on a CPU
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_plugin(), reason="needs JAX's CUDA plugin")
 @pytest.mark.parametrize("kernel", [True, False])
