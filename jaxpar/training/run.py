@@ -101,6 +101,10 @@ class Run:
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
         self.mirror: Mirror | None = None
+        #: Where this process saves its shards; None if it saves to the folder with the others.
+        self.own: Path | None = None
+        #: Called by all processes before a rewind: brings the newest checkpoint to the folder.
+        self.bring_newest: Callable[[], None] = lambda: None
         #: What this process copies to the memory of hosts; None for a run without copies.
         self.memory: CopyPlan | None = None
         #: For the event of a start that has restored a state.

@@ -8,10 +8,12 @@ limited rate between them. For each rate, it times
                   an all-gather inside each host
     float32, ...  the sum of the shards over the link alone, by each method
 
-and prints what a host sends, how long that takes at the rate, and the median time. Needs root and
-iproute2 on Linux, and the tests' folder: run it in a checkout.
+and prints what a host sends, how long that takes at the rate, and the median time. The link may
+also lose packets and delay them. Needs root and iproute2 on Linux, and the tests' folder: run it in
+a checkout.
 
     python scripts/measure/slow_link_hosts.py --rates 100mbit,1gbit --megabytes 16
+    python scripts/measure/slow_link_hosts.py --rates 100mbit --megabytes 1 --loss 0.01 --delay 0.02
 """
 
 import argparse
@@ -124,9 +126,17 @@ def _scalar(function: Callable, x: Any) -> Any:
     return varying(function(varying(x[0, 0])).sum()[None])
 
 
-def measure(rate: str, rows: int, repeats: int) -> dict[str, float]:
-    """Time the sums on two hosts with a link of a rate."""
+def measure(
+    rate: str, rows: int, repeats: int, loss: float = 0.0, delay: float = 0.0
+) -> dict[str, float]:
+    """Time the sums on two hosts with a link of a rate.
+
+    Args:     loss: share of the packets that are lost, each way. delay: seconds, each way.
+    """
     with Network(2) as network, tempfile.TemporaryDirectory() as folder:
+        if loss:
+            network.lose(1, loss)
+        network.delay(1, delay)
         where = f"{network.addresses[0]}:{ranks.free_port()}"
         logs = [Path(folder) / f"host{i}.log" for i in range(2)]
         processes = []
@@ -163,6 +173,8 @@ def main() -> None:
     add("--rates", default="100mbit,1gbit", help="of the link, separated by commas (%(default)s)")
     add("--megabytes", type=int, default=16, help="of the gradient, float32 (%(default)s)")
     add("--repeats", type=int, default=5, help="timed sums of each (%(default)s)")
+    add("--loss", type=float, default=0, help="share of packets that are lost (%(default)s)")
+    add("--delay", type=float, default=0, help="seconds that a packet takes longer (%(default)s)")
     add("--child", help=argparse.SUPPRESS)
     add("--rank", type=int, help=argparse.SUPPRESS)
     add("--rows", type=int, help=argparse.SUPPRESS)
@@ -174,7 +186,8 @@ def main() -> None:
     sent = host_bytes(rows)
     print("| rate | sum | MB that a host sends | s at this rate | s |\n|---|---|---|---|---|")
     for rate in options.rates.split(","):
-        for name, seconds in measure(rate, rows, options.repeats).items():
+        found = measure(rate, rows, options.repeats, options.loss, options.delay)
+        for name, seconds in found.items():
             at_least = 8 * sent[name] / bits(rate)
             line = f"| {rate} | {name} | {sent[name] / 1e6:.3f} | {at_least:.3f} | {seconds:.3f} |"
             print(line, flush=True)

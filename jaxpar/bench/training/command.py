@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,10 @@ from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.state import TrainState
 from jaxpar.training import elastic
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
@@ -74,7 +77,8 @@ def measure(
         raise exit_codes.RunError(rule)
     outer: dict[str, Any] = {}
     if not found.cut_short:
-        outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state)
+        step_of = _steps_on(found.batch, run, train_step, state)
+        outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state, step_of)
     hlo_text = train_step.program.as_text()
     figures = {
         "step_seconds": spread(seconds),
@@ -94,6 +98,18 @@ def measure(
     first = warm_up + steps + 2  # a step before the warm-up, and the timed ones
     facts = functools.partial(facts_of, run.cfg, train_step.program, describe(run.mesh), first)
     return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
+
+
+def _steps_on(
+    batch: Batch, run: Run, train_step: FirstRunAlone, state: TrainState
+) -> Callable[[int | None], outer_steps.Act]:
+    """Return what returns the train step on a batch, with the exchange of a fragment or without."""
+
+    def step_of(fragment: int | None) -> outer_steps.Act:
+        one = train_step if fragment is None else compiled(run, state, batch, fragment=fragment)
+        return lambda now: one(now, batch)[0]
+
+    return step_of
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

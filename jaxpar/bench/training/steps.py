@@ -27,6 +27,7 @@ class TimedSteps:
     losses       Of each of them.
     times        When each of them was done.
     waits        Seconds that the host waited for each batch; that of a further step is the last.
+    batch        The last one.
     cut_short    The signal that ended the measurement; empty if it is complete.
     """
 
@@ -35,6 +36,7 @@ class TimedSteps:
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    batch: Any = None
     cut_short: str = ""
 
     @property
@@ -74,7 +76,7 @@ def time_steps(
     with signals.StopRequest(jax.process_count() > 1) as stop:
         for _ in range(warm_up + steps + 1):
             began = time.perf_counter()
-            batch = next(batches)
+            found.batch = batch = next(batches)
             found.waits.append(time.perf_counter() - began)
             state, measured = step(state, batch)
             if pending is None:  # the first step has been waited for

@@ -4,8 +4,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from jaxpar.doctor.measure.hosts import ACROSS, WITHIN
 from jaxpar.runtime import exit_codes
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
+from tests.e2e.hosts.run import Run, wait_for_step
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -26,38 +25,6 @@ TO_NOTICE = 75
 @pytest.fixture(scope="module")
 def namespaces():
     require_namespaces()
-
-
-class Run:
-    """A run of one process a host, with two devices each."""
-
-    def __init__(self, network: Network, config: str, folder: Path, coordinator: str, *more: str):
-        self.logs = [folder / f"host{i}.log" for i in range(len(network.names))]
-        port = ranks.free_port()
-        self.processes: list[Any] = []
-        for i, log in enumerate(self.logs):
-            where = ["--cluster.coordinator", f"{coordinator}:{port}"]
-            where += ["--cluster.num-processes", str(len(self.logs)), "--cluster.process-id"]
-            command = [sys.executable, "-m", "jaxpar.train", config, "--run.cpu-devices", "2"]
-            with open(log, "a") as out:
-                command += [*where, str(i), *more]
-                self.processes.append(network.start(i, command, ranks.environment(), out))
-
-    def codes(self, seconds: float) -> list[int]:
-        """The exit codes of both, which end within so many seconds."""
-        until = time.monotonic() + seconds
-        try:
-            return [p.wait(max(until - time.monotonic(), 0.01)) for p in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
-
-    def said(self, host: int) -> str:
-        return self.logs[host].read_text()
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    ranks.wait_for(lambda: max(ranks.losses_of(run), default=0) >= step)
 
 
 @pytest.mark.parametrize("own_names", [pytest.param("", marks=pytest.mark.slow), "127.0.1.1"])
