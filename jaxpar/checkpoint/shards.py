@@ -22,7 +22,6 @@ from jaxpar.checkpoint.store import MANIFEST
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.stores.objects import Content
 from jaxpar.stores.shards import ShardLayout
-from jaxpar.stores.steps import SHARDS
 
 #: The files of arrays that a process writes, each with 128 random bits in its name.
 _ARRAYS = re.compile(r"[^/]+/ocdbt\.process_\d+/d/[^/]+")
@@ -35,11 +34,6 @@ _LEFT_OUT = re.compile(
 
 #: A file in the folder of indices while they are joined.
 _INDICES = ".indices"
-
-
-def shard_folder(run_dir: str | Path, process: int) -> Path:
-    """Return the folder in which a process saves its shards, as a run's: RUN/shards/N."""
-    return Path(run_dir).absolute() / SHARDS / str(process)
 
 
 def identity(step_folder: Path) -> str:

@@ -8,9 +8,9 @@ by parts, through a cache on the host's disk.
     files     the other files of a run                      sessions  who wrote a run last
     mirror    uploads a run's folder, on a thread           uploading such threads
     shards    the shards of hosts that share no folder      shard_mirror  uploads them
-    fetching  downloads a run                               bringing  to all hosts, or none
-    reading   lets commands read a run                      folders   datasets and exported models
-    models    runs and published models to start from
+    finishing uploads shards of an earlier attempt          bringing  a checkpoint to all hosts
+    fetching  downloads a run                               reading   lets commands read a run
+    folders   datasets and exported models                  models    runs and models to start from
     cached    an object that is read by parts               cache     the parts on this host's disk
 """
 

@@ -12,10 +12,12 @@ are never joined, even if a process of an earlier attempt still uploads.
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,9 @@ from typing import NamedTuple
 from jaxpar.config.json_reader import read_json
 from jaxpar.stores import steps
 from jaxpar.stores.objects import Altered, Content, Objects, StoreError, content_of
+
+#: Lists of shards that process 0 reads at the same time.
+LISTS_AT_ONCE = 32
 
 #: Marks the form of a list of shards.
 FORMAT = 1
@@ -85,55 +90,12 @@ class ProcessShards:
         return self._sent[save]
 
     def save_of(self, step: int) -> str:
-        """Return the name below which the shards of the step in the folder are listed.
+        """As `save_name`, of the step in the folder.
 
         Raises:   FileNotFoundError if it is not there.
         """
         identity = self._layout.identity(self.folder / steps.STEPS / str(step))
-        mark = hashlib.sha256(f"{self._session} {self._count} {identity}".encode()).hexdigest()
-        return f"{steps.SHARDS}/{step}/{mark[:24]}"
-
-
-class JoinedShards(ProcessShards):
-    """Uploads the shards of process 0, and completes a step that all processes have uploaded."""
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """Upload a step. Returns:  its bytes; None while shards of other processes are missing.
-
-        Args:     still_ours: as in `steps.upload_step`.
-        Raises:   as `send`; Altered if shards are damaged; as `still_ours`.
-        """
-        self.send(step)
-        if self.missing(step):
-            return None
-        save = self.save_of(step)
-        shards = [_read(self._objects, f"{save}/{rank}") for rank in range(self._count)]
-        arrays = {name: content for shard in shards for name, content in shard.arrays.items()}
-        self._check_arrays(step, arrays)
-        joined = self.folder / ".joining"
-        shutil.rmtree(joined, ignore_errors=True)
-        try:
-            place = joined / steps.STEPS / str(step)
-            self._layout.join([shard.small for shard in shards], arrays, place)
-            total = steps.upload_step(self._objects, joined, step, still_ours, arrays)
-        except ValueError as error:
-            raise Altered(f"{save}: {error}") from error
-        finally:
-            shutil.rmtree(joined, ignore_errors=True)
-        with contextlib.suppress(StoreError):  # it is complete, and they are in nobody's way
-            lists = self._objects.names(f"{steps.SHARDS}/{step}/")
-            self._objects.delete([one.name for one in lists])
-        return total
-
-    def _check_arrays(self, step: int, arrays: Mapping[str, Content]) -> None:
-        """Raises:   Altered that names a file of arrays that is missing or has another size."""
-        below = f"{steps.STEPS}/{step}/"
-        there = {one.name.removeprefix(below): one.size for one in self._objects.names(below)}
-        for name, content in arrays.items():
-            if there.get(name) != content.bytes:
-                raise Altered(
-                    f"{below}{name} has {there.get(name, 0):,} bytes, not {content.bytes:,}"
-                )
+        return save_name(self._session, self._count, identity, step)
 
     def missing(self, step: int) -> list[int]:
         """Return the processes whose shards of the step in the folder are not in the store yet.
@@ -143,6 +105,75 @@ class JoinedShards(ProcessShards):
         save = self.save_of(step)
         there = {one.name.rpartition("/")[2] for one in self._objects.names(f"{save}/")}
         return [rank for rank in range(self._count) if str(rank) not in there]
+
+
+class JoinedShards(ProcessShards):
+    """Uploads the shards of process 0, and completes a step that all processes have uploaded."""
+
+    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
+        """Upload a step. Returns:  its bytes; None while shards of other processes are missing.
+
+        Args:     still_ours: as in `steps.upload_step`.
+        Raises:   as `send` and `complete`.
+        """
+        self.send(step)
+        if self.missing(step):
+            return None
+        save, scratch = self.save_of(step), self.folder / ".joining"
+        return complete(self._objects, self._layout, save, step, self._count, scratch, still_ours)
+
+
+def save_name(session: str, count: int, identity: str, step: int) -> str:
+    """Return the name below which the shards of a save are listed.
+
+    Args:     session: of the run. count: of its processes. identity: as `ShardLayout.identity`.
+    """
+    mark = hashlib.sha256(f"{session} {count} {identity}".encode()).hexdigest()
+    return f"{steps.SHARDS}/{step}/{mark[:24]}"
+
+
+def complete(
+    objects: Objects,
+    layout: ShardLayout,
+    save: str,
+    step: int,
+    count: int,
+    scratch: Path,
+    still_ours: Callable[[], None],
+) -> int:
+    """Complete a checkpoint of which all shards are in the store. Returns:  its bytes.
+
+    Args:     save: from `save_name`. count: of the processes. scratch: a folder for the small
+              files, which does not exist afterwards. still_ours: as in `steps.upload_step`.
+    Raises:   Altered if shards are damaged; Missing if they are gone; StoreError; as `still_ours`.
+    """
+    with ThreadPoolExecutor(LISTS_AT_ONCE, thread_name_prefix="shards") as pool:
+        names = [f"{save}/{rank}" for rank in range(count)]
+        shards = list(pool.map(functools.partial(_read, objects), names))
+    arrays = {name: content for shard in shards for name, content in shard.arrays.items()}
+    _check_arrays(objects, step, arrays)
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        place = scratch / steps.STEPS / str(step)
+        layout.join([shard.small for shard in shards], arrays, place)
+        total = steps.upload_step(objects, scratch, step, still_ours, arrays)
+    except ValueError as error:
+        raise Altered(f"{save}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(StoreError):  # it is complete, and they are in nobody's way
+        objects.delete([one.name for one in objects.names(f"{steps.SHARDS}/{step}/")])
+    return total
+
+
+def _check_arrays(objects: Objects, step: int, arrays: Mapping[str, Content]) -> None:
+    """Raises:   Altered that names a file of arrays that is missing or has another size."""
+    below = f"{steps.STEPS}/{step}/"
+    there = {one.name.removeprefix(below): one.size for one in objects.names(below)}
+    for name, content in arrays.items():
+        if there.get(name) != content.bytes:
+            size = there.get(name, 0)
+            raise Altered(f"{below}{name} has {size:,} bytes, not {content.bytes:,}")
 
 
 def _written(shard: SentShards) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpar import checkpoint
 from jaxpar.checkpoint.integrity import FILES
 from jaxpar.checkpoint.saved import damage
-from jaxpar.checkpoint.shards import LAYOUT, shard_folder
+from jaxpar.checkpoint.shards import LAYOUT
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.rules.paths import FIELD, read_address
 from jaxpar.runtime.exit_codes import RunError
@@ -18,6 +18,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.processes.shared_folder import sharing
 from jaxpar.stores.bringing import bring
 from jaxpar.stores.fetching import fetch, fetch_files
+from jaxpar.stores.finishing import finish, folder_name
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.mirror import Keeping, Mirror, upload_rest
 from jaxpar.stores.objects import Objects
@@ -62,7 +63,7 @@ class RunInStore:
             #: Whether this process does what is done once for each folder.
             self._leads = first[peers.rank()] == peers.rank()
             if self._num_folders > 1:
-                self.own = shard_folder(self._folder, peers.rank())
+                self.own = self._folder / folder_name(peers.rank(), peers.world_size())
             self._is_new = True
             peers.all_or_none("object store", WAIT_SECONDS, self._open)
             if self.own is not None:
@@ -95,6 +96,9 @@ class RunInStore:
                 fetch_files(self._objects, self._folder)
 
         peers.all_or_none("files of the store", WAIT_SECONDS, files)
+        if not self._is_new:
+            folder = self._folder if self._leads else None
+            finish(self._objects, folder, self.lease, LAYOUT, FILES, WAIT_SECONDS)
         self._bring()
 
     def _require_no_checkpoint(self) -> None:
@@ -124,6 +128,8 @@ class RunInStore:
 
     def _begin(self, session: str) -> None:
         process = peers.rank(), peers.world_size()
+        if self.own is not None and self._leads and self.lease is None:
+            note(self._folder, session, self._address)
         if self.lease is None:
             if self.own is not None:
                 shards = ProcessShards(self._objects, self.own, process, session, LAYOUT)

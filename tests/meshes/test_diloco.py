@@ -25,7 +25,7 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.outer import OuterSteps, make_outer_step
 from jaxpar.step.diloco.overlap import programs_of_steps, same_program
 from jaxpar.step.diloco.schedule import applied, begun, due, under_way
-from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes
+from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes, in_words
 from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, traces
@@ -307,6 +307,25 @@ def test_what_replicas_exchange(devices):
     started = init_state(plain, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
     each_step = sent(make_train_step(plain, mesh, max_segments(plain)), *started)
     assert 0 <= each_step["all-reduce"]["bytes"] - gradient_bytes(plain) <= 16  # and the loss
+
+
+@pytest.mark.slow
+def test_a_step_sends_its_part_of_an_exchange(devices):
+    cfg, mesh = on_mesh(OVERLAPPED, "", devices)
+    started = init_state(cfg, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    for i in range(2):
+        step = make_train_step(cfg, mesh, max_segments(cfg), fragment=i)
+        kinds = sent(step, *started)
+        sizes = [w.size for w in part(flat(started[0].params), i, 2).values()]
+        assert kinds["all-reduce"]["bytes"] == sum(4 * -(-size // 2) for size in sizes)
+        assert kinds["all-gather"] == {"count": 1, "bytes": 4 * 6}  # metrics
+
+
+def test_what_a_run_says_of_an_overlap():
+    cfg = replace(OVERLAPPED, **{"diloco.every": 20, "parallel.data": 1})
+    largest = max(fragment_bytes(cfg)) / 2 / 1e6
+    said = f"every 20 steps in 2 fragments beside 2 inner steps, at most {largest:.3g} MB in a step"
+    assert said in in_words(cfg)
 
 
 def test_bfloat16_rounds_twice(devices):

@@ -1,5 +1,7 @@
 """Hosts that share no folder: each uploads its shards, and the store has whole checkpoints."""
 
+import shutil
+
 import pytest
 
 from jaxpar import checkpoint
@@ -61,17 +63,38 @@ def test_other_hosts_continue_from_the_store(of_hosts, address, store, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["unsent", "uncompleted"])
-def test_a_step_that_not_all_have_sent_is_absent(of_hosts, address, store, tmp_path, fault):
+@pytest.mark.parametrize(
+    ("fault", "hosts"),
+    [
+        ("unsent", "others"),
+        ("unsent", "same"),
+        ("uncompleted", "others"),
+        ("uncompleted", "swapped"),
+        ("uncompleted", "one lost"),
+    ],
+)
+def test_a_step_that_not_all_have_sent_is_absent(of_hosts, address, store, tmp_path, fault, hosts):
+    """The next attempt completes it, if all its shards are on the disks of its hosts."""
     cfg, mesh = of_hosts
-    codes, told = run_hosts(cfg, tmp_path, 4, fault)
+    codes, told = run_hosts(cfg, tmp_path / "a", 4, fault)
     assert 9 in codes, "\n".join(told)
     assert steps.complete_steps(store) == [2] and store.names("checkpoints/4/")
     same_as_saved(address, cfg, mesh, 2)
-    codes, told = run_hosts(cfg, tmp_path / "new", 4)
+    first, second = tmp_path / "a/host0", tmp_path / "a/host1"
+    if hosts == "others":
+        shutil.rmtree(tmp_path / "a")
+    if hosts == "one lost":
+        shutil.rmtree(second)
+    if hosts == "swapped":
+        first.rename(tmp_path / "x")
+        second.rename(first)
+        (tmp_path / "x").rename(second)
+    codes, told = run_hosts(cfg, tmp_path / "a", 4)
     assert codes == [0, 0], "\n".join(told)
-    assert all("starts from 2" in text for text in told)
-    assert steps.complete_steps(store) == [2, 4]
+    finishes = hosts in ("same", "swapped")
+    assert all(f"starts from {4 if finishes else 2}\n" in text for text in told)
+    assert ("uploading  step 4 of an earlier attempt, from 2 hosts" in told[0]) == finishes
+    assert steps.complete_steps(store) == [2, 4] and not store.names("shards/")
     assert {one.name for one in store.names("checkpoints/4/")} == {
         f"checkpoints/4/{name}" for name in steps.listed(store, 4)
     }

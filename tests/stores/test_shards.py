@@ -14,9 +14,11 @@ from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint import store as arrays_of
 from jaxpar.checkpoint.shards import LAYOUT, is_array, join
 from jaxpar.stores import steps
+from jaxpar.stores.finishing import finish, folder_name
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.mirror import Keeping, Mirror
 from jaxpar.stores.objects import Altered
+from jaxpar.stores.sessions import begin_session
 from jaxpar.stores.shard_mirror import ShardMirror
 from jaxpar.stores.shards import JoinedShards, ProcessShards
 from tests.stores.folders import MARK
@@ -190,3 +192,28 @@ def test_a_step_that_one_process_has_deleted_does_not_stop_later_ones(address, s
         shutil.rmtree(tmp_path / "0/checkpoints/10")
         soon(lambda: not store.names("checkpoints/10/") and not store.names("shards/"))
         assert mirror.drain(5.0)
+
+
+@pytest.mark.parametrize("kind", ["whole", "one lost", "another save", "outdated", "other session"])
+def test_a_later_attempt_completes_what_is_on_the_disks(address, store, tmp_path, kind):
+    run, said = tmp_path / "run", ["before", "later"][kind == "other session"]
+    begin_session(store, run, said)
+    store.write("session", b"before")
+    for rank in range(2):
+        place = run / folder_name(rank, 2)
+        write_shards(place, rank, 2, 10)
+        write_shards(place, rank, 2, 20, seed=rank * (kind == "another save"))
+    if kind == "one lost":
+        shutil.rmtree(run / folder_name(1, 2) / "checkpoints/20")
+    if kind == "outdated":
+        store.write("complete/30", b"{}")
+    with Lease(store, print, wait=False) as held:
+        finish(store, run, held, LAYOUT, MARK, 10.0)
+    completed = {"whole": 20, "one lost": 10, "another save": 10}.get(kind)
+    assert [step for step in steps.complete_steps(store) if step < 30] == (
+        [] if completed is None else [completed]
+    )
+    assert not store.names("shards/")
+    if completed is not None:
+        steps.download_step(store, tmp_path / "copy", completed)
+        np.testing.assert_array_equal(read_whole(tmp_path / "copy", completed, 2), expected(2))
