@@ -101,8 +101,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
               another dtype are converted, by rounding to nearest. A moving average
               that was not saved begins with the weights. Another number of DiLoCo's replicas than
-              before starts from the outer weights. Errors of compressed sums: `feedback.py`. An
-              outer gradient under way: `exchange.py`.
+              before starts from the outer weights. Errors of compressed sums, and an outer gradient
+              under way: `of_replicas/`.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
