@@ -2,30 +2,21 @@
 
 import numpy as np
 
+from jaxpar.data.formats.windowed import WindowedArray
 from jaxpar.stores.cached import PART_BYTES, CachedObject
 
 
-class StoredArray:
+class StoredArray(WindowedArray):
     """Integers [N] of an object. A slice is an array, and is read through the cache."""
 
     def __init__(self, stored: CachedObject, dtype: np.dtype):
         self.stored, self.dtype = stored, dtype
         self._length = stored.size // dtype.itemsize
 
-    def __len__(self) -> int:
-        return self._length
-
     @property
     def nbytes(self) -> int:
         """Bytes of the object."""
         return self.stored.size
-
-    def __getitem__(self, key: int | slice) -> np.ndarray:
-        if not isinstance(key, slice):
-            return self.windows(np.array([range(self._length)[key]]), 1)[0, 0]
-        first, end, step = key.indices(self._length)
-        found: np.ndarray = self.windows(np.array([first]), max(end - first, 0))[0, ::step]
-        return found
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return stretches of the array: [N, length]. What is not in the cache is fetched at once.

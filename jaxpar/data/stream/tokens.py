@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import Meta
+from jaxpar.data.formats.windowed import WindowedArray
 from jaxpar.data.stream.encoder import PartEncoder
 from jaxpar.data.stream.index import (
     PREPARE_AGAIN,
@@ -19,7 +20,7 @@ from jaxpar.data.stream.index import (
 from jaxpar.data.stream.pool import pool
 
 
-class StreamedTokens:
+class StreamedTokens(WindowedArray):
     """Unsigned integers [num_tokens]: what `prepare` would write of the same text.
 
     A slice is an array. It is tokenized by parts, which begin at any token, and ends of text lie
@@ -59,20 +60,10 @@ class StreamedTokens:
         check_files(index)
         return cls(folder, split, meta, workers, index, parts, document_offsets)
 
-    def __len__(self) -> int:
-        return self._length
-
     @property
     def nbytes(self) -> int:
         """Bytes of all tokens, if they were stored."""
         return self._length * self.dtype.itemsize
-
-    def __getitem__(self, key: int | slice) -> np.ndarray:
-        if not isinstance(key, slice):
-            return self.windows(np.array([range(self._length)[key]]), 1)[0, 0]
-        first, end, step = key.indices(self._length)
-        found: np.ndarray = self.windows(np.array([first]), max(end - first, 0))[0, ::step]
-        return found
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return stretches of tokens: [N, length].
