@@ -9,8 +9,9 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import exchange, feedback, integrity, replicas, store
+from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.of_replicas import exchange, feedback, replicas
 from jaxpar.checkpoint.saved import (
     AVERAGED,
     LORA_FIELDS,

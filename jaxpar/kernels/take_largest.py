@@ -1,4 +1,4 @@
-"""The elements of largest magnitude in every group of neighbors, and the others, in one pass.
+"""The elements of largest magnitude in every group of an array, and the others, in one pass.
 
 A sort of every group moves each element many times. The kernel instead finds the magnitude of a
 group's k-th largest element by bisection over its bits: magnitudes have the order of their bits as
@@ -22,50 +22,57 @@ MAX_GROUP, PER_WARP = 1 << 14, 1 << 10
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def take_largest(x: jax.Array, group: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def take_largest(x: jax.Array, columns: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Take the k elements of largest magnitude out of every group.
 
-    A NaN is larger than all numbers. Uses a Triton kernel on NVIDIA GPUs since Ampere, for groups
-    of up to `MAX_GROUP`; otherwise XLA, which has a kernel for GPUs as well if k is at most 16 and
-    groups have 1,024 elements or more, and sorts other groups. Of equal magnitudes, the first ones
-    are taken, except by XLA's kernel.
+    A group has `columns` neighbors of each row. A NaN is larger than all numbers. Uses a Triton
+    kernel where `refusal` has no reason against it; otherwise XLA. XLA has a kernel for GPUs if k
+    is at most 16 and groups have 1,024 elements or more, and sorts other groups. Of equal
+    magnitudes, the first ones are taken, except by XLA's kernel.
 
-    Args:     x: float32 [n]. Zeros pad the last group. group: elements of a group. k: at most
-              `group`.
-    Returns:  (the elements, float32 [groups, k]; their places in the group, int32 [groups, k], in
-              any order; x with zeros in these places).
+    Args:     x: float32 [rows, groups * columns]. k: at most rows * columns.
+    Returns:  (the elements, float32 [groups, k]; their places in the group, int32 [groups, k],
+              row after row, in any order; x with zeros in these places).
     """
-    by = by_kernel if _kernel_runs(group) else by_xla
-    return by(x, group, k)
+    by = by_xla if refusal(x.shape[0], columns) else by_kernel
+    return by(x, columns, k)
 
 
-def _kernel_runs(group: int) -> bool:
+def refusal(rows: int, columns: int) -> str | None:
+    """Return why the kernel does not run for groups of a shape on this device; None if it does."""
     here = Platform.here()
-    on = here.name == "gpu" and float(here.compute_capability) >= 8.0
-    return on and group <= MAX_GROUP
+    if here.name != "gpu" or float(here.compute_capability) < 8.0:
+        return "it needs an NVIDIA GPU since Ampere"
+    if rows == 1:
+        return "an array of one row is small"
+    if rows * columns > MAX_GROUP:
+        return f"groups have {rows * columns:,} elements, and it takes at most {MAX_GROUP:,}"
+    if any(n != pl.next_power_of_2(n) for n in (rows, columns)):
+        return "rows and columns must be powers of two"
+    return None
 
 
-def by_xla(x, group, k):
+def by_xla(x, columns, k):
     """`take_largest`, compiled by XLA."""
-    groups = pl.cdiv(x.size, group)
-    grouped = jnp.pad(x, (0, groups * group - x.size)).reshape(groups, group)
+    rows, groups = x.shape[0], x.shape[1] // columns
+    grouped = x.reshape(rows, groups, columns).swapaxes(0, 1).reshape(groups, -1)
     _, places = lax.top_k(jnp.abs(grouped), k)
     values = jnp.take_along_axis(grouped, places, axis=1)
     rest = grouped.at[jnp.arange(groups)[:, None], places].set(0, unique_indices=True)
-    return values, places, rest.reshape(-1)[: x.size]
+    return values, places, rest.reshape(groups, rows, columns).swapaxes(0, 1).reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("group", "k", "interpret"))
-def by_kernel(x, group, k, *, interpret=False):
+@functools.partial(jax.jit, static_argnames=("columns", "k", "interpret"))
+def by_kernel(x, columns, k, *, interpret=False):
     """`take_largest` as a kernel, with one program per group."""
-    groups, block = pl.cdiv(x.size, group), pl.next_power_of_2(group)
-    assert groups == 1 or block == group, "groups are neighbors in memory"
+    rows, groups = x.shape[0], x.shape[1] // columns
     varying = jax.typeof(x).manual_axis_type
     out = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
     of_group = pl.BlockSpec((None, k), lambda i: (i, 0))
-    neighbors = pl.BlockSpec((block,), lambda i: (i,))
+    neighbors = pl.BlockSpec((rows, columns), lambda i: (0, i))
+    warps = max(1, rows * columns // PER_WARP)
     return pl.pallas_call(
-        functools.partial(_kernel, size=x.size, k=k),
+        functools.partial(_kernel, k=k),
         grid=(groups,),
         in_specs=[neighbors],
         out_specs=[of_group, of_group, neighbors],
@@ -74,16 +81,14 @@ def by_kernel(x, group, k, *, interpret=False):
             out((groups, k), jnp.int32),
             out(x.shape, jnp.float32),
         ],
-        compiler_params=triton.CompilerParams(num_warps=max(1, block // PER_WARP), num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
         name="take_largest",
         interpret=interpret,
     )(x)
 
 
-def _kernel(x_ref, values_ref, places_ref, rest_ref, *, size, k):
-    place = lax.broadcasted_iota(jnp.int32, x_ref.shape, 0)
-    here = pl.program_id(0) * x_ref.shape[0] + place < size
-    x = triton.load(x_ref, mask=here, other=0.0)
+def _kernel(x_ref, values_ref, places_ref, rest_ref, *, k):
+    x = x_ref[...].reshape(-1)
     bits = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     lowest = _threshold(bits, k)
     larger, equal = bits > lowest, bits == lowest
@@ -95,8 +100,9 @@ def _kernel(x_ref, values_ref, places_ref, rest_ref, *, size, k):
     slot = jnp.where(larger, of_larger, num_larger + of_equal) - 1
     slot = jnp.where(taken, slot, k)
     triton.store(values_ref.at[slot], x, mask=taken)
-    triton.store(places_ref.at[slot], place, mask=taken)
-    triton.store(rest_ref, jnp.where(taken, 0.0, x), mask=here)
+    places = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    triton.store(places_ref.at[slot], places, mask=taken)
+    rest_ref[...] = jnp.where(taken, 0.0, x).reshape(x_ref.shape)
 
 
 def _threshold(bits, k):

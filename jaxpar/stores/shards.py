@@ -12,10 +12,12 @@ are never joined, even if a process of an earlier attempt still uploads.
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,9 @@ from typing import NamedTuple
 from jaxpar.config.json_reader import read_json
 from jaxpar.stores import steps
 from jaxpar.stores.objects import Altered, Content, Objects, StoreError, content_of
+
+#: Lists of shards that process 0 reads at the same time.
+LISTS_AT_ONCE = 32
 
 #: Marks the form of a list of shards.
 FORMAT = 1
@@ -142,7 +147,9 @@ def complete(
               files, which does not exist afterwards. still_ours: as in `steps.upload_step`.
     Raises:   Altered if shards are damaged; Missing if they are gone; StoreError; as `still_ours`.
     """
-    shards = [_read(objects, f"{save}/{rank}") for rank in range(count)]
+    with ThreadPoolExecutor(LISTS_AT_ONCE, thread_name_prefix="shards") as pool:
+        names = [f"{save}/{rank}" for rank in range(count)]
+        shards = list(pool.map(functools.partial(_read, objects), names))
     arrays = {name: content for shard in shards for name, content in shard.arrays.items()}
     _check_arrays(objects, step, arrays)
     shutil.rmtree(scratch, ignore_errors=True)

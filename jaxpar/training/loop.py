@@ -21,8 +21,9 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, memory_of
+from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.identity import identity
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases

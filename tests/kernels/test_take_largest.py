@@ -17,55 +17,51 @@ from jaxpar.planning.predict.hardware import GPUS
 from tests.kernels.test_triton_lowering import GPU, TARGET, lowered, on
 from tests.slow import slow
 
-#: Elements, those of a group, and how many to take: whole groups, an incomplete one with fewer
-#: elements than are taken, and an array that is smaller than a program's block.
-SHAPES = [(256, 64, 5), slow(201, 64, 10), (75, 75, 3), slow(64, 64, 64), slow(5, 5, 1)]
+#: Rows and columns of a group, groups, and elements to take of each.
+SHAPES = [(4, 16, 3, 5), slow(1, 64, 2, 10), slow(2, 32, 1, 64), slow(1, 1, 5, 1)]
 
 
-def plain(x: np.ndarray, group: int, k: int) -> tuple[list[set[int]], np.ndarray]:
+def plain(x: np.ndarray, columns: int, k: int) -> tuple[list[set[int]], np.ndarray]:
     """The places that are taken out of each group, of a stable sort, and the others."""
-    padded = np.zeros(-(-x.size // group) * group, np.float32)
-    padded[: x.size] = x
-    found, rest = [], padded.reshape(-1, group).copy()
-    for row in rest:
-        places = np.argsort(-np.abs(row), kind="stable")[:k]
-        row[places] = 0
+    found, rest = [], x.copy()
+    for begin in range(0, x.shape[1], columns):
+        group = rest[:, begin : begin + columns].ravel()
+        places = np.argsort(-np.abs(group), kind="stable")[:k]
+        group[places] = 0
+        rest[:, begin : begin + columns] = group.reshape(-1, columns)
         found.append(set(places.tolist()))
-    return found, rest.reshape(-1)[: x.size]
+    return found, rest
 
 
-def assert_taken(x: np.ndarray, group: int, k: int, taken) -> None:
+def assert_taken(x: np.ndarray, columns: int, k: int, taken) -> None:
     """Values are those of the places, and places and rest those of `plain`."""
     values, places, rest = map(np.asarray, taken)
-    wanted, left = plain(x, group, k)
+    wanted, left = plain(x, columns, k)
     assert (values.dtype, places.dtype, rest.dtype) == (np.float32, np.int32, np.float32)
     assert [set(row.tolist()) for row in places] == wanted
-    padded = np.zeros(len(wanted) * group, np.float32)
-    padded[: x.size] = x
-    np.testing.assert_array_equal(
-        values, np.take_along_axis(padded.reshape(-1, group), places, axis=1)
-    )
+    begins = columns * np.arange(len(wanted))[:, None]
+    np.testing.assert_array_equal(values, x[places // columns, begins + places % columns])
     np.testing.assert_array_equal(rest, left)
 
 
-def draw(n: int, ties: bool) -> np.ndarray:
-    x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+def draw(rows: int, columns: int, ties: bool) -> np.ndarray:
+    x = np.random.default_rng(columns).standard_normal((rows, columns)).astype(np.float32)
     return np.round(x) if ties else x
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("n", "group", "k"), SHAPES)
-def test_takes_the_largest_of_every_group(n, group, k, ties):
-    x = draw(n, ties)
+@pytest.mark.parametrize(("rows", "columns", "groups", "k"), SHAPES)
+def test_takes_the_largest_of_every_group(rows, columns, groups, k, ties):
+    x = draw(rows, groups * columns, ties)
     for by in (by_xla, functools.partial(by_kernel, interpret=True)):
-        assert_taken(x, group, k, by(jnp.asarray(x), group, k))
+        assert_taken(x, columns, k, by(jnp.asarray(x), columns, k))
 
 
 def test_takes_what_is_not_finite():
-    x = draw(256, ties=False)
-    x[[3, 70, 130]] = np.nan, -np.inf, np.inf
+    x = draw(4, 48, ties=False)
+    x[3, 0], x[2, 17], x[0, 40] = np.nan, -np.inf, np.inf
     for by in (by_xla, functools.partial(by_kernel, interpret=True)):
-        values, _, rest = by(jnp.asarray(x), 64, 5)
+        values, _, rest = by(jnp.asarray(x), 16, 5)
         assert np.isnan(values[0]).sum() == 1
         assert np.isneginf(values[1]).sum() == np.isposinf(values[2]).sum() == 1
         assert np.isfinite(rest).all()
@@ -74,10 +70,10 @@ def test_takes_what_is_not_finite():
 @pytest.mark.parametrize(("kind", "kernels"), [("9.0", 1), ("7.5", 0)])
 def test_where_the_kernel_runs(kind, kernels):
     """Under `shard_map` as well: results vary over the axes that x does."""
-    mesh, x = on("9.0", (2,), ("data",)), jax.ShapeDtypeStruct((1 << 14,), jnp.float32)
+    mesh, x = on("9.0", (2,), ("data",)), jax.ShapeDtypeStruct((64, 1 << 8), jnp.float32)
 
     def local(x):
-        taken = take_largest(x, 1024, 10)
+        taken = take_largest(x, 32, 10)
         assert all(jax.typeof(a).manual_axis_type == jax.typeof(x).manual_axis_type for a in taken)
         return taken
 
@@ -85,6 +81,22 @@ def test_where_the_kernel_runs(kind, kernels):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over, check_vma=True)
     with compiling_for(Platform("gpu", GPU["9.0"], kind)):
         assert lowered(mesh, mapped, x).count(TARGET) == kernels
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "columns", "why"),
+    [
+        ("9.0", 256, 32, None),
+        ("7.5", 256, 32, "it needs an NVIDIA GPU since Ampere"),
+        ("9.0", 1, 32, "an array of one row is small"),
+        ("9.0", 96, 32, "rows and columns must be powers of two"),
+        ("9.0", 1024, 32, "groups have 32,768 elements, and it takes at most 16,384"),
+    ],
+)
+def test_refusals(capability, rows, columns, why):
+    with compiling_for(Platform("gpu", GPU["9.0"], capability)):
+        assert module.refusal(rows, columns) == why
+    assert module.refusal(256, 32) == "it needs an NVIDIA GPU since Ampere"  # on a CPU
 
 
 @pytest.mark.slow
@@ -100,11 +112,9 @@ def test_compiles(name, kernel, monkeypatch):
     )
     mesh = Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
     here = NamedSharding(mesh, PartitionSpec())
-    for n, group, k in ((1 << 20, 1024, 10), (1 << 20 | 5, 8192, 8), (300, 300, 3)):
-        if not kernel and group < 1024:
-            continue
-        x = jax.ShapeDtypeStruct((n,), jnp.float32, sharding=here)
-        run = jax.jit(functools.partial(take_largest, group=group, k=k))
+    for rows, k in ((32, 10), (256, 8), (512, 16)):
+        x = jax.ShapeDtypeStruct((rows, 1 << 12), jnp.float32, sharding=here)
+        run = jax.jit(functools.partial(take_largest, columns=32, k=k))
         with (
             jax.set_mesh(mesh),
             compiling_for(Platform("gpu", gpu.device_kind, gpu.compute_capability)),
@@ -116,11 +126,10 @@ def test_compiles(name, kernel, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(
-    ("n", "group", "k"), [(1 << 20, 1024, 10), ((1 << 20) + 5, 8192, 82), (300, 300, 3)]
-)
-def test_on_a_gpu(n, group, k, ties):
+@pytest.mark.parametrize(("rows", "columns", "k"), [(32, 32, 10), (256, 32, 82), (512, 32, 16)])
+def test_on_a_gpu(rows, columns, k, ties):
     """XLA's kernel takes any of equal magnitudes."""
-    x = draw(n, ties)
+    x = draw(rows, 1 << 12, ties)
     for by in (by_kernel,) if ties else (by_kernel, by_xla):
-        assert_taken(x, group, k, jax.jit(by, static_argnums=(1, 2))(jnp.asarray(x), group, k))
+        taken = jax.jit(by, static_argnums=(1, 2))(jnp.asarray(x), columns, k)
+        assert_taken(x, columns, k, taken)

@@ -14,6 +14,7 @@ Source:   Douillard et al. 2025 (2501.18512), section 2.3 and algorithm 2.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.model.parameters import specs_of
+from jaxpar.parallel.collectives import varying_axes
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.fragments import Fragment, is_layers, tree
 from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
@@ -127,24 +129,38 @@ def beside(
         outgoing, arrived = flat(state.diloco[OUTGOING]), flat(state.diloco[ARRIVED])
         number = state.step % spacing(cfg)
         with jax.named_scope("outer_step"):
-            for name in names:
-                arrived[name] = _with_part(cfg, number, outgoing[name][0], arrived[name])
+            own = {name: outgoing[name][0] for name in names}
+            for alike in _alike(own).values():
+                arrived |= _with_parts(cfg, number, alike, arrived)
         new, metrics = step(state, *more)
         return with_exchange(new, {ARRIVED: tree(arrived)}), metrics
 
     return both
 
 
-def _with_part(cfg: Config, number: jax.Array, own: jax.Array, arrived: jax.Array) -> jax.Array:
-    """Return what has arrived, with the mean of one part of the elements.
+def _alike(own: dict[str, jax.Array]) -> dict[tuple[str, ...], dict[str, jax.Array]]:
+    """Return arrays by the axes that they are split over: those can be sent as one."""
+    found: dict[tuple[str, ...], dict[str, jax.Array]] = {}
+    for name, x in own.items():
+        found.setdefault(varying_axes(x), {})[name] = x
+    return found
+
+
+def _with_parts(
+    cfg: Config, number: jax.Array, own: dict[str, jax.Array], arrived: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Return what has arrived of some arrays, with the means of one part of their elements.
 
     The last parts overlap if the elements do not divide: the same means are written again.
     """
-    size = -(-own.size // cfg.diloco.overlap)
-    start = jnp.minimum(number * size, own.size - size)
-    part = lax.dynamic_slice(own.ravel(), (start,), (size,))
-    mean = mean_of_replicas(part, cfg.diloco.outer_dtype)
-    return lax.dynamic_update_slice(arrived.ravel(), mean, (start,)).reshape(arrived.shape)
+    sizes = {name: -(-x.size // cfg.diloco.overlap) for name, x in own.items()}
+    starts = {name: jnp.minimum(number * n, own[name].size - n) for name, n in sizes.items()}
+    parts = [lax.dynamic_slice(x.ravel(), (starts[k],), (sizes[k],)) for k, x in own.items()]
+    means = mean_of_replicas(jnp.concatenate(parts), cfg.diloco.outer_dtype)
+    ends = list(itertools.accumulate(sizes.values()))
+    of = dict(zip(own, jnp.split(means, ends[:-1]), strict=True))
+    put = lambda x, mean, start: lax.dynamic_update_slice(x.ravel(), mean, (start,))  # noqa: E731
+    return {k: put(arrived[k], of[k], starts[k]).reshape(arrived[k].shape) for k in own}
 
 
 @jax.named_scope("outer_step")
