@@ -8,14 +8,15 @@ tests/step/test_same_program.py is for, and programs that tests start trace thei
 
 import contextlib
 import dataclasses
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from jaxpar.config import Config, registry
-from jaxpar.step import train_step
 from jaxpar.training import loop
 from jaxpar.training.evaluating import evaluation
 
@@ -24,6 +25,10 @@ MOST = 32
 
 #: By what they are made from: the step, and the functions that it was made of.
 KEPT: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+
+#: The rooms whose code is in a step, or decides what is.
+ROOMS = "step model parallel optimizer objectives execution kernels sharding".split()
+OF_STEPS = tuple(f"jaxpar.{room}." for room in ROOMS)
 
 #: Sections of a config that no step reads: tests/step/test_kept_steps.py.
 NOT_READ = ("run", "checkpoint", "evaluation", "profile", "metrics", "cluster")
@@ -66,6 +71,10 @@ def read_by_steps(cfg: Config) -> Config:
 
 
 def functions() -> list[Any]:
-    """Functions that a test may have replaced: of the step's module, and those that are added."""
-    added = [function for named in registry._ADDED.values() for function in named.values()]
-    return [*vars(train_step).values(), *added]
+    """Functions that a test may have replaced: of every module of a step's rooms, and those that a
+    config file adds."""
+    found = [function for named in registry._ADDED.values() for function in named.values()]
+    for name in sorted(sys.modules):
+        if name.startswith(OF_STEPS) and type(sys.modules[name]) is ModuleType:  # not a lazy one
+            found += filter(callable, list(vars(sys.modules[name]).values()))
+    return found

@@ -157,12 +157,16 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     trainable, frozen = split(params, specs_of(cfg))
 
     loss = preference_loss if cfg.dpo.beta else reference.loss
+    t, m = cfg.train, cfg.model
+    of_routers = m.num_experts and (t.balance_loss or t.router_z_loss)
+    has_more = t.z_loss or of_routers or (m.mtp_depth and t.mtp_loss)
 
     def both(trainable):
         params = join(trainable, frozen)
         if cfg.distill.teacher:
             return distillation_losses(params, batch, cfg)
-        return loss(params, batch, cfg), loss(params, batch, plain)
+        total = loss(params, batch, cfg)
+        return total, loss(params, batch, plain) if has_more else total
 
     (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)
     return reported, grads

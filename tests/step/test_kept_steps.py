@@ -11,13 +11,9 @@ from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step import train_step
 from jaxpar.training import loop
-from tests.kept_steps import NOT_READ, steps_kept
+from tests.kept_steps import NOT_READ, ROOMS, steps_kept
 from tests.tiny import TINY
-
-#: The rooms whose code is in a step, or decides what is.
-ROOMS = "step model parallel optimizer objectives execution kernels sharding".split()
 
 
 def made(number: int = 1, **fields):
@@ -37,10 +33,11 @@ def test_a_run_takes_the_step_of_another_with_the_same_model():
     assert loop.make_train_step is outside and made() is not step
 
 
-def test_a_function_that_is_replaced_is_traced():
+@pytest.mark.parametrize("name", ["step.train_step.loss_gradients_and_loads", "model.norm.norm"])
+def test_a_function_that_is_replaced_is_traced(name):
     with steps_kept(), pytest.MonkeyPatch.context() as patch:
         step = made()
-        patch.setattr(train_step, "loss_gradients_and_loads", lambda *_: None)
+        patch.setattr(f"jaxpar.{name}", lambda *_: None)
         assert made() is not step
         patch.undo()
         assert made() is step
