@@ -162,8 +162,8 @@ def simulate_devices(config: pytest.Config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_traceback_in_locations_limit", 1)
     # Compiling is most of a run. Its results are kept: in memory, and those of one device on disk,
-    # where a damaged entry is compiled again, with a warning. Tracing, and what it checks, is never
-    # kept.
+    # where a damaged entry is compiled again, with a warning. Tracing, and what it checks, is kept
+    # for whole runs of one config alone (tests/kept_steps.py).
     jax.config.update("jax_compilation_cache_dir", str(config.rootpath / ".pytest_cache" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     from tests.kept_programs import keep_programs

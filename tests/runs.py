@@ -15,6 +15,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training import run
 from tests import ranks
 from tests.fingerprints import quickly_computed
+from tests.kept_steps import steps_kept
 from tests.weights import as_programs_do, quickly_made
 
 CONFIG = """
@@ -105,11 +106,11 @@ def train_on(only_devices):
     """(number of devices, command line) -> the exit code of a run inside this process.
 
     Initial weights are those of tests/weights.py, and fingerprints of tests/fingerprints.py,
-    with the bits that other processes make.
+    with the bits that other processes make. Steps are those of tests/kept_steps.py.
     """
 
     def on(number: int, *args: str) -> int:
-        with only_devices(number), quickly_made(), quickly_computed():
+        with only_devices(number), quickly_made(), quickly_computed(), steps_kept():
             return train.main(args)
 
     return on

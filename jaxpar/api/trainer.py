@@ -29,6 +29,8 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import adapters
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.overlap import same_program
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.step.train_step import StepMetrics
 from jaxpar.training import elastic, manifest
@@ -67,7 +69,7 @@ class Trainer:
 
     def _use(self, run: Run) -> None:
         self._run = run
-        self._train_steps: dict[tuple[int, ...], FirstRunAlone] = {}
+        self._train_steps: dict[tuple[tuple[int, ...], int | None], FirstRunAlone] = {}
         self._evaluation: Evaluation | None = None
         self._outer_steps = OuterSteps(run.cfg, run.mesh)
 
@@ -125,10 +127,13 @@ class Trainer:
         Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
                   may still be computed when this returns; `float` waits for them.
         """
-        size = batch.tokens.shape
-        if size not in self._train_steps:
-            self._train_steps[size] = compiled(self._run, state, batch)
-        state, metrics = self._train_steps[size](state, batch)
+        cfg, fragment = self.cfg, None
+        if cfg.diloco.overlap and (due := under_way(int(state.step), cfg)) is not None:
+            fragment = same_program(cfg, due)
+        key = batch.tokens.shape, fragment
+        if key not in self._train_steps:
+            self._train_steps[key] = compiled(self._run, state, batch, fragment=fragment)
+        state, metrics = self._train_steps[key](state, batch)
         if self.cfg.diloco.every:
             state = self._outer_steps(int(state.step), state)
         return state, metrics

@@ -24,6 +24,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxpar.config.json_reader import read_json_object
@@ -128,9 +129,16 @@ def _digest(about: Any) -> str:
 # --------------------------------------------------------------------------------- files
 
 
-def write_file_list(step_folder: Path) -> None:
-    """Write FILES, atomically."""
-    content = {"files": {name: _entry(step_folder / name) for name in _names(step_folder)}}
+def write_file_list(
+    step_folder: Path, elsewhere: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> None:
+    """Write FILES, atomically.
+
+    Args:     elsewhere: files of the checkpoint that are not in the folder: their bytes and sha256.
+    """
+    files = {name: _entry(step_folder / name) for name in _names(step_folder)}
+    files |= {name: _shortened(entry) for name, entry in elsewhere.items()}
+    content = {"files": files}
     temporary = step_folder / (FILES + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -218,6 +226,11 @@ def _names(step_folder: Path) -> list[str]:
     files = (path for path in step_folder.rglob("*") if path.is_file())
     names = (str(path.relative_to(step_folder)) for path in files)
     return sorted(name for name in names if not name.startswith(FILES))
+
+
+def _shortened(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a file as `_entry` would, given its bytes and sha256."""
+    return {"bytes": entry["bytes"]} if entry["bytes"] > SMALL else dict(entry)
 
 
 def _entry(file: Path) -> dict[str, Any]:

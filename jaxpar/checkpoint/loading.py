@@ -9,8 +9,9 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import feedback, integrity, replicas, store
+from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.of_replicas import exchange, feedback, replicas
 from jaxpar.checkpoint.saved import (
     AVERAGED,
     LORA_FIELDS,
@@ -100,7 +101,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
               another dtype are converted, by rounding to nearest. A moving average
               that was not saved begins with the weights. Another number of DiLoCo's replicas than
-              before starts from the outer weights. Errors of compressed sums: `feedback.py`.
+              before starts from the outer weights. Errors of compressed sums: `feedback.py`. An
+              outer gradient under way: `exchange.py`.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
               Damaged when any array differs from what was saved.
     """
@@ -130,12 +132,15 @@ def restore_from(
         del target["ema"]
     scalars = target["guard"] if has_guard else target.pop("guard")
     errors = target.pop("feedback", ())
+    more_exchanged = False
+    if "diloco" in target:
+        target["diloco"], more_exchanged = exchange.to_load(target["diloco"], saved, cfg)
     if used := feedback.to_load(errors, saved, cfg):
         target["feedback"] = used
     # What the checkpoint then has in vain.
     ends = (saved.has_average and "ema" not in target) or feedback.has_feedback(saved)
     others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
-    loaded = load(target, ends or others)
+    loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not has_guard:  # an earlier version saved no guard
@@ -148,6 +153,7 @@ def restore_from(
     state = replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved)
     state = to_running(state, cfg)
     state = dataclasses.replace(state, feedback=feedback.completed(state.feedback, cfg, mesh))
+    state = exchange.completed(state, saved, cfg, mesh)
     if begins:
         peers.log(f"the moving average begins with the weights of step {saved.step}")
         state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))

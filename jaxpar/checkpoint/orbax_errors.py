@@ -17,6 +17,9 @@ import jax
 #: The logger of Orbax, and of other libraries.
 _LOGGER = logging.getLogger("absl")
 
+#: What Orbax says four times at each save, if each process saves to a folder of its own.
+_OF_OWN_FOLDERS = "Global object size logging disabled"
+
 #: Bytes of the file after which a new one is begun. One earlier file is kept.
 MAX_BYTES = 8 << 20
 
@@ -36,6 +39,8 @@ def errors_to_file(run_dir: str | Path) -> Iterator[None]:
     handler = _File(errors_file(run_dir))
 
     def pass_on(record: logging.LogRecord) -> bool:
+        if _OF_OWN_FOLDERS in str(record.msg):
+            return False
         if record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts:
             return True
         handler.handle(record)

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -77,16 +78,21 @@ class Checkpointer:
         record: Callable[..., None] = lambda event, **more: None,
         asked: Mapping[str, Any] = MappingProxyType({}),
         host: HostCopy | None = None,
+        own: Path | None = None,
     ):
         """Open the run's folder, creating it if necessary.
 
         Args:     log: called from a thread after each save, with its size and speed. skipped:
                   batches that the run skips. record: called with the events "saved" and
                   "save failed". asked: as in `Saved`. host: memory for copies of the state. None:
-                  the first save allocates it, and `close` frees it.
+                  the first save allocates it, and `close` frees it. own: a folder in place of the
+                  run's, in which this process saves its shards, and no other process anything.
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._log, self._record, self._host = cfg, log, record, host
+        self._dir = folder(own or cfg.run.dir)
+        #: Whether this process is the one that writes to its folder what is written once.
+        self._is_first = own is not None or jax.process_index() == 0
         self._about = metadata_of_run(cfg, skipped, asked)
         self._best = _KeepBest()
         context = ocp.Context()
@@ -95,7 +101,9 @@ class Checkpointer:
         # If a folder cannot be created in the background, the save hangs for 5 minutes.
         context.async_options.create_directories_asynchronously = False
         # Otherwise the copies of an array in one process would be written in parts.
-        context.array.saving.use_replica_parallel = jax.process_count() > 1
+        context.array.saving.use_replica_parallel = jax.process_count() > 1 and own is None
+        if own is not None:
+            context.multiprocessing.primary_host = None  # each process finishes its own folder
         by_xla = host is not None and host.by_xla
         context.array.saving.enable_pinned_host_transfer = by_xla
         if by_xla:
@@ -104,7 +112,7 @@ class Checkpointer:
             context.memory.is_prioritized_key_fn = lambda path: False
             context.memory.transfer_concurrent_bytes = IN_FLIGHT
         self._orbax = ocp.training.Checkpointer(
-            folder(cfg.run.dir),
+            self._dir,
             context=context,
             preservation_policy=_preservation(cfg, self._best),
             cleanup_tmp_directories=True,
@@ -173,15 +181,15 @@ class Checkpointer:
     def _forget_deleted(self) -> None:
         """Warn of checkpoints that others have deleted, and do not count on them any more."""
         gone: list[int] = []
-        if jax.process_index() == 0:
+        if self._is_first:
             with contextlib.suppress(integrity.Unreadable):  # an error of the machine
-                there = saved_steps(self._cfg.run.dir)
+                there = saved_steps(self._dir.parent)
                 gone = [step for step in self.steps() if step not in there]
         if not peers.any_process(bool(gone)):
             return
         if gone:
-            where, steps = folder(self._cfg.run.dir), ", ".join(map(str, gone))
-            integrity.warn(f"checkpoints of {where} were deleted during the run: step {steps}")
+            steps = ", ".join(map(str, gone))
+            integrity.warn(f"checkpoints of {self._dir} were deleted during the run: step {steps}")
         self._orbax.reload()
 
     def _finish(self, saving: Any, copy: Any, step: int, began: float, held: float) -> None:
@@ -194,11 +202,11 @@ class Checkpointer:
         # (docs/experiments/checkpoints.md#copy-given-back).
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
-        if jax.process_index() == 0:
-            if not (folder(self._cfg.run.dir) / str(step) / METADATA).is_file():
+        if self._is_first:
+            if not (self._dir / str(step) / METADATA).is_file():
                 raise OSError("its files were deleted while it was written")
             try:
-                integrity.write_file_list(folder(self._cfg.run.dir) / str(step))
+                integrity.write_file_list(self._dir / str(step))
             except OSError as error:  # the checkpoint itself is complete, with fingerprints
                 integrity.warn(f"the file list of step {step} could not be written: {error}")
         rate = num_bytes / 1e9 / seconds
@@ -247,12 +255,11 @@ class Checkpointer:
         if step == self._best.step:  # the one before is kept instead
             self._best.step = self._best.before
         self._sweep()
-        where = folder(self._cfg.run.dir)
         self._failures += 1
         self._record("save failed", step=step, error=str(error)[:500])
         allowed = self._cfg.checkpoint.save_failures_allowed
         reason = (str(error) or type(error).__name__).partition("\n")[0][:500]
-        text = f"step {step} could not be saved in {where}: {reason}"
+        text = f"step {step} could not be saved in {self._dir}: {reason}"
         self._last_error = f"{text}. Free space or fix the folder; the same command resumes from "
         self._last_error += "the previous checkpoint"
         if self._failures > allowed:
@@ -268,10 +275,10 @@ class Checkpointer:
 
         A save fails at the first array that cannot be written, while others are in flight.
         """
-        if jax.process_index() != 0:
+        if not self._is_first:
             return
         for step in self._half_written:
-            for left in folder(self._cfg.run.dir).glob(f"{step}.orbax-checkpoint-tmp*"):
+            for left in self._dir.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
@@ -288,8 +295,7 @@ class Checkpointer:
                 self._orbax.close()
             except OSError as error:  # Orbax reports errors of its own files only now
                 if not self._last_error:  # otherwise `finish` raises that one
-                    where = folder(self._cfg.run.dir)
-                    raise SaveFailed(f"{where} could not be written to: {error}") from error
+                    raise SaveFailed(f"{self._dir} could not be written to: {error}") from error
             finally:
                 self._own.close()
             self._sweep()

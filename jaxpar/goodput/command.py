@@ -20,6 +20,7 @@ from jaxpar.runtime.stages import stage
 
 #: Options in seconds, hours or days: default and text of --help. All may be 0.
 TIMES: dict[str, tuple[float, str]] = {
+    "fixed-seconds": (0.0, "the part of a step that is not longer on fewer hosts"),
     "disk-blocking": (1.0, "seconds that training waits for a save to disk"),
     "disk-seconds": (60.0, "further seconds until it is complete"),
     "disk-load": (60.0, "seconds to load it"),
@@ -94,6 +95,9 @@ def read_command(argv: Sequence[str], doc: str | None = None) -> GoodputQuestion
     names = [*TIMES, *(f"{kind}-hours" for kind in RATES), "days", "step-seconds"]
     for name in names:
         _check_time(name, getattr(options, name.replace("-", "_")))
+    if options.fixed_seconds > options.step_seconds:
+        rule = f"is a part of a step, which takes {options.step_seconds:g} s"
+        raise ConfigError("--fixed-seconds", options.fixed_seconds, rule, "use --fixed-seconds 0")
     check_file("--svg", options.svg)
     if options.gpus % options.gpus_per_host:
         rule = f"must be divisible by --gpus-per-host {options.gpus_per_host}"
@@ -129,6 +133,7 @@ def _policy(o: argparse.Namespace) -> Policy:
         o.spares,
         o.repair_hours * HOUR,
         o.fewest_hosts,
+        o.fixed_seconds,
     )
 
 

@@ -48,6 +48,12 @@ class Policy:
     """From the loss of a host until it is back."""
     fewest: int = 0
     """Fewest hosts that go on without the lost ones; 0: the run waits for all."""
+    fixed: float = 0.0
+    """The part of `step` that is not longer on fewer hosts."""
+
+    def step_on(self, live: int, hosts: int) -> float:
+        """Return the seconds of a step on `live` of `hosts` hosts, which share the same batch."""
+        return self.fixed + (self.step - self.fixed) * hosts / live
 
 
 class Attempt:

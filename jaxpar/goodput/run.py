@@ -74,9 +74,11 @@ class Simulation:
     def _train(self, first: int) -> int:
         """Train from a step until something happens. Returns the step that training resumes from,
         at the end the last one."""
-        attempt = Attempt(first, self.policy.step * self.hosts / len(self._live), self.policy)
-        began, growing = self.now, self._repairs and len(self._live) < self.hosts
-        until = min(self._repairs[0], self.end) if growing else self.end
+        live = len(self._live)
+        attempt = Attempt(first, self.policy.step_on(live, self.hosts), self.policy)
+        began, growing = self.now, self._repairs and live < self.hosts
+        # A host that came back during the start is taken in after a step.
+        until = min(max(self._repairs[0], began), self.end) if growing else self.end
         failure = self._next_failure(until)
         self.now = failure.time if failure else until
         if self.now >= self.end:
@@ -113,21 +115,16 @@ class Simulation:
             self._without.clear()
 
     def _stopped_in_time(self, attempt: Attempt, began: float) -> int:
-        """End the current step, save, and start again, with the hosts that have been repaired."""
+        """End the current step, save it to disk, and start again, with the hosts that have been
+        repaired."""
         done = attempt.done(self.now - began) + 1
         ends = min(max(began + attempt.end_of(done), self.now), self.end)
         done = self._account(attempt, ends - began)
         self._keep_saves(attempt, ends - began, done)
         self.now = ends
-        place = self.policy.memory if self.policy.memory.every else self.policy.disk
-        part = "mirror wait" if self.policy.memory.every else "save wait"
-        if not self._pass(part, place.blocking + place.seconds):
+        if not self._pass("save wait", self.policy.disk.blocking + self.policy.disk.seconds):
             return self._recover(done)
-        if self.policy.memory.every:
-            self._in_memory = done
-            self._without.clear()
-        else:
-            self._on_disk = done
+        self._on_disk = done
         return self._recover(done, detect=False)
 
     # ------------------------------------------------------------------------------- recovery

@@ -24,7 +24,7 @@ from jaxpar.planning.predict.kernels import SOME_DOCUMENTS, attention_backends, 
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import axis_sizes
-from jaxpar.step.compiled import identity
+from jaxpar.step.identity import identity
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
 

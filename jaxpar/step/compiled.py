@@ -1,34 +1,15 @@
-"""A compiled step: its identity, its memory requirements and its first run."""
+"""A compiled step: its memory requirements and its first run."""
 
-import io
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jaxlib.mlir import passmanager
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.runtime.start import DEFAULT_LIMIT, HOST_LIMIT
 from jaxpar.step.state import TrainState, bytes_per_device
-
-
-def identity(lowered: Any) -> bytes:
-    """Return MLIR bytecode of a lowered program, without its places in the source.
-
-    It is the same in every process that lowers the same program. As text, a program for thousands
-    of devices is far larger: each ring of a mesh axis is written out at each of its uses
-    (docs/experiments/thousands.md#program-text).
-
-    Args:     lowered: `jax.stages.Lowered`.
-    """
-    module, output = lowered.compiler_ir(), io.BytesIO()
-    with module.context:
-        program = module.operation.clone()
-        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(program)
-        program.write_bytecode(file=output)
-    return output.getvalue()
 
 
 def check_host_memory(program: Any, cfg: Config, any_process: Callable[[bool], bool]) -> None:

@@ -30,7 +30,7 @@ from jaxpar.sharding.initial_values import init_options, initial_values, leaf_ke
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
-from jaxpar.step.diloco import trainers
+from jaxpar.step.diloco import overlap, trainers
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -51,8 +51,8 @@ class TrainState:
     ema: Any = ()
     """Moving average of the trainable parameters, with their shapes and shardings; () without."""
     diloco: Any = ()
-    """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`); ()
-    without."""
+    """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`), and
+    what is exchanged beside inner steps (`diloco/overlap.py`); () without."""
     feedback: Any = ()
     """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
 
@@ -101,7 +101,9 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
     state = TrainState(step, params, opt_state, guard, average, feedback=kept)
-    return trainers.abstract_replicas(state, trainers.num_trainers(cfg))
+    state = trainers.abstract_replicas(state, trainers.num_trainers(cfg))
+    exchange = jax.eval_shape(functools.partial(overlap.nothing_exchanged, cfg=cfg), params)
+    return overlap.with_exchange(state, exchange)
 
 
 def feedback_of(cfg: Config, specs: Any = None) -> Any:
@@ -137,7 +139,8 @@ def state_specs(cfg: Config) -> TrainState:
     ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
     feedback = partition_specs(feedback_of(cfg))
     state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback=feedback)
-    return trainers.replica_specs(state, trainers.num_trainers(cfg))
+    state = trainers.replica_specs(state, trainers.num_trainers(cfg))
+    return overlap.with_exchange(state, overlap.exchange_specs(state, cfg))
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -214,7 +217,21 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
     state = TrainState(step, params, opt_state(params), guard, average, feedback=feedback)
-    return dataclasses.replace(state, diloco=trainers.start(params, replicas, to.diloco))
+    of_trainers = trainers.start(params, replicas, overlap.without_exchange(to).diloco)
+    state = dataclasses.replace(state, diloco=of_trainers)
+    return overlap.with_exchange(state, fresh_exchange(params, cfg, mesh))
+
+
+def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return what DiLoCo exchanges with an overlap, before it does; {} without."""
+    if not cfg.diloco.overlap:
+        return {}
+    to = state_shardings(cfg, mesh).diloco
+    zeros = jax.jit(
+        functools.partial(overlap.nothing_exchanged, cfg=cfg),
+        out_shardings={name: to[name] for name in overlap.EXCHANGE},
+    )
+    return zeros(params)
 
 
 def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:

@@ -41,6 +41,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import objective, qk_clip, recorded_routing
 from jaxpar.step.diloco.inner import of_each_replica
+from jaxpar.step.diloco.overlap import beside
 from jaxpar.step.diloco.trainers import num_trainers, trainer_axes
 from jaxpar.step.expert_loads import (
     ExpertLoads,
@@ -136,19 +137,22 @@ def make_train_step(
     *,
     expert_rows: bool = False,
     record: bool = False,
+    fragment: int | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted train step, which donates the state that it is given.
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
               locate documents by offset need it. expert_rows, record: whether the metrics have
               `StepMetrics.expert_rows` and `StepMetrics.routing`, if the model has a router that
-              is trained.
+              is trained. fragment: whose outer gradient the step exchanges a part of
+              (`diloco/overlap.py`).
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
     as_input = cfg.optimizer.schedule_as_input
     one = functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record)
+    every: Callable = of_each_replica(one) if num_trainers(cfg) else one
     step = jax.shard_map(
-        of_each_replica(one) if num_trainers(cfg) else one,
+        every if fragment is None else beside(every, cfg, fragment),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, *([PartitionSpec()] if as_input else [])),
         out_specs=(specs, METRIC_SPECS),

@@ -87,7 +87,7 @@ def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool, readin
             _warn(f"{objects.address}: {damage}. {name} goes on from {len(content):,} bytes")
         before = (folder / name).read_bytes() if here and not reading else b""
         if not content.startswith(before):
-            _set_aside(objects, folder, folder / name)
+            set_aside(objects, folder, folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write(folder / name, content)
 
@@ -109,10 +109,22 @@ def _supersede(
         if reading:
             shutil.rmtree(place, ignore_errors=True)
             continue
-        _set_aside(objects, folder, place)
+        set_aside(objects, folder, place)
 
 
-def _set_aside(objects: Objects, folder: Path, place: Path) -> None:
+def fetch_files(objects: Objects, folder: Path) -> None:
+    """Bring the files of a run to a folder that another host's is uploaded from.
+
+    Files that grow and checkpoints are left out.
+
+    Raises:   ConfigError if the folder has another run; StoreError.
+    """
+    require_same_run(objects, folder)
+    note(folder, "downloaded", objects.address)
+    download_files(objects, folder, objects.names(), again=True)
+
+
+def set_aside(objects: Objects, folder: Path, place: Path) -> None:
     """Move a file or a checkpoint to RUN/superseded, with a warning."""
     aside = folder / SUPERSEDED
     aside.mkdir(exist_ok=True)

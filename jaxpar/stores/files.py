@@ -6,12 +6,12 @@ from pathlib import Path
 from jaxpar.stores.objects import Found, Missing, Objects
 from jaxpar.stores.parts import GROWING
 from jaxpar.stores.sessions import NAME as SESSION
-from jaxpar.stores.steps import COMPLETE, STEPS
+from jaxpar.stores.steps import COMPLETE, SHARDS, STEPS
 
 #: Folders and files that stay on the host: checkpoints and growing files are uploaded otherwise,
 #: locks and reports of processes mean nothing elsewhere, sinks have servers of their own.
 LEFT_OUT = {
-    *(STEPS, COMPLETE, SESSION, "lock", "damaged", "superseded", "ranks", "logs"),
+    *(STEPS, COMPLETE, SHARDS, SESSION, "lock", "damaged", "superseded", "ranks", "logs"),
     *("tensorboard", "wandb", "mlruns", "profile.request"),
 }
 

@@ -1,41 +1,27 @@
 """The thread that uploads a run's folder while the run trains.
 
 It looks at the folder every LOOK_SECONDS: files that have changed, new lines of growing files,
-finished checkpoints. The training loop never waits for it, except at the end of the run. A store
-that fails does not stop the run: everything is on the host's disk, and is uploaded later.
+finished checkpoints.
 """
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from jaxpar.runtime.files.run_lock import RunLocked
 from jaxpar.stores import steps
 from jaxpar.stores.files import Changed
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.objects import Altered, Missing, Objects, StoreError
 from jaxpar.stores.parts import GROWING, Growing
-from jaxpar.stores.sessions import begin_session
-
-#: Seconds between two looks at the folder.
-LOOK_SECONDS = 1.0
+from jaxpar.stores.sessions import begin_session, last_session, sessions_of
+from jaxpar.stores.uploading import Uploader, warn
 
 #: Seconds between two parts of a growing file.
 PART_SECONDS = 20.0
-
-#: Seconds before a failed upload is tried again: doubled each time, up to the second.
-PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0
-
-#: Seconds that a run waits at its end for its uploads; after an error of the run.
-DRAIN_SECONDS, DRAIN_AFTER_ERROR_SECONDS = 3600.0, 30.0
-
-#: What is said after a failure.
-GOES_ON = "Training continues, and the upload is tried again"
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,33 @@ class Keeping:
         return sorted(complete - kept)
 
 
-class Mirror:
+class StepSource(Protocol):
+    """The checkpoints that a mirror uploads."""
+
+    folder: Path
+    """Has them in checkpoints/STEP."""
+
+    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
+        """Upload a step. Returns:  its bytes; None if it cannot be complete yet.
+
+        Args:     still_ours: as in `steps.upload_step`.
+        Raises:   Altered if it never can; as `steps.upload_step`.
+        """
+
+
+class WholeSteps:
+    """Checkpoints that are whole in a folder, which all processes share."""
+
+    def __init__(self, objects: Objects, folder: Path):
+        """Args:     folder: of the run."""
+        self.folder, self._objects = folder, objects
+
+    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
+        """As `StepSource.upload`."""
+        return steps.upload_step(self._objects, self.folder, step, still_ours)
+
+
+class Mirror(Uploader):
     """Uploads a run's folder. Use as a context manager, in process 0 only."""
 
     def __init__(
@@ -66,26 +78,30 @@ class Mirror:
         keeping: Keeping,
         mark: str,
         log: Callable[[str], None],
+        source: StepSource | None = None,
     ):
         """Begin a session in the folder and the store, and start the thread.
 
         Args:     mark: the file that a checkpoint has once it is finished. log: called from the
-                  thread with a line for each checkpoint.
+                  thread with a line for each checkpoint. source: the checkpoints. None: those of
+                  the folder.
         Raises:   StoreError.
         """
+        super().__init__(objects, folder, log, "mirror")
         begin_session(objects, folder, lease.session)
-        self._objects, self.lease, self._folder = objects, lease, folder
-        self._keeping, self._mark, self._log = keeping, mark, log
+        self.lease, self._keeping, self._mark = lease, keeping, mark
+        self._source = source or WholeSteps(objects, folder)
         self._record: Callable[..., None] | None = None
-        self._recording, self._drained = threading.Lock(), False
+        self._recording = threading.Lock()
         self._files = Changed(objects, folder)
         self._growing = [Growing(objects, folder, name) for name in GROWING]
         self._sent: dict[int, tuple[int, int]] = {}
+        self._began: dict[int, float] = {}
         self._complete: set[int] | None = None
-        self._parted, self._failures, self._last_error = 0.0, 0, ""
-        self._ending, self._until = threading.Event(), float("inf")
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-        self._thread.start()
+        self._parted = 0.0
+        if source is not None:  # later, it would delete what other processes have begun to upload
+            self._complete = self._first_look()
+        self.start()
 
     def record_to(self, record: Callable[..., None] | None) -> None:
         """Call `record` from the thread with events and their fields, until another call."""
@@ -94,19 +110,24 @@ class Mirror:
 
     def waiting(self) -> str:
         """Describe what is not in the store yet; empty for nothing."""
-        late = self._unsent()
+        late = self.late_steps()
         what = [f"checkpoints of steps {', '.join(map(str, late))}"] if late else []
         what += self._files.waiting()
         growing = ((one.name, one.waiting()) for one in self._growing)
         what += [f"{size:,} bytes of {name}" for name, size in growing if size]
         return "; ".join(what)
 
+    def late_steps(self) -> list[int]:
+        """As `Uploader.late_steps`."""
+        finished = self._finished()
+        return sorted(step for step, about in finished.items() if self._sent.get(step) != about)
+
     def backlog(self) -> dict[str, float]:
         """Return what is waiting, as metrics: checkpoints, GB, and the age of the oldest one."""
         finished = self._finished()
         late = [step for step, about in finished.items() if self._sent.get(step) != about]
         num_bytes = sum(one.waiting() for one in self._growing)
-        num_bytes += sum(_size_of(self._folder / steps.STEPS / str(step)) for step in late)
+        num_bytes += sum(_size_of(self._source.folder / steps.STEPS / str(step)) for step in late)
         oldest = min((finished[step][0] / 1e9 for step in late), default=time.time())
         return {
             "store_waiting_steps": len(late),
@@ -114,70 +135,24 @@ class Mirror:
             "store_waiting_seconds": max(time.time() - oldest, 0.0),
         }
 
-    def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Upload what is waiting, and end the thread. Returns:  whether all is in the store."""
-        if self._drained:
-            return not self.waiting()
-        self._until, self._drained = time.monotonic() + seconds, True
-        if waiting := self.waiting():
-            self._log(f"uploading  {waiting}")
-        self._ending.set()
-        self._thread.join(seconds)
-        self._objects.stopped.set()
-        self._thread.join(1.0)
-        waiting = self.waiting()
-        if waiting:
-            why = f" ({self._last_error})" if self._last_error else ""
-            rest = f"is in {self._folder}; the same command on this host uploads it"
-            _warn(f"not in {self._objects.address}{why}: {waiting}. It {rest}")
-        return not waiting
-
-    def __enter__(self) -> "Mirror":
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.drain(DRAIN_SECONDS if error is None else DRAIN_AFTER_ERROR_SECONDS)
-
     # ---------------------------------------------------------------------------- on the thread
 
-    def _run(self) -> None:
-        pause = LOOK_SECONDS
-        while True:
-            ending = self._ending.wait(pause)
-            try:
-                self._pass(ending)
-            except RunLocked as error:
-                self._last_error = str(error)
-                return
-            except Exception as error:  # whatever it is, the run and later uploads go on
-                self._failures += 1
-                self._last_error = str(error) or type(error).__name__
-                pause = min(PAUSE_SECONDS * 2 ** (self._failures - 1), MAX_PAUSE_SECONDS)
-                if self._failures == 1:
-                    _warn(f"{self._last_error}\n           {GOES_ON}")
-                if ending and time.monotonic() + min(pause, LOOK_SECONDS) > self._until:
-                    return
-                if ending:
-                    self._objects.stopped.wait(min(pause, self._until - time.monotonic()))
-            else:
-                if self._failures:
-                    self._log(f"store      {self._objects.address} works again")
-                pause, self._failures, self._last_error = LOOK_SECONDS, 0, ""
-                if ending:
-                    return
-
-    def _pass(self, ending: bool) -> None:
-        """Upload everything that is new. Raises:   StoreError; ConfigError; OSError."""
+    def look(self, ending: bool) -> bool:
+        """As `Uploader.look`. Raises:   also RunLocked, after which it is not called again."""
         self._require_lease()
         if self._complete is None:
             self._complete = self._first_look()
         self._files.upload()
-        for step in reversed(self._unsent()):  # the newest first: the others may be deleted soon
+        for step in reversed(self.late_steps()):  # the newest first: the others may be deleted soon
             self._upload(step)
+        for step in self._began.keys() - self._finished().keys():  # deleted before it was complete
+            steps.delete_step(self._objects, step)
+            del self._began[step]
         if ending or time.monotonic() - self._parted >= PART_SECONDS:
             for one in self._growing:
                 one.upload()
             self._parted = time.monotonic()
+        return not self.late_steps()
 
     def _require_lease(self) -> None:
         self.lease.check()
@@ -193,43 +168,40 @@ class Mirror:
         for step, signature in local.items():
             with contextlib.suppress(Missing, Altered):
                 if step in complete and steps.is_same(
-                    self._objects, self._folder, step, (self._mark,)
+                    self._objects, self._source.folder, step, (self._mark,)
                 ):
                     self._sent[step] = signature
         return complete
 
     def _finished(self) -> dict[int, tuple[int, int]]:
-        """Return the finished checkpoints of the folder, with what tells two saves apart."""
-        found = {}
-        for mark in (self._folder / steps.STEPS).glob(f"*/{self._mark}"):
-            if mark.parent.name.isdecimal():
-                with contextlib.suppress(FileNotFoundError):
-                    about = mark.stat()
-                    found[int(mark.parent.name)] = about.st_mtime_ns, about.st_ino
-        return found
-
-    def _unsent(self) -> list[int]:
-        finished = self._finished()
-        return sorted(step for step, about in finished.items() if self._sent.get(step) != about)
+        return steps.finished_steps(self._source.folder, self._mark)
 
     def _upload(self, step: int) -> None:
         signature = self._finished().get(step)
         if signature is None:
             return
         assert self._complete is not None
-        began = time.monotonic()
+        began = self._began.setdefault(step, time.monotonic())
         self._complete.discard(step)
         try:
-            num_bytes = steps.upload_step(self._objects, self._folder, step, self._require_lease)
-        except FileNotFoundError:  # the run has deleted it meanwhile
+            num_bytes = self._source.upload(step, self._require_lease)
+        except FileNotFoundError:  # the run has deleted it meanwhile; so does `look`
+            return
+        except Altered as error:
+            warn(f"step {step} cannot be completed in {self._objects.address}: {error}")
             steps.delete_step(self._objects, step)
+            self._sent[step] = signature
+            self._began.pop(step)
+            return
+        if num_bytes is None:
+            self._last_error = f"step {step} is not uploaded by all processes yet"
             return
         if self._finished().get(step) != signature:  # another save of the step
             steps.delete_step(self._objects, step)
             return
         self._sent[step] = signature
         self._complete.add(step)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - self._began.pop(step, began)
         self._delete_outdated()
         waiting = self.backlog()
         late = int(waiting["store_waiting_steps"])
@@ -252,6 +224,25 @@ class Mirror:
             self._sent.pop(step, None)
 
 
+def upload_rest(
+    objects: Objects, lease: Lease, folder: Path, mark: str, log: Callable[[str], None]
+) -> None:
+    """Upload what only a folder has of the store's last session, before other hosts download it.
+
+    Args, Raises:   as `Mirror`.
+    """
+    if last_session(objects) not in sessions_of(folder):
+        return
+    Changed(objects, folder).upload()
+    for name in GROWING:
+        Growing(objects, folder, name).upload()
+    complete = steps.complete_steps(objects)
+    for step in steps.finished_steps(folder, mark):
+        if step not in complete:
+            log(f"uploading  step {step}")
+            steps.upload_step(objects, folder, step, lease.check)
+
+
 def _size_of(folder: Path) -> int:
     """Return the bytes of the files below a folder, which may be deleted meanwhile."""
     count = 0
@@ -259,7 +250,3 @@ def _size_of(folder: Path) -> int:
         with contextlib.suppress(OSError):
             count += file.stat().st_size if file.is_file() else 0
     return count
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

@@ -5,18 +5,23 @@ with their sizes and SHA-256, and is written last: without it there is no checkp
 first object to be deleted.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxpar.config.json_reader import read_json
 from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
 STEPS, COMPLETE = "checkpoints", "complete"
+
+#: Where the lists of shards of a checkpoint are that is not complete yet (`shards.py`).
+SHARDS = "shards"
 
 #: The file that a checkpoint has once it is finished, `checkpoint.integrity.FILES`. It differs
 #: between any two.
@@ -50,13 +55,34 @@ def listed(objects: Objects, step: int) -> dict[str, Content]:
         raise Altered(f"{name} {error}") from error
 
 
-def upload_step(objects: Objects, folder: Path, step: int, still_ours: Callable[[], None]) -> int:
+def finished_steps(folder: Path, mark: str) -> dict[int, tuple[int, int]]:
+    """Return the finished checkpoints of a folder, with what tells two saves of a step apart.
+
+    Args:     mark: the file that a checkpoint has once it is finished.
+    """
+    found = {}
+    for file in (folder / STEPS).glob(f"*/{mark}"):
+        if file.parent.name.isdecimal():
+            with contextlib.suppress(FileNotFoundError):
+                about = file.stat()
+                found[int(file.parent.name)] = about.st_mtime_ns, about.st_ino
+    return found
+
+
+def upload_step(
+    objects: Objects,
+    folder: Path,
+    step: int,
+    still_ours: Callable[[], None],
+    there: Mapping[str, Content] = MappingProxyType({}),
+) -> int:
     """Upload a finished checkpoint, and return its size in bytes.
 
     Objects of an earlier upload of the step, which may be another one, are deleted.
 
     Args:     folder: of the run. still_ours: called before the step is declared complete; raises if
-              another run may be writing.
+              another run may be writing. there: files of the checkpoint that are in the store
+              already, and not in the folder.
     Raises:   FileNotFoundError if the run deletes the step meanwhile; StoreError; as `still_ours`.
     """
     place = folder / STEPS / str(step)
@@ -64,18 +90,29 @@ def upload_step(objects: Objects, folder: Path, step: int, still_ours: Callable[
     if not names:
         raise FileNotFoundError(str(place))
     objects.delete([f"{COMPLETE}/{step}"])
-    beside = min(len(names), FILES_AT_ONCE)
+    contents = {**there, **upload_files(objects, place, step, names)}
+    _delete_others(objects, step, set(contents))
+    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
+    still_ours()
+    objects.write(f"{COMPLETE}/{step}", json.dumps(about, indent=1, sort_keys=True).encode())
+    return sum(content.bytes for content in contents.values())
+
+
+def upload_files(
+    objects: Objects, place: Path, step: int, names: Sequence[str]
+) -> dict[str, Content]:
+    """Upload files of a checkpoint, several at a time, and return what each contains.
+
+    Args:     place: the folder of the checkpoint. names: relative to it.
+    Raises:   FileNotFoundError; StoreError.
+    """
+    beside = max(min(len(names), FILES_AT_ONCE), 1)
 
     def send(name: str) -> Content:
         return objects.upload(f"{STEPS}/{step}/{name}", place / name, beside)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
-        contents = dict(zip(names, pool.map(send, names), strict=True))
-    _delete_others(objects, step, set(names))
-    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
-    still_ours()
-    objects.write(f"{COMPLETE}/{step}", json.dumps(about, indent=1, sort_keys=True).encode())
-    return sum(content.bytes for content in contents.values())
+        return dict(zip(names, pool.map(send, names), strict=True))
 
 
 def _delete_others(objects: Objects, step: int, names: set[str]) -> None:
@@ -87,12 +124,14 @@ def _delete_others(objects: Objects, step: int, names: set[str]) -> None:
 def delete_step(objects: Objects, step: int) -> None:
     """Delete a checkpoint, whether it is complete or not. Raises:   StoreError."""
     objects.delete([f"{COMPLETE}/{step}"])
-    objects.delete([found.name for found in objects.names(f"{STEPS}/{step}/")])
+    for below in (SHARDS, STEPS):
+        objects.delete([found.name for found in objects.names(f"{below}/{step}/")])
 
 
 def incomplete_steps(objects: Objects, complete: set[int]) -> list[int]:
     """Return the steps that have objects, but are not complete. Raises:   StoreError."""
-    parts = (found.name.split("/")[1] for found in objects.names(f"{STEPS}/"))
+    below = (found for folder in (SHARDS, STEPS) for found in objects.names(f"{folder}/"))
+    parts = {found.name.split("/")[1] for found in below}
     return sorted({int(part) for part in parts if part.isdecimal()} - complete)
 
 

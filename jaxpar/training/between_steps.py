@@ -72,7 +72,7 @@ class BetweenSteps:
         self.batches = run.loader.prefetched(self.first)
         programs = self.ready.train_step
         saver = checkpoint.Checkpointer(
-            cfg, log, run.loader.skipped, self._event, run.asked, self.ready.host
+            cfg, log, run.loader.skipped, self._event, run.asked, self.ready.host, run.own
         )
         if run.mirror is not None:
             run.mirror.record_to(self._event)

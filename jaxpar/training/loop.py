@@ -21,7 +21,9 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone, check_host_memory, identity, memory_of
+from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
+from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.identity import identity
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
@@ -70,6 +72,7 @@ def train(run: Run, watch: Watchdog) -> int:
             if ready.memory is not None:
                 ready.memory.forget()
             run.copies.clear()
+            run.bring_newest()
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
     events = read_events(run.dir)
@@ -95,7 +98,7 @@ def steps(
         between.saver.prepare(state)
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
-            state, metrics = ready.train_step(state, batch)
+            state, metrics = ready.train_step(state, batch, under_way(step, run.cfg))
             state = ready.outer_steps(step + 1, state)
             last.finished(step + 1, state)
             between.report(step, metrics)
@@ -118,7 +121,7 @@ def steps(
 
 def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_codes.Spike) -> int:
     """Log that the run stops before it has rewound. Returns the exit code of a stop."""
-    saved = checkpoint.saved_steps(run.dir)
+    saved = checkpoint.saved_steps(run.own or run.dir)
     there = f"resumes from the checkpoint of step {saved[-1]}" if saved else "starts over"
     log(f"{stop.received}: {spike}; stopped without saving; the same command {there}")
     return exit_codes.EXIT_PREEMPTED
@@ -129,17 +132,25 @@ def compiled(
     state: TrainState,
     batch: Batch,
     meanwhile: Callable[[], None] = lambda: None,
+    fragment: int | None = None,
 ) -> FirstRunAlone:
     """Compile the train step for one size of steps before its first use, and log the time.
 
     Args:     batch: an example, which may be abstract. meanwhile: called when XLA starts to
-              compile; should return at once.
+              compile; should return at once. fragment: as in `make_train_step`.
     """
     began = time.perf_counter()
     cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
     which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
+    which += "" if fragment is None else f" with the exchange of fragment {fragment}"
     step: Any = make_train_step(
-        cfg, run.mesh, run.max_segments, execution_of(cfg), expert_rows=True, record=record
+        cfg,
+        run.mesh,
+        run.max_segments,
+        execution_of(cfg),
+        expert_rows=True,
+        record=record,
+        fragment=fragment,
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))

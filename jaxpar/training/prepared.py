@@ -13,7 +13,6 @@ from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
-from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.outer import OuterSteps
@@ -46,7 +45,7 @@ class Prepared:
 def prepared(
     run: Run,
     state: TrainState,
-    compile_step: Callable[[Run, TrainState, Batch, Callable[[], None]], FirstRunAlone],
+    compile_step: Callable[..., FirstRunAlone],
 ) -> Iterator[Prepared]:
     """Compile the train step for the first size, and whatever evaluations, checks and saves run.
 
@@ -55,7 +54,7 @@ def prepared(
     would disturb each other's measurements. It also reuses what was measured for the train step.
     Memory for saves is allocated on another thread, which may continue beside the first steps.
 
-    Args:     compile_step: compiles the train step. Calls its last argument when XLA starts:
+    Args:     compile_step: `loop.compiled`. Calls its fourth argument when XLA starts:
               earlier, tracing on the thread would slow down that of the train step, since Python
               runs one thread at a time.
     """

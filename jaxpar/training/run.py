@@ -51,6 +51,7 @@ from jaxpar.training.frozen.teacher import Teacher, check_kept
 from jaxpar.training.records import RunRecords
 from jaxpar.training.selftests.experts import test_experts
 from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
+from jaxpar.training.selftests.top_k import test_top_k
 from jaxpar.training.step_guard import StepGuard
 
 
@@ -100,6 +101,10 @@ class Run:
         backends_of(self.cfg)
         self.records = RunRecords(self.dir)
         self.mirror: Mirror | None = None
+        #: Where this process saves its shards; None if it saves to the folder with the others.
+        self.own: Path | None = None
+        #: Called by all processes before a rewind: brings the newest checkpoint to the folder.
+        self.bring_newest: Callable[[], None] = lambda: None
         #: What this process copies to the memory of hosts; None for a run without copies.
         self.memory: CopyPlan | None = None
         #: For the event of a start that has restored a state.
@@ -191,7 +196,8 @@ class Run:
     def start(self) -> TrainState:
         """Test the kernels, then return the initial or restored state.
 
-        Raises:   ConfigError as `test_attention`, `test_experts` and `test_recurrences`.
+        Raises:   ConfigError as `test_attention`, `test_experts`, `test_recurrences` and
+                  `test_top_k`.
         """
         with stage("testing the attention kernels"):
             self.test_attention()
@@ -204,6 +210,10 @@ class Run:
             with stage("testing the kernels of recurrences"):
                 test_recurrences(self.cfg, log)
             self.startup.ended("recurrence self-test")
+        if self.cfg.parallel.replica > 1 and self.cfg.parallel.replica_reduction == "top_k":
+            with stage("testing the kernel of top_k"):
+                test_top_k(self.cfg, log)
+            self.startup.ended("top-k self-test")
         began, resumed = time.perf_counter(), self.first_step
         with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
             state, what = self._initial_or_saved()

@@ -5,7 +5,7 @@ import contextlib
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.memory_checkpoint.finding import find
@@ -37,7 +37,9 @@ def checked(cfg: Config) -> Run:
         run = peers.all_or_none("checks", seconds, lambda: Run(laid_out, copies=copies))
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
-    about = lambda: f"{to_json(run.cfg)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
+    # Beside a store, each host may have its folder elsewhere.
+    alike = replace(run.cfg, **{"run.dir": ""}) if run.cfg.run.store else run.cfg
+    about = lambda: f"{to_json(alike)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
@@ -92,7 +94,7 @@ def run_to_end(
     with stored(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
         store.begin()
-        run.mirror = store.mirror
+        run.mirror, run.own, run.bring_newest = store.mirror, store.own, store.bring_newest
         run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
         try:
             lock = opened(run, environment)

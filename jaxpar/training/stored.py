@@ -1,30 +1,44 @@
 """A run in an object store (`run.store`): takes its lease, downloads it, and uploads its folder."""
 
 import contextlib
+import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint.integrity import FILES
+from jaxpar.checkpoint.saved import damage
+from jaxpar.checkpoint.shards import LAYOUT
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.rules.paths import FIELD, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
-from jaxpar.stores.fetching import fetch
+from jaxpar.runtime.processes.shared_folder import sharing
+from jaxpar.stores.bringing import bring
+from jaxpar.stores.fetching import fetch, fetch_files
+from jaxpar.stores.finishing import finish, folder_name
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.mirror import Keeping, Mirror
+from jaxpar.stores.mirror import Keeping, Mirror, upload_rest
 from jaxpar.stores.objects import Objects
-from jaxpar.stores.sessions import FILE, last_session, note, sessions_of
+from jaxpar.stores.sessions import last_session, note
+from jaxpar.stores.shard_mirror import ShardMirror
+from jaxpar.stores.shards import JoinedShards, ProcessShards
 
 #: Seconds that processes wait for the one that downloads the run.
 WAIT_SECONDS = 86_400.0
+
+#: Seconds that a rewind waits for the upload of the newest checkpoint.
+REWIND_SECONDS = 3600.0
 
 
 class RunInStore:
     """A run whose store is open: downloaded, and not written before `begin`.
 
-    Process 0 does everything, and the others wait for it. Without `run.store`, nothing is done.
+    If all processes share `run.dir`, process 0 does everything, and the others wait for it.
+    Otherwise each folder gets a copy of the checkpoint that the run starts from, and each process
+    saves and uploads its own shards. Without `run.store`, nothing is done.
     """
 
     def __init__(self, cfg: Config, stack: contextlib.ExitStack):
@@ -37,63 +51,129 @@ class RunInStore:
         self.lease: Lease | None = None
         #: Uploads the folder; None before `begin`, and in the other processes.
         self.mirror: Mirror | None = None
-        self._is_new = True
+        #: Uploads the shards of a process other than 0.
+        self._shards: ShardMirror | None = None
+        #: Where this process saves its shards; None if it saves to `run.dir` with the others.
+        self.own: Path | None = None
+        self._bringings = itertools.count()
         if cfg.run.store:
+            self._folder = Path(cfg.run.dir).absolute()
+            first = sharing("run.dir", self._folder, WAIT_SECONDS)
+            self._num_folders = len(set(first))
+            #: Whether this process does what is done once for each folder.
+            self._leads = first[peers.rank()] == peers.rank()
+            if self._num_folders > 1:
+                self.own = self._folder / folder_name(peers.rank(), peers.world_size())
+            self._is_new = True
             peers.all_or_none("object store", WAIT_SECONDS, self._open)
-            self._is_new = peers.any_process(self._is_new and peers.rank() == 0)
-            if not self._is_new:
-                self._require_shared()
+            if self.own is not None:
+                self._open_others()
 
     def _open(self) -> None:
+        self._address = read_address(FIELD, self._cfg.run.store)
         if peers.rank() != 0:
             return
-        cfg, folder = self._cfg, Path(self._cfg.run.dir).absolute()
-        self._address = read_address(FIELD, cfg.run.store)
         self._objects = Objects(self._address, FIELD)
         self._is_new = not last_session(self._objects)
         self.lease = self._stack.enter_context(Lease(self._objects, log))
         self.lease.leaves_nothing = self._is_new
-        fetch(self._objects, folder, FILES, log)
+        fetch(self._objects, self._folder, FILES, log, checkpoints=self.own is None)
         if not self._is_new:
-            note(folder, self.lease.session, self._address)
+            note(self._folder, self.lease.session, self._address)
+            if self.own is not None:
+                upload_rest(self._objects, self.lease, self._folder, FILES, log)
+
+    def _open_others(self) -> None:
+        """Bring the run's files and its newest checkpoint to the folders of all hosts."""
+        self._is_new = peers.any_process(self._is_new and peers.rank() == 0)
+
+        def files() -> None:
+            if peers.rank() != 0:
+                self._objects = Objects(self._address, FIELD)
+            if self._leads and self._is_new:
+                self._require_no_checkpoint()
+            elif self._leads and peers.rank() != 0:
+                fetch_files(self._objects, self._folder)
+
+        peers.all_or_none("files of the store", WAIT_SECONDS, files)
+        if not self._is_new:
+            folder = self._folder if self._leads else None
+            finish(self._objects, folder, self.lease, LAYOUT, FILES, WAIT_SECONDS)
+        self._bring()
+
+    def _require_no_checkpoint(self) -> None:
+        """Raises:   ConfigError for a folder with checkpoints that no other host can download."""
+        if checkpoint.saved_steps(self._folder):
+            rule = f"has checkpoints, which are not in {self._address}, and not on every host"
+            fix = "use a new --run.dir, or continue the run on this host alone, which uploads it"
+            raise ConfigError("run.dir", str(self._folder), rule, fix)
+
+    def _bring(self) -> int | None:
+        name = f"checkpoint of the store {next(self._bringings)}"
+        folder = self._folder if self._leads else None
+        return bring(self._objects, folder, FILES, damage, log, name, WAIT_SECONDS)
 
     def begin(self) -> None:
         """Start to upload, once every process has checked the run.
 
-        Raises:   StoreError; ConfigError if the processes do not share `run.dir`; in the other
-                  processes, PeerFailed.
+        Raises:   StoreError; ConfigError; in the other processes, PeerFailed.
         """
         if not self._cfg.run.store:
             return
-        peers.all_or_none("upload", WAIT_SECONDS, self._begin)
-        if self._is_new:
-            self._require_shared()
+        if self.own is not None and self._leads:  # of an earlier attempt, perhaps on another mesh
+            shutil.rmtree(self.own.parent, ignore_errors=True)
+        session = self.lease.session if self.lease is not None else ""
+        session = peers.exchange("session of the store", session, WAIT_SECONDS)[0]
+        peers.all_or_none("upload", WAIT_SECONDS, lambda: self._begin(session))
 
-    def _begin(self) -> None:
+    def _begin(self, session: str) -> None:
+        process = peers.rank(), peers.world_size()
+        if self.own is not None and self._leads and self.lease is None:
+            note(self._folder, session, self._address)
         if self.lease is None:
+            if self.own is not None:
+                shards = ProcessShards(self._objects, self.own, process, session, LAYOUT)
+                self._shards = ShardMirror(self._objects, shards, FILES, log)
+                self._stack.enter_context(self._shards)
             return
-        c, folder = self._cfg.checkpoint, Path(self._cfg.run.dir).absolute()
-        log(f"store      {self._address}, uploaded from {folder}")
-        keeping = Keeping(c.keep, c.keep_every, lambda: _best(folder))
+        c, source = self._cfg.checkpoint, None
+        text = f"store      {self._address}, uploaded from {self._folder}"
+        if self.own is not None:
+            source = JoinedShards(self._objects, self.own, process, session, LAYOUT)
+            each = f"{self._num_folders} hosts have a folder each"
+            text += f". {each}: every process uploads its own shards"
+        log(text)
+        keeping = Keeping(c.keep, c.keep_every, lambda: _best(self.own or self._folder))
         self.lease.leaves_nothing = False
-        mirror = Mirror(self._objects, self.lease, folder, keeping, FILES, log)
+        mirror = Mirror(self._objects, self.lease, self._folder, keeping, FILES, log, source)
         self.mirror = self._stack.enter_context(mirror)
 
-    def _require_shared(self) -> None:
-        """Check that all processes see the folder that process 0 uploads.
+    def bring_newest(self) -> None:
+        """Bring the newest checkpoint to `run.dir` on each host, before a rewind.
 
-        Raises:   ConfigError, or PeerFailed in the other processes.
+        All processes call this together, once what they have saved is on their disks. It does
+        nothing if they share `run.dir`.
+
+        Raises:   as `bring`.
         """
-        cfg, session = self._cfg, self.lease.session if self.lease is not None else ""
-        session = peers.exchange("session of the store", session, WAIT_SECONDS)[0]
+        if self.own is None:
+            return
+        uploader = self.mirror or self._shards
+        assert uploader is not None
+        uploader.wait(REWIND_SECONDS)
+        peers.any_process(False)
+        step = self._bring() or 0
+        for place in checkpoint.folder(self.own).glob("*"):
+            if place.name.isdecimal() and int(place.name) > step:  # it is saved again
+                shutil.rmtree(place)
 
-        def check() -> None:
-            if peers.rank() and session not in sessions_of(Path(cfg.run.dir)):
-                rule = f"is not the folder that process 0 uploads: it has no {FILE} of this run"
-                fix = "use a --run.dir that all hosts share, beside --run.store"
-                raise ConfigError("run.dir", cfg.run.dir, rule, fix)
-
-        peers.all_or_none("shared run.dir", WAIT_SECONDS, check)
+    def drain(self) -> None:
+        """Upload what is waiting, in all processes."""
+        for uploader in (self.mirror, self._shards):
+            if uploader is not None:
+                uploader.drain()
+        if self._cfg.run.store:
+            peers.any_process(False)  # the others stay until all is uploaded
 
 
 @contextlib.contextmanager
@@ -107,10 +187,7 @@ def stored(cfg: Config) -> Iterator[RunInStore]:
     with contextlib.ExitStack() as stack:
         store = RunInStore(cfg, stack)
         yield store
-        if store.mirror is not None:
-            store.mirror.drain()
-        if cfg.run.store:
-            peers.any_process(False)  # the others stay until all is uploaded
+        store.drain()
 
 
 def _best(folder: Path) -> int:

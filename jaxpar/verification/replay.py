@@ -28,6 +28,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.train_step import StepMetrics, make_train_step
 from jaxpar.training import initial_weights
@@ -102,7 +103,7 @@ class Replay:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
         self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
         self.record = self.records[self.number]
-        self._steps: dict[tuple[Mesh, Config], Callable] = {}
+        self._steps: dict[tuple[Mesh, Config, int | None], Callable] = {}
 
     def _config(self, folder: Path, taken_by: int | None) -> Config:
         """Load the config of the step.
@@ -146,7 +147,7 @@ class Replay:
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
             batch_of_step = run.taught(run.loader.batch(batch))
-            now, measured = self._step(run.mesh, now, batch_of_step)
+            now, measured = self._step(run.mesh, now, batch_of_step, done)
             now = outer_steps(done + 1, now)
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
@@ -160,7 +161,8 @@ class Replay:
         """
         with stage(f"taking step {self.number} with batch {batch}"):
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            after, measured = self._step(mesh, placed, self._batch_on(mesh, batch))
+            batch_of_step = self._batch_on(mesh, batch)
+            after, measured = self._step(mesh, placed, batch_of_step, self.number - 1)
             after = OuterSteps(self.cfg, mesh)(self.number, after)
             sums = fingerprints(vars(after))
             return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
@@ -170,12 +172,17 @@ class Replay:
         batch = self.run.taught(self.run.loader.batch(number))
         return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
 
-    def _step(self, mesh: Mesh, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """Take a step on a mesh, whose batch may have any size of the run."""
+    def _step(
+        self, mesh: Mesh, state: TrainState, batch: Batch, done: int
+    ) -> tuple[TrainState, StepMetrics]:
+        """Take the step after `done` on a mesh, whose batch may have any size of the run."""
         cfg, segments = self.run.config_of(*batch.tokens.shape), self.run.max_segments
-        if (mesh, cfg) not in self._steps:
-            self._steps[mesh, cfg] = make_train_step(cfg, mesh, segments, expert_rows=True)
-        return self._steps[mesh, cfg](state, batch)
+        key = mesh, cfg, (fragment := under_way(done, cfg))
+        if key not in self._steps:
+            self._steps[key] = make_train_step(
+                cfg, mesh, segments, expert_rows=True, fragment=fragment
+            )
+        return self._steps[key](state, batch)
 
     def elsewhere(self) -> Mesh | None:
         """Make a mesh with every shard on another device; None if there is only one device."""

@@ -18,6 +18,9 @@ and a model like llama_1b; with DiLoCo, of an inner step, and of the outer step 
 Words that begin with -- and have a dot set fields of the config:
 
     CUDA_VISIBLE_DEVICES=0,1 python scripts/measure/slow_link.py --times --out runs/slow_link
+
+With --xla-top-k, XLA's kernel finds the elements that top_k sends, in place of jaxpar's. It takes
+the largest of each 1,024 elements.
 """
 
 import argparse
@@ -39,12 +42,14 @@ from jax.sharding import Mesh
 from slow_link_report import EVERY, picture, table_of, table_of_times
 
 from jaxpar.bench.training import conditions
-from jaxpar.bench.training.outer_steps import mean_step_seconds, time_outer_steps
+from jaxpar.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.loader import Loader
+from jaxpar.kernels import take_largest
+from jaxpar.parallel.replicas import top_k
 from jaxpar.planning.predict.communication import sent_over_replicas
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
@@ -53,8 +58,15 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco import trainers
 from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.overlap import (
+    programs_of_steps,
+    same_program,
+    with_exchange,
+    without_exchange,
+)
+from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.diloco.sent import fragment_bytes
-from jaxpar.step.state import TrainState, abstract_logical, init_state
+from jaxpar.step.state import TrainState, abstract_logical, fresh_exchange, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
 from jaxpar.training.vocabulary import with_vocabulary
 from jaxpar.verification import traces
@@ -66,6 +78,7 @@ Methods = dict[str, dict[str, Any]]
 METHODS: Methods = {
     **{name: {REDUCTION: name} for name in "float32 int8 top_k power_sgd bfloat16".split()},
     "diloco": {"diloco.every": 50},
+    "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
 }
 
 #: The model of the curves: 11 million parameters with a vocabulary of 8,192.
@@ -179,7 +192,8 @@ def start_from(trained: TrainState | None, cfg: Config, mesh: Mesh) -> TrainStat
     trained = jax.tree.map(jnp.copy, trained)
     if n := trainers.num_trainers(cfg):
         to = jax.tree.map(lambda a: a.sharding, abstract_logical(cfg, mesh))
-        return trainers.with_replicas(trained, 0, n, to)
+        found = trainers.with_replicas(trained, 0, n, without_exchange(to))
+        return with_exchange(found, fresh_exchange(found.params, cfg, mesh))
     return dataclasses.replace(trained, feedback=init_state(cfg, mesh).feedback)
 
 
@@ -189,18 +203,27 @@ def train(
     mesh: Mesh,
     program: Any,
     loader: Loader,
+    most: int,
     seconds: float,
     write: Callable,
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a method to the end, or for some seconds. Returns the last state, and figures."""
-    run, outer, first = FirstRunAlone(program), OuterSteps(cfg, mesh), int(state.step)
-    if cfg.diloco.every:
-        outer.compile(state)
+    """Train a method to the end, or for some seconds. Returns the last state, and figures.
+
+    Args:     most: documents in a sequence.
+    """
+    outer, first = OuterSteps(cfg, mesh), int(state.step)
+    outer.compile(state)
+    run: dict[int | None, FirstRunAlone] = {None: FirstRunAlone(program)}
+    for fragment in programs_of_steps(cfg)[1:]:
+        of_it: Any = make_train_step(cfg, mesh, most, fragment=fragment)
+        run[fragment] = FirstRunAlone(of_it.lower(state, loader.batch(0)).compile())
     losses: list[float] = []
     waiting: list[Any] = []
     began = time.perf_counter()
     for step, batch in itertools.islice(loader.prefetched(first), cfg.train.num_steps - first):
-        state, metrics = run(state, batch)
+        fragment = under_way(step, cfg)
+        key = None if fragment is None else same_program(cfg, fragment)
+        state, metrics = run[key](state, batch)
         state = outer(step + 1, state)
         waiting.append(metrics.loss)
         if len(waiting) == 2 * EVERY:  # the device stays a few steps ahead
@@ -243,7 +266,8 @@ def curves(
         if before:
             some = replace(cfgs["float32"], **{"train.num_steps": before})
             start = init_state(some, mesh)
-            trained, _ = train(some, start, mesh, programs["float32"], text, 9e9, lambda _: None)
+            plain, nothing = programs["float32"], lambda _: None
+            trained, _ = train(some, start, mesh, plain, text, most, 9e9, nothing)
         for name, cfg in cfgs.items():
             program, rows[name] = programs[name], {"sent": sent_bytes(cfg)}
             if isinstance(program, Exception):
@@ -256,7 +280,7 @@ def curves(
 
             try:
                 state = start_from(trained, cfg, mesh)
-                state, figures = train(cfg, state, mesh, program, text, seconds, write)
+                state, figures = train(cfg, state, mesh, program, text, most, seconds, write)
                 figures["held_out"] = held_out_loss(evaluate, state.params, held_out)
             except Exception as error:
                 traceback.print_exc()
@@ -301,7 +325,12 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
         seconds.append(time.perf_counter() - began)
         losses.append(float(metrics.loss))
     memory, inner = program.memory_analysis(), statistics.median(seconds[BEFORE:])
-    outer, _ = time_outer_steps(cfg, mesh, state)
+
+    def step_of(fragment: int | None) -> Act:
+        one = run if fragment is None else make_train_step(cfg, mesh, 1, fragment=fragment)
+        return lambda state: one(state, batches[0])[0]
+
+    outer, _ = time_outer_steps(cfg, mesh, state, step_of)
     return {
         **outer,
         "mean_ms": 1e3 * mean_step_seconds(inner, outer),
@@ -328,11 +357,14 @@ def main(argv: Sequence[str]) -> None:
     add("--seconds", type=float, default=60, help="end of a curve (%(default)s)")
     add("--shrink", action="store_true", help="a tiny model on four simulated devices of a CPU")
     add("--times", action="store_true", help="measure the seconds of a step instead")
+    add("--xla-top-k", action="store_true", help="top_k by XLA's kernel")
     add("--commit", help="commit to record, if there is no checkout")
     options, others = parser.parse_known_args(argv)
     names = options.methods.split(",")
     if unknown := set(names) - METHODS.keys():
         parser.error(f"--methods knows {', '.join(METHODS)}, not {', '.join(sorted(unknown))}")
+    if options.xla_top_k:
+        take_largest.MAX_GROUP, top_k.MIN_GROUP = 0, 1024
     if options.first and "float32" not in names:
         parser.error("--first needs float32 among --methods")
     methods = {name: METHODS[name] for name in names} | dict(options.variant)

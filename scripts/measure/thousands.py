@@ -32,7 +32,7 @@ from jaxpar.data import open_loader
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step.compiled import identity
+from jaxpar.step.identity import identity
 from jaxpar.step.state import abstract_logical, abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
 

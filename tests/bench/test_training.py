@@ -2,20 +2,24 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxpar import bench
-from jaxpar.bench import loss
+from jaxpar.bench.cards import compare
 from jaxpar.bench.training import command as training
-from jaxpar.bench.training import profiled
+from jaxpar.bench.training import power, profiled, steps
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import json_output
 from jaxpar.training import run
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -143,67 +147,74 @@ def test_a_card_is_looked_at_where_it_is_written(config_file):
 
 
 def test_progress_is_told_every_few_seconds(capsys):
-    told = training._progress([1.0], -10.0, 9)
+    told = steps.progress([1.0], -10.0, 9)
     assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
-    told = training._progress([1.0, 3.5], told, 9)
+    told = steps.progress([1.0, 3.5], told, 9)
     assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: 2.500 s\n"
-    assert training._progress([1.0, 3.5, 4.0], told, 9) == 3.5
-    assert capsys.readouterr().out == ""
+    assert steps.progress([1.0, 3.5, 4.0], told, 9) == 3.5
 
 
-def test_the_spread():
-    found = training.spread([1.0, 2.0, 3.0, 4.0, 9.0])
-    assert found == {"median": 3.0, "fastest": 1.0, "slowest": 9.0, "interquartile": 2.0}
-    assert training.spread([1.0])["interquartile"] == 0
+def timed_until(last: int, warm_up: int, number: signal.Signals = signal.SIGTERM):
+    """Ten steps after a warm-up, of which a signal comes with the last one that is waited for."""
 
+    def step(state: int, batch: int):
+        if state == last:
+            signal.raise_signal(number)
+        return state + 1, SimpleNamespace(loss=float(batch))
 
-def test_hlo_that_cannot_be_read_is_said():
-    card = training.sent_by("no module")
-    assert card["collective_bytes"] is None
-    assert profiled.sent_in_words(card).startswith("bytes sent unknown: not the text")
-    sent = {"bytes": 2 * 10**9, "kinds": {"permute": {"count": 3, "bytes": 2 * 10**9}}}
-    card = {"collective_bytes": sent | {"unknown": ["while.1: how often"]}}
-    assert profiled.sent_in_words(card) == "sends at least 2.000 GB per step (3 permute)"
+    gpus, dispatched = power.Watch(), []
+    first_done = lambda: dispatched.append(1)  # noqa: E731
+    given = step, 0, itertools.count(), warm_up, 10, gpus, first_done
+    found, state = steps.time_steps(*given)
+    assert dispatched == [1] and len(found.losses) == len(found.times) == state - 1
+    assert found.losses == list(range(state - 1))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("last", "warm_up", "begin", "timed"),
     [
-        (["--steps", "0"], "--steps = 0: must be at least 1"),
-        (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
-        (
-            ["--profile-steps", "0", "--trace", "t"],
-            "--trace = 't': requires profiled steps, but there are none",
-        ),
-        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': has no effect: a benchmark writes no"),
-        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': has no effect"),
-        (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': has no effect"),
-        (["--steps", "many"], "'many' is not a whole number"),
-        (["--card", ""], "--card = '': is empty"),
-        (["--card", "/"], "--card = '/': is a folder, not a file"),
-        (["--card", f"{__file__}/a/b.json"], f"is below {__file__}, which is a file"),
-        (["--trace", ""], "--trace = '': is empty"),
-        (["--trace", __file__], "is a file, not a folder"),
-        (["--trace", f"{__file__}/a"], f"is below {__file__}, which is a file"),
+        (8, 5, 5, 3),  # in the timed steps
+        (8, 30, 3, 5),  # in the warm-up: its steps after the first three
+        (8, 8, 3, 5),  # at its end
+        (2, 3, 3, 0),  # before any of them
     ],
 )
-def test_bad_options(config_file, options, said):
-    with pytest.raises(ConfigError, match=said):
-        bench.main(["train", config_file, *options])
+def test_a_signal_keeps_the_steps_so_far(last, warm_up, begin, timed):
+    found = timed_until(last, warm_up)
+    assert found.cut_short == "SIGTERM"
+    assert (found.begin, len(found.seconds)) == (begin, timed)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_card_of_the_loss_keeps_what_came_before_a_failure(tmp_path, monkeypatch):
-    """And says what logits it is of."""
-    card, measure = tmp_path / "loss.json", loss.measure
+def test_a_signal_after_the_last_timed_step_changes_nothing():
+    found = timed_until(15, 5, signal.SIGINT)
+    assert found.cut_short == "" and steps.cut_short_card(found, 10) == {}
+    assert (found.begin, len(found.seconds)) == (5, 10)
 
-    def failing(tokens, options):
-        if tokens > 64:
-            raise MemoryError
-        return measure(tokens, options)
 
-    monkeypatch.setattr(loss, "measure", failing)
-    small = ["--vocab", "64", "--d-model", "16", "--logits-dtype", "compute"]
-    with pytest.raises(MemoryError):
-        bench.main(["loss", "--tokens", "64,128", *small, "--card", str(card)])
-    (row,) = json.loads(card.read_text())["rows"]
-    assert (row["tokens"], row["logits_dtype"]) == (64, "compute")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), slow(signal.SIGINT, 130)], ids=str
+)
+def test_a_card_that_is_cut_short(number, code, only_devices, config_file, tmp_path, monkeypatch):
+    """In the warm-up: the card has its steps, says so, and a comparison warns."""
+    file, told = tmp_path / "card.json", steps.progress
+
+    def progress(times, *rest):
+        if len(times) == 6:
+            signal.raise_signal(number)
+        return told(times, *rest)
+
+    monkeypatch.setattr(steps, "progress", progress)
+    words = ["train", config_file, "--warm-up", "40", "--card", str(file)]
+    with only_devices(1), contextlib.redirect_stdout(io.StringIO()) as said:
+        assert bench.main(words) == code
+    card = json.loads(file.read_text())
+    assert card["cut_short"] == {"by": number.name, "asked": {"warm_up_steps": 40, "steps": 20}}
+    assert (card["warm_up_steps"], card["steps"]) == (3, 3)
+    assert card["step_seconds"]["median"] > 0 and "profile" not in card
+    line = f"cut short by {number.name}: 3 timed steps after 3, of 20 after 40"
+    assert said.getvalue().splitlines()[-1] == line
+    assert f"warning: B was cut short by {number.name}" in compare.comparison(
+        ["a", "b"], [card | {"cut_short": None}, card], "train"
+    )

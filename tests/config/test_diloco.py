@@ -11,6 +11,7 @@ GOOD = {"diloco.every": 50, "parallel.replica": 2, "model.num_layers": 8}
 def test_what_may_be():
     check(replace(Config(), **GOOD))
     check(replace(Config(), **GOOD, **{"diloco.fragments": 2, "diloco.outer_dtype": "bfloat16"}))
+    check(replace(Config(), **GOOD, **{"diloco.overlap": 50, "diloco.mixing": 0.0}))
     more = {"optimizer.name": "sgd", "parallel.pipeline": 2, "parallel.num_microbatches": 2}
     check(replace(Config(), **GOOD, **more))
 
@@ -28,6 +29,14 @@ def test_what_may_be():
             {"diloco.fragments": 2, "model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
             r"must be 1 with model\.layer_pattern = 'G\*': layers are in several stacks",
         ),
+        ({"diloco.overlap": -1}, r"overlap = -1: must not be negative"),
+        ({"diloco.overlap": 51}, r"overlap = 51: must be at most 50, .*--diloco\.overlap 50"),
+        (
+            {"diloco.fragments": 2, "diloco.overlap": 26},
+            r"at most 25, the steps from a fragment.*overlap 25, or --diloco\.fragments 1",
+        ),
+        ({"diloco.mixing": 0.2}, r"mixing = 0\.2: has no effect, because diloco\.overlap is 0"),
+        ({"diloco.overlap": 2, "diloco.mixing": 1.0}, r"mixing = 1\.0: must be at least 0 and"),
         ({"model.num_experts": 4}, r"num_experts = 4: balances its experts over all replicas"),
         ({"lora.rank": 4}, r"rank = 4: has frozen weights"),
         ({"optimizer.name": "muon"}, r"'muon': shares its matrices among all replicas"),

@@ -119,6 +119,17 @@ def test_what_is_wrong_with_a_host(fields, check, status):
     assert next(f for f in found if f.check == check).remedy
 
 
+def test_jax_with_cuda_on_a_host_without_a_gpu():
+    """As in a container that was started without its GPUs."""
+    alone = {"gpus": [], "backend": "cpu", "devices": ["cpu"], "host": HOST | {"gpu_files": 0}}
+    found = host.backend(facts_of(**alone))
+    assert found.status == "warn" and "installed with CUDA, but there is no GPU" in found.said
+    assert "docker run --gpus all" in found.remedy
+    asked = host.backend(facts_of(**alone, environment={"JAX_PLATFORMS": "cpu"}))
+    for_cpu = host.backend(facts_of(**alone, versions=V))
+    assert asked.status == for_cpu.status == "pass"
+
+
 HURTS = [
     ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "fail"),
     ({"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE", "warn"),
@@ -135,7 +146,8 @@ HARMLESS = {
 
 
 def test_a_driver_that_fails_is_no_host_without_gpus():
-    alone = facts_of(gpus=[], backend="cpu", devices=["cpu"], host=HOST | {"gpu_files": 0})
+    fields = {"gpus": [], "backend": "cpu", "devices": ["cpu"], "versions": V}
+    alone = facts_of(**fields, host=HOST | {"gpu_files": 0})
     silent = dataclasses.replace(alone, driver_error=nvidia_smi.NOT_INSTALLED)
     broken = dataclasses.replace(alone, driver_error="NVIDIA-SMI has failed")
     assert worse(all_of(alone)) == worse(all_of(silent)) == []

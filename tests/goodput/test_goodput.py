@@ -67,6 +67,30 @@ def test_fewer_hosts_go_on():
     assert found.share("fewer hosts") == pytest.approx(0.09, rel=0.1)
 
 
+def test_a_fixed_part_of_a_step_takes_no_longer_on_fewer_hosts():
+    policy = Policy(10.0, Saves(), fixed=4.0)
+    assert [policy.step_on(live, 4) for live in (4, 3, 1)] == [10, 4 + 6 * 4 / 3, 4 + 6 * 4]
+
+
+@pytest.mark.parametrize("away", [20, 50])
+def test_a_host_that_comes_back_during_a_restart_is_taken_in_after_a_step(away):
+    """One host of two is lost at 50 s and back before the other trains again, at 160 s."""
+    policy = Policy(1.0, Saves(10, 0, 1, 5), detect=5, restart=100, repair=away, fewest=1)
+    outcome = Simulation(policy, 2, iter([Interruption(50.0, "host", 1)]), 400.0).run()
+    # 40 steps are on disk. Step 41 takes two seconds; then the run saves, and starts on both hosts.
+    both = 50 + 5 + 100 + 5 + 2 + 1 + 100 + 5
+    assert outcome.seconds["fewer hosts"] == 1 and outcome.steps == 41 + 400 - both
+    assert outcome.seconds["lost work"] == 10 and outcome.seconds["save wait"] == 1
+
+
+def test_a_run_that_stops_in_time_saves_to_disk():
+    """Also with mirrors: the disk is newer then."""
+    policy = Policy(1.0, Saves(100, 0, 3, 7), Saves(10, 0, 0, 1), restart=5)
+    outcome = Simulation(policy, 2, iter([Interruption(24.5, "planned", 0)]), 60.0).run()
+    assert outcome.loaded == {"disk": 1} and outcome.most_lost == 0
+    assert outcome.seconds["save wait"] == 3 and outcome.steps == 60 - 3 - 5 - 7
+
+
 DISK = Policy(5.0, Saves(300, 10, 100, 120), detect=30, restart=200, spares=10**6)
 BOTH = dataclasses.replace(DISK, memory=Saves(10, 0.1, 20, 5))
 

@@ -22,8 +22,10 @@ from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.diloco.outer import OuterSteps, due, make_outer_step
-from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes
+from jaxpar.step.diloco.outer import OuterSteps, make_outer_step
+from jaxpar.step.diloco.overlap import programs_of_steps, same_program
+from jaxpar.step.diloco.schedule import applied, begun, due, under_way
+from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes, in_words
 from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, traces
@@ -51,6 +53,7 @@ BASE = steady(
     )
 )
 STREAMING = replace(BASE, **{"diloco.fragments": 2})
+OVERLAPPED = replace(STREAMING, **{"diloco.overlap": 2})
 
 type Arrays = dict[str, Any]
 
@@ -70,6 +73,7 @@ class PlainTrainers:
         of_fragments = (part(self.outer, i, d.fragments) for i in range(d.fragments))
         self.momentum = [self.outer_rule.init(weights) for weights in of_fragments]
         self.inner = jax.jit(self.inner_step)
+        self.sent: dict[int, tuple[int, Arrays]] = {}  # by the step after which they are applied
 
     def inner_step(self, params, opt_state, batch):
         loss, grads = traces.reference_gradients(params, batch, self.cfg)
@@ -87,15 +91,33 @@ class PlainTrainers:
             total, count = total + float(loss) * labeled, count + labeled
         return total / count
 
-    def outer_step(self, i: int) -> None:
-        """Take the outer step of a fragment."""
+    def outer_steps(self, done: int) -> None:
+        """Take the outer steps that are due after a step, or send their gradients."""
+        overlap, last = self.cfg.diloco.overlap, self.cfg.train.num_steps
+        if done in self.sent:
+            self.apply(*self.sent.pop(done), keep=self.cfg.diloco.mixing)
+        for i in due(done, self.cfg):
+            if not overlap or done == last:
+                self.apply(i, self.gradient(i), keep=0.0)
+            elif done + overlap < last:
+                self.sent[done + overlap] = i, self.gradient(i)
+
+    def gradient(self, i: int) -> Arrays:
+        """The outer gradient of a fragment."""
         n = self.cfg.diloco.fragments
-        before, parts = part(self.outer, i, n), [part(own, i, n) for own in self.own]
-        gradient = {k: w - sum(own[k] for own in parts) / len(parts) for k, w in before.items()}
+        parts = [part(own, i, n) for own in self.own]
+        outer = part(self.outer, i, n)
+        return {k: w - sum(own[k] for own in parts) / len(parts) for k, w in outer.items()}
+
+    def apply(self, i: int, gradient: Arrays, keep: float) -> None:
+        """Take the outer step of a fragment. Replicas keep a share of their own weights."""
+        n, before = self.cfg.diloco.fragments, part(self.outer, i, self.cfg.diloco.fragments)
         updates, self.momentum[i] = self.outer_rule.update(gradient, self.momentum[i], before)
         after = optax.apply_updates(before, updates)
         self.outer = with_part(self.outer, after, i, n)
-        self.own = [with_part(own, after, i, n) for own in self.own]
+        for r, own in enumerate(self.own):
+            mixed = {k: keep * w + (1 - keep) * after[k] for k, w in part(own, i, n).items()}
+            self.own[r] = with_part(own, mixed, i, n)
 
     @property
     def all_momentum(self) -> Arrays:
@@ -135,8 +157,7 @@ def wanted(cfg: Config) -> tuple[list[float], PlainTrainers]:
     trainers, losses = PlainTrainers(cfg), []
     for done, batch in enumerate(batches(cfg), start=1):
         losses.append(trainers.step(batch))
-        for i in due(done, cfg):
-            trainers.outer_step(i)
+        trainers.outer_steps(done)
     return losses, trainers
 
 
@@ -150,8 +171,14 @@ def on_mesh(cfg: Config, text: str, devices: list) -> tuple[Config, Any]:
 
 def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
     state, losses = init_state(cfg, mesh), []
-    step, outer = make_train_step(cfg, mesh, max_segments(cfg)), OuterSteps(cfg, mesh)
+    steps = {
+        fragment: make_train_step(cfg, mesh, max_segments(cfg), fragment=fragment)
+        for fragment in programs_of_steps(cfg)
+    }
+    outer = OuterSteps(cfg, mesh)
     for done, batch in enumerate(given, start=1):
+        fragment = under_way(done - 1, cfg)
+        step = steps[None if fragment is None else same_program(cfg, fragment)]
         state, metrics = step(state, traces.place_batch(batch, cfg, mesh))
         state = outer(done, state)
         losses.append(float(metrics.loss))
@@ -161,7 +188,9 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
 @pytest.mark.parametrize(
     ("cfg", "mesh"),
     [
-        (STREAMING, "data=2"),
+        # The last step ends what is under way.
+        (replace(OVERLAPPED, **{"train.num_steps": STEPS}), "data=2"),
+        slow(STREAMING, "data=2"),
         slow(STREAMING, "data=2,tensor=2"),
         slow(BASE, ""),
         slow(BASE, "data=2,tensor=2"),
@@ -172,6 +201,11 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
         # A rate at which norms change by more than their rounding.
         slow(replace(BASE, **{"optimizer.name": "sgd", "optimizer.learning_rate": 1.0}), "data=2"),
         slow(STREAMING, "tensor=2,num_microbatches=2,layer_loop=unroll,zero=1"),
+        slow(OVERLAPPED, "data=2"),
+        slow(OVERLAPPED, "data=2,tensor=2,zero=1"),
+        slow(replace(OVERLAPPED, **{"diloco.overlap": 1, "diloco.mixing": 0.0}), "sequence=2"),
+        slow(replace(BASE, **{"diloco.overlap": 3, "diloco.mixing": 0.25}), "data=2,zero=2"),
+        slow(replace(OVERLAPPED, **{"model.num_layers": 4}), "pipeline=2,num_microbatches=2"),
     ],
 )
 def test_plain_trainers(cfg, mesh, devices):
@@ -194,7 +228,10 @@ def test_plain_trainers(cfg, mesh, devices):
         errors = distances.update_errors(host(found), host(right), before)
         assert distances.worst(errors)[0] <= allowed, distances.worst(errors)
     apart = host(of_replica(0))["layers/wq"] - host(of_replica(1))["layers/wq"]
-    assert np.abs(apart).max() > 1e-3  # replicas have trained on their own since
+    if cfg.train.num_steps == STEPS:  # the end joins them
+        assert not apart.any()
+    else:
+        assert np.abs(apart).max() > 1e-3  # replicas have trained on their own since
 
 
 @pytest.mark.slow
@@ -228,6 +265,20 @@ def test_when_fragments_are_due():
     assert not any(due(s, replace(cfg, diloco=DilocoConfig())) for s in range(11))
 
 
+def test_when_an_overlap_begins_and_ends():
+    fields = {"train.num_steps": 13, "diloco.every": 6, "diloco.overlap": 2}
+    cfg = replace(STREAMING, **fields)
+    at = lambda when: {s: i for s in range(14) if (i := when(s, cfg)) is not None}  # noqa: E731
+    assert at(begun) == {3: 1, 6: 0, 9: 1}  # 12 would end after the last step
+    assert at(under_way) == {3: 1, 4: 1, 6: 0, 7: 0, 9: 1, 10: 1}
+    assert at(applied) == {5: 1, 8: 0, 11: 1}
+    full = replace(cfg, **{"diloco.overlap": 3})
+    assert [s for s in range(14) if under_way(s, full) is None] == [0, 1, 2, 12, 13]
+    assert applied(6, full) == 1 and begun(6, full) == 0
+    one_at_once = replace(cfg, **{"diloco.overlap": 0})
+    assert not any(f(s, one_at_once) for f in (begun, under_way, applied) for s in range(14))
+
+
 def sent(program: Any, *args: Any) -> dict[str, Any]:
     """What a compiled program sends on the mesh of `args`, by kind."""
     found = collective_bytes(program.lower(*args).compile().as_text())
@@ -256,6 +307,25 @@ def test_what_replicas_exchange(devices):
     started = init_state(plain, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
     each_step = sent(make_train_step(plain, mesh, max_segments(plain)), *started)
     assert 0 <= each_step["all-reduce"]["bytes"] - gradient_bytes(plain) <= 16  # and the loss
+
+
+@pytest.mark.slow
+def test_a_step_sends_its_part_of_an_exchange(devices):
+    cfg, mesh = on_mesh(OVERLAPPED, "", devices)
+    started = init_state(cfg, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    for i in range(2):
+        step = make_train_step(cfg, mesh, max_segments(cfg), fragment=i)
+        kinds = sent(step, *started)
+        sizes = [w.size for w in part(flat(started[0].params), i, 2).values()]
+        assert kinds["all-reduce"]["bytes"] == sum(4 * -(-size // 2) for size in sizes)
+        assert kinds["all-gather"] == {"count": 1, "bytes": 4 * 6}  # metrics
+
+
+def test_what_a_run_says_of_an_overlap():
+    cfg = replace(OVERLAPPED, **{"diloco.every": 20, "parallel.data": 1})
+    largest = max(fragment_bytes(cfg)) / 2 / 1e6
+    said = f"every 20 steps in 2 fragments beside 2 inner steps, at most {largest:.3g} MB in a step"
+    assert said in in_words(cfg)
 
 
 def test_bfloat16_rounds_twice(devices):

@@ -60,6 +60,9 @@ def test_the_image_has_what_the_build_copies():
 #: A tar of Debian's root, to spare three minutes: mmdebstrap's, as `base` calls it.
 BASE_TAR = os.environ.get("JAXPAR_TEST_BASE")
 
+#: The extras of the image. With cuda13 it takes 15 minutes and 12 GB of the temporary folder.
+EXTRAS = os.environ.get("JAXPAR_TEST_EXTRAS", "hf")
+
 #: What the build needs of this machine to reach PyPI: certificates, and pip's settings.
 OF_THIS_MACHINE = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf", "/etc/xdg/pip")
 
@@ -99,19 +102,24 @@ def base(buildah, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_image_is_built_and_runs(buildah, base):
-    """For the CPU. Its user is not root, and may write to the working directory."""
+    """Its user is not root, and may write to the working directory. There is no GPU here."""
     mounts = [w for at in OF_THIS_MACHINE if Path(at).exists() for w in ("-v", f"{at}:{at}:ro")]
-    arguments = ["--build-arg", f"BASE={base}", "--build-arg", "EXTRAS=hf"]
-    buildah("bud", "--isolation", "chroot", *arguments, *mounts, "--tag", "jaxpar:cpu", str(ROOT))
-    config = json.loads(buildah("inspect", "--type", "image", "jaxpar:cpu"))["OCIv1"]["config"]
+    arguments = ["--build-arg", f"BASE={base}", "--build-arg", f"EXTRAS={EXTRAS}"]
+    buildah("bud", "--isolation", "chroot", *arguments, *mounts, "--tag", "jaxpar:test", str(ROOT))
+    config = json.loads(buildah("inspect", "--type", "image", "jaxpar:test"))["OCIv1"]["config"]
     assert config["User"] == "1000:1000" and config["WorkingDir"] == "/workspace"
     assert config["Entrypoint"] == ["/usr/bin/tini", "--", "jaxpar"]
-    container = buildah("from", "jaxpar:cpu").strip()
+    container = buildah("from", "jaxpar:test").strip()
     inside = lambda *words: buildah("run", "--isolation", "chroot", container, "--", *words)  # noqa: E731
     assert "jaxpar COMMAND" in inside(*config["Entrypoint"], "--help")
     assert inside("sh", "-c", "touch it && id -u && ls /opt/jaxpar/bin/jaxpar").split()[0] == "1000"
     loaded = "import ctypes; ctypes.CDLL('libibverbs.so.1'); import jaxpar; print(jaxpar.__file__)"
     assert inside("python", "-c", loaded).startswith("/opt/jaxpar/lib/python3")
-    assert "simulated CPU devices" in inside(
-        "jaxpar", "doctor", "--cpu-devices", "2", "--only", "versions"
-    )
+    doctor = "jaxpar", "doctor", "--only", "versions"
+    assert "simulated CPU devices" in inside(*doctor, "--cpu-devices", "2")
+    if "cuda13" in EXTRAS.split(","):
+        assert "JAX is installed with CUDA, but there is no GPU here" in inside(*doctor)
+        of = "from importlib.metadata import version; print(version('jax'), version('jaxlib'), *("
+        of += "version(f'jax-cuda13-{of}') for of in ('plugin', 'pjrt')))"
+        versions = inside("python", "-c", of).split()
+        assert len(versions) == 4 and len(set(versions)) == 1, versions

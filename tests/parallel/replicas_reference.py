@@ -38,21 +38,24 @@ def int8(x: np.ndarray, boxes: Sequence[Box], block: int) -> tuple[np.ndarray, n
     return total, errors
 
 
-def top_k(x: np.ndarray, boxes: Sequence[Box], ratio: float, group: int):
-    """Return the sum and the errors."""
+def top_k(x: np.ndarray, boxes: Sequence[Box], ratio: float, group: int, columns: int):
+    """Return the sum and the errors. Groups have `columns` neighbors in each part of an array."""
     total, errors = np.zeros_like(x[0]), x.copy()
     for box in boxes:
         size = x[0][box].size
-        each = -(-size // -(-size // group))
+        each, neighbors = (group, columns) if size > group else (size, size)
+        k = max(1, round(ratio * each))
+        places = np.arange(-(-size // each) * each).reshape(each // neighbors, -1, neighbors)
+        groups = places.swapaxes(0, 1).reshape(-1, each)
         for replica in range(len(x)):
-            left, sent = errors[replica][box].reshape(-1), np.zeros(size, np.float32)
-            for start in range(0, size, each):
-                own = np.abs(left[start : start + each])
-                k = max(1, round(ratio * each))
-                chosen = start + np.argsort(-own, kind="stable")[:k]
+            left = np.zeros(groups.size, np.float32)
+            left[:size] = errors[replica][box].reshape(-1)
+            sent = np.zeros_like(left)
+            for own in groups:
+                chosen = own[np.argsort(-np.abs(left[own]), kind="stable")[:k]]
                 sent[chosen], left[chosen] = left[chosen], 0
-            errors[replica][box] = left.reshape(errors[replica][box].shape)
-            total[box] += sent.reshape(total[box].shape)
+            errors[replica][box] = left[:size].reshape(errors[replica][box].shape)
+            total[box] += sent[:size].reshape(total[box].shape)
     return total, errors
 
 

@@ -47,7 +47,7 @@ MATRICES = ["embed", "layers/wq", "layers/w_down"]
 MESHES = (
     "replica=2,data=2,tensor=2 replica=4,data=2,sequence=2 pipeline=2,replica=3,tensor=2".split()
 )
-STEPS = 3
+STEPS, GROUP = 3, 128
 
 
 def settings(mesh: str, method: str) -> ParallelConfig:
@@ -122,8 +122,9 @@ def boxes_of(spec: ParamSpec, p: ParallelConfig) -> list[tuple[slice, ...]]:
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    """Blocks and groups of which small arrays have several, and incomplete ones."""
-    monkeypatch.setattr(top_k, "GROUP", 100)
+    """Groups of which small arrays have several, and incomplete ones."""
+    monkeypatch.setattr(top_k, "MIN_GROUP", GROUP)
+    monkeypatch.setattr(top_k, "MAX_GROUP", GROUP)
 
 
 @pytest.mark.parametrize("method", ["int8", "top_k", slow("power_sgd")])
@@ -147,7 +148,8 @@ def test_sums_and_errors_are_those_of_whole_arrays(mesh, method, devices, small_
                     wanted, left[name] = plain.int8(x, boxes_of(spec, p), pieces.BLOCK)
                 elif method == "top_k":
                     boxes = boxes_of(spec, p)
-                    wanted, left[name] = plain.top_k(x, boxes, p.replica_top_k, top_k.GROUP)
+                    how = p.replica_top_k, GROUP, top_k.COLUMNS
+                    wanted, left[name] = plain.top_k(x, boxes, *how)
                 else:
                     dims = power_sgd.dims_of(spec)
                     wanted, left[name], factors[name] = plain.power_sgd(

@@ -38,12 +38,28 @@ def test_state_is_that_of_the_arrays(dtype, devices):
     assert sum(state_bytes(cfg)) == sum(state_bytes(plain)) + 2 * weights  # outer ones, momentum
 
 
+def test_an_overlap_keeps_what_it_exchanges(devices):
+    """Fragments need more than half of the weights: each may have the embeddings or the head."""
+    mesh = {"parallel.replica": 2, "parallel.data": 2, "model.num_layers": 2}
+    fields = {"diloco.fragments": 2, "diloco.overlap": 2}
+    at_once, cfg = (resolve(diloco(replace(SMALL, **mesh), **f), 4) for f in ({}, fields))
+    to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    assert sum(state_bytes(cfg)) == bytes_per_device(placed)
+    more, weights = sum(state_bytes(cfg)) - sum(state_bytes(at_once)), state_bytes(cfg)[0]
+    assert weights < more < 2 * weights  # the gradient and its mean
+
+
 def test_what_replicas_send():
     (plain, cfg) = (resolve(one, 16) for one in (LARGE, diloco(LARGE)))
     of_axes = lambda one: {t.axis: t for t in traffic_of(one, shard_of(one), HOSTS)}  # noqa: E731
     found, before = of_axes(cfg)["replica"], of_axes(plain)["replica"]
     assert found.sent == before.sent / 32 and found.exposed == 1.0
     assert found.sent * 32 == pytest.approx(sum(fragment_bytes(cfg)), rel=1e-3)
+    overlapped = of_axes(resolve(diloco(LARGE, **{"diloco.overlap": 4}), 16))["replica"]
+    assert (overlapped.sent, overlapped.exposed) == (found.sent, before.exposed)
     half = resolve(diloco(LARGE, **{"diloco.outer_dtype": "bfloat16"}), 16)
     assert of_axes(half)["replica"].sent == found.sent / 2
     slow, fast = (step_time(one, HOSTS) for one in (plain, cfg))

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.stores import lease, mirror, steps
+from jaxpar.stores import lease, mirror, steps, uploading
 from jaxpar.stores.fetching import fetch
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.objects import Conflict, Missing
@@ -28,7 +28,7 @@ def address(storage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.url)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(uploading, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(mirror, "PART_SECONDS", 0.0)
     storage.requests.clear()
     return storage.address()

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.api.loading import load_config
+from jaxpar.api.trainer import Trainer
 from jaxpar.checkpoint import read_saved
 from jaxpar.convert.__main__ import main as convert
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
+from jaxpar.verification import replay
+from tests.slow import slow
 
 FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7
 --checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 0
 --optimizer.warmup-steps 0"""
+
+#: Checkpoint 3 is saved between two parts of an exchange.
+OVERLAP = "--diloco.overlap", "2"
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +37,44 @@ def train(train_on, write_config):
     return to
 
 
+@pytest.fixture(scope="module", params=[pytest.param(OVERLAP, id="overlap"), slow((), id="none")])
+def fields(request) -> tuple[str, ...]:
+    """Further fields of the run."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(train, tmp_path_factory) -> Path:
+def run(train, fields, tmp_path_factory) -> Path:
     """A run to step 7, with checkpoints of steps 3 and 6. Tests must not write to it."""
-    return train(tmp_path_factory.mktemp("diloco"))
+    return train(tmp_path_factory.mktemp("diloco"), *fields)
 
 
-def test_resumes_with_the_same_bits_between_outer_steps(run, train, tmp_path):
+def test_resumes_with_the_same_bits_between_outer_steps(run, train, fields, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run, again)
     for step in (6, 7):
         shutil.rmtree(again / "checkpoints" / str(step))
-    train(tmp_path)
+    train(tmp_path, *fields)
     for step in (6, 7):
         assert read_saved(again, step).fingerprints == read_saved(run, step).fingerprints
     assert read_saved(run, 6).fingerprints != read_saved(run, 3).fingerprints
+
+
+@pytest.mark.slow
+def test_steps_by_hand_and_taken_again(run, fields, only_devices, write_config, tmp_path):
+    """A trainer's steps and a replay have the same programs as the loop."""
+    words = [word.removeprefix("--").replace("-", "_") for word in (*FIELDS.split(), *fields)]
+    values = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    with only_devices(2):
+        again = replay.replay(replay.ReplayOptions(run=str(run), step=6))
+        assert again == "nothing wrong: the step repeats bit for bit"
+        trainer = Trainer(load_config(write_config(tmp_path), values))
+        state = trainer.init()
+        for batch in trainer.batches(state):
+            state, _ = trainer.step(state, batch)
+        saved = trainer.save(state)
+    whole = read_saved(run, 7).fingerprints
+    assert read_saved(saved.parent.parent, 7).fingerprints == whole
 
 
 def test_readers_get_the_outer_weights(run, tmp_path):

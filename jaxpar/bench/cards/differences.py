@@ -75,7 +75,9 @@ def table(names: Sequence[str], cards: Sequence[Card]) -> str:
 
 
 def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
-    """Return a line for each condition that differs but must agree. Missing values are ignored.
+    """Return a line for each condition that differs but must agree, and each card cut short.
+
+    Missing values are ignored.
 
     Args:     kind: as `compare.kind_of`; rows of attention are matched by shape.
     """
@@ -87,4 +89,7 @@ def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str
         known = {value for value in values if value != MISSING}
         if len(known) > 1 and (name in ALIKE or shape):
             lines.append(f"warning: not comparable: {name} is {', '.join(told)}")
+    for name, card in zip(names, cards, strict=True):
+        if isinstance(stopped := card.get("cut_short"), dict):
+            lines.append(f"warning: {name} was cut short by {stopped.get('by')}")
     return lines

@@ -3,23 +3,26 @@
 Runs the train step of a config on its data, from fresh weights, without checkpoints or evaluation,
 and then a few more steps under the profiler. Prints the figures, and writes them to a card: a JSON
 file that also has the conditions of the measurement. docs/benchmarking.md explains each figure.
+SIGTERM or Ctrl-C ends the steps: the card then has those so far, and says so.
 """
 
 import argparse
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
+import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxpar.bench.training import conditions, experts, outer_steps, power, profiled
+from jaxpar.bench.training import steps as timed_steps
 from jaxpar.bench.training.routing import RoutingReplay
+from jaxpar.bench.training.steps import WARM_UP, cut_short_card, time_steps
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
@@ -32,19 +35,17 @@ from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
-from jaxpar.runtime import provenance
+from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.state import TrainState
 from jaxpar.training import elastic
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
-
-#: Fewest steps before timing starts: the first ones load kernels, and clocks settle.
-WARM_UP = 3
-#: Seconds between progress lines.
-EVERY = 5.0
 
 
 def measure(
@@ -52,11 +53,11 @@ def measure(
 ) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
-    As in training, each step is waited for after the next one is dispatched.
-
     Args:     routing: repeated in every step. None: routers choose. warm_up: steps before timing.
     Returns:  the figures (step times, waits for data, compile time, first and last loss, peak
-        memory, bytes sent), and the run, for further steps.
+        memory, bytes sent), and the run, for further steps. A signal ends the timing, after which
+        the figures are those of the steps so far.
+    Raises:   RunError if a signal came before a step was timed.
     """
     state = run.start()
     began = time.perf_counter()
@@ -66,37 +67,30 @@ def measure(
         batches, example = replay.of_each(batches), replay.of(example)
     train_step = compiled(run, state, example)
     compile_seconds = time.perf_counter() - began
-    times: list[float] = []
-    losses, done, waits, pending, told = [], [], [], None, time.perf_counter()
+    taught = (run.taught(batch) for _, batch in batches)
+    first_done = functools.partial(run.startup.ended, "first step")
     with power.watch_power(jax.default_backend() == "gpu") as gpus:
-        for _ in range(warm_up + steps + 1):
-            began = time.perf_counter()
-            batch = run.taught(next(batches)[1])
-            waits.append(time.perf_counter() - began)
-            state, measured = train_step(state, batch)
-            if pending is None:  # the first step has been waited for
-                run.startup.ended("first step")
-            else:
-                losses.append(float(pending.loss))
-                done.append(pending)
-                times.append(time.perf_counter())
-                told = _progress(times, told, warm_up + steps)
-            if len(times) == warm_up:
-                gpus.begin()
-            pending = measured
-    seconds = [b - a for a, b in itertools.pairwise(times)][warm_up - 1 :]
-    outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state)
+        found, state = time_steps(train_step, state, taught, warm_up, steps, gpus, first_done)
+    seconds, warm_up = found.seconds, found.begin
+    if not seconds:
+        rule = f"stopped by {found.cut_short} before a step was timed: there is no card"
+        raise exit_codes.RunError(rule)
+    outer: dict[str, Any] = {}
+    if not found.cut_short:
+        step_of = _steps_on(found.batch, run, train_step, state)
+        outer, state = outer_steps.time_outer_steps(run.cfg, run.mesh, state, step_of)
     hlo_text = train_step.program.as_text()
     figures = {
         "step_seconds": spread(seconds),
-        "data_wait_seconds": spread(waits[warm_up:-1]),
+        "data_wait_seconds": spread(found.waits[warm_up:-1]),
         "warm_up_steps": warm_up,
         "steps": len(seconds),
         "compile_seconds": compile_seconds,
         "start_up_seconds": run.startup.seconds,
-        "loss": {"first": losses[0], "last": losses[-1]},
+        "loss": {"first": found.losses[0], "last": found.losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
-        **experts.of_steps(done[warm_up:], routing, warm_up),
+        **cut_short_card(found, steps),
+        **experts.of_steps(found.done[warm_up:], routing, warm_up),
         **outer,
         **gpus.card(),
         **sent_by(hlo_text),
@@ -106,15 +100,16 @@ def measure(
     return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
 
 
-def _progress(times: Sequence[float], told: float, of: int) -> float:
-    """Print a progress line every few seconds, and return the time of the last line.
+def _steps_on(
+    batch: Batch, run: Run, train_step: FirstRunAlone, state: TrainState
+) -> Callable[[int | None], outer_steps.Act]:
+    """Return what returns the train step on a batch, with the exchange of a fragment or without."""
 
-    The next step is already dispatched, so the devices do not wait.
-    """
-    if times[-1] - told < EVERY or len(times) < 2:
-        return told
-    peers.log(f"step {len(times)} of {of}: {times[-1] - times[-2]:.3f} s")
-    return times[-1]
+    def step_of(fragment: int | None) -> outer_steps.Act:
+        one = train_step if fragment is None else compiled(run, state, batch, fragment=fragment)
+        return lambda now: one(now, batch)[0]
+
+    return step_of
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -187,7 +182,7 @@ def summary(result: dict[str, Any]) -> str:
     ]
     lines = ["   ".join(parts), "   ".join(below), experts.in_words(result)]
     lines.append(outer_steps.in_words(result))
-    lines.append(power.in_words(result))
+    lines += [power.in_words(result), timed_steps.in_words(result)]
     return "\n".join(filter(None, lines))
 
 
@@ -278,6 +273,10 @@ def main(argv: Sequence[str]) -> int:
     to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
+    if stopped := result.get("cut_short"):
+        running.batches.close()
+        interrupted = stopped["by"] == signal.SIGINT.name
+        return exit_codes.EXIT_INTERRUPTED if interrupted else exit_codes.EXIT_PREEMPTED
     result |= profiled.profile_steps(
         running, options.profile_steps, options.trace, options.profiler
     )

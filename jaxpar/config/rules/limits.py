@@ -67,6 +67,7 @@ MOST = {
     "parallel.virtual_stages": 10_000,
     "diloco.every": 1_000_000,
     "diloco.fragments": 10_000,
+    "diloco.overlap": 1_000_000,
     "guard.spike_window": 1_000_000,
     "guard.recent_steps": 1_000_000,
     "cluster.num_processes": MAX_AXIS,

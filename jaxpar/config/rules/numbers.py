@@ -36,7 +36,8 @@ optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed checkpoint.memory_every
 checkpoint.memory_copies evaluation.every guard.max_rewinds
 guard.recent_steps guard.replica_check_every profile.start profile.every
-diloco.every cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
+diloco.every diloco.overlap cluster.num_processes cluster.hang_seconds
+cluster.slow_seconds""".split()
 
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.latent_norm_eps model.init_std

@@ -20,3 +20,9 @@ class DilocoConfig:
     (Streaming DiLoCo), so that less is sent at a time. 1: all weights at once."""
     outer_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which replicas exchange outer gradients. They are summed in float32."""
+    overlap: int = 0
+    """Inner steps during which replicas exchange a fragment's outer gradient (tau), a part in each.
+    It is applied after them. 0: outer steps are taken at once, between inner steps."""
+    mixing: float = 0.5
+    """Share of its own weights that a replica keeps when an overlapped outer step is applied
+    (alpha). 0: it starts from the outer weights, and loses what it learned meanwhile."""

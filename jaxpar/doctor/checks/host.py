@@ -61,7 +61,7 @@ def _plugin(facts: HostFacts, major: str) -> str:
 
 
 def backend(facts: HostFacts) -> Finding:
-    """Check that JAX uses the host's GPUs."""
+    """Check that JAX uses the host's GPUs, and has some if it is installed with CUDA."""
     check = "devices"
     if facts.backend_error:
         remedy = "fix this error; set JAX_PLATFORMS=cpu to see the rest of the report"
@@ -70,13 +70,19 @@ def backend(facts: HostFacts) -> Finding:
     if facts.simulated:
         return passed(check, f"{len(facts.devices)} simulated CPU devices, as asked")
     there = len(facts.gpus) or facts.host["gpu_files"]
+    with_cuda = any(_plugin(facts, major) != "-" for major in OLDEST_DRIVER)
+    asked = "cpu" in facts.environment.get("JAX_PLATFORMS", "")
     if there and facts.backend != "gpu":
         remedy = "pip install 'jax[cuda13]'"
-        if _plugin(facts, "12") != "-" or _plugin(facts, "13") != "-":
+        if with_cuda:
             remedy = "read JAX's startup messages, and the driver and plugin checks"
-        if "cpu" in facts.environment.get("JAX_PLATFORMS", ""):
+        if asked:
             remedy = "unset JAX_PLATFORMS"
         return failed(check, f"JAX uses the CPU, but there are {there} GPUs", remedy)
+    if with_cuda and facts.backend == "cpu" and not asked:
+        said = f"{many}: JAX is installed with CUDA, but there is no GPU here"
+        remedy = "load NVIDIA's driver; start a container with its GPUs, docker run --gpus all; "
+        return warned(check, said, f"{remedy}if the CPU is meant, set JAX_PLATFORMS=cpu")
     return passed(check, f"{many} ({facts.backend})")
 
 

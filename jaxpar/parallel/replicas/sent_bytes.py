@@ -37,8 +37,8 @@ def _of(spec: ParamSpec, p: ParallelConfig) -> float:
         blocks = r * -(-n // (r * BLOCK))
         return summed * blocks * (BLOCK + 4)
     if p.replica_reduction == "top_k":
-        groups, _, k = groups_of(n, p.replica_top_k)
-        return (r - 1) * groups * k * BYTES
+        groups = groups_of(n, p.replica_top_k)
+        return (r - 1) * groups.number * groups.sent * BYTES
     dims = dims_of(spec)
     whole, lead = math.prod(spec.shape), math.prod(spec.shape[: dims.lead])
     columns = math.prod(spec.shape[dims.cut :])

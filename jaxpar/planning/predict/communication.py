@@ -158,9 +158,9 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     if ranks == 1 or not shard.trainable:
         return None
     sent, exposed = sent_over_replicas(cfg), rates.EXPOSED["replica"]
-    if every := cfg.diloco.every:  # an outer step, spread over the steps between; nothing hides it
+    if every := cfg.diloco.every:  # an outer step, spread over the steps between
         sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
-        exposed = 1.0
+        exposed = exposed if cfg.diloco.overlap else 1.0
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     passes = compression_seconds(cfg, cluster.gpu)
     if passes:

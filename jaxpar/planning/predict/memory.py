@@ -31,7 +31,8 @@ from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.postponed import postponed_bytes
 from jaxpar.planning.predict.recurrence import recurrence_bytes
-from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
+from jaxpar.planning.predict.shard import Shard, shard_of
+from jaxpar.planning.predict.state_on_device import at_end, before_update
 
 
 def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
@@ -41,20 +42,18 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
               all scores.
     """
     shard = shard_of(cfg)
-    weights, optimizer = state_bytes(cfg)
-    if cfg.optimizer.offload:
-        optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
-    if cfg.optimizer.offload_masters:  # the weights of the step, and the masters of a slice
-        weights = weights * shard.width // 4 + weights // max(shard.layers, 1)
-    moments = [_at_loss, _at_end]
-    moments += [_at_start] * _sends(cfg, shard)
-    moments += [_at_update] * bool(matrices.exchanged_of(cfg))
-    if taught := teacher.teacher_of(cfg):
-        weights += teacher.weights_of(taught)
-    at = [moment(cfg, shard, weights, optimizer) for moment in moments]
+    before, late = before_update(cfg, shard), at_end(cfg, shard)
+    moments = [(_at_loss, before), (_at_end, late)]
+    moments += [(_at_start, before)] * _sends(cfg, shard)
+    moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
+    taught = teacher.teacher_of(cfg)
+    frozen = teacher.weights_of(taught) if taught else 0.0
+    at = [
+        moment(cfg, shard, weights + frozen, optimizer) for moment, (weights, optimizer) in moments
+    ]
     if taught:
         own = saved_per_token(taught), _buffers(cfg, shard)
-        at.append(teacher.forward_pass(taught, weights, optimizer, *own))
+        at.append(teacher.forward_pass(taught, before[0] + frozen, before[1], *own))
     peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
         return peak

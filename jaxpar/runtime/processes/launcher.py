@@ -251,8 +251,12 @@ def shares_of_gpus(count: int) -> list[dict[str, str]]:
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the latest complete checkpoint, by its folder name; -1 if none."""
-    names = [p.name for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    """Return the step of the latest complete checkpoint, by its folder name; -1 if none.
+
+    Also of shards, if hosts share no folder (`jaxpar.stores.shards`).
+    """
+    places = "checkpoints/*", "shards/*/checkpoints/*"
+    names = [p.name for place in places for p in run_dir.glob(place) if p.name.isdigit()]
     return max(map(int, names), default=-1)
 
 

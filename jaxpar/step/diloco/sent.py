@@ -8,7 +8,7 @@ from jaxpar.config import Config
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.axes import REPLICA, axes_of
 from jaxpar.sharding.params import ParamSpec, flat
-from jaxpar.step.diloco.outer import FIRST
+from jaxpar.step.diloco.fragments import FIRST
 
 
 def fragment_bytes(cfg: Config) -> list[int]:
@@ -37,12 +37,14 @@ def gradient_bytes(cfg: Config) -> int:
 def in_words(cfg: Config) -> str:
     """Describe the replicas and what they exchange, for the log."""
     d, sent = cfg.diloco, fragment_bytes(cfg)
-    whole = sum(sent)
-    how = f" in {d.fragments} fragments, at most {max(sent) / 1e6:,.3g} MB at a time"
-    average = f"{whole / d.every / 1e6:,.3g} MB per step and device over {REPLICA}"
+    how = f" in {d.fragments} fragments" if d.fragments > 1 else ""
+    how += f" beside {d.overlap} inner steps" if d.overlap else ""
+    at_a_time = max(sent) / max(d.overlap, 1) / 1e6
+    most = f", at most {at_a_time:,.3g} MB {'in a step' if d.overlap else 'at a time'}"
+    average = f"{sum(sent) / d.every / 1e6:,.3g} MB per step and device over {REPLICA}"
     return (
         f"{cfg.parallel.replica} replicas train on their own, with an outer step every {d.every} "
-        f"steps{how if d.fragments > 1 else ''}: {average}, in place of "
+        f"steps{how + most if how else ''}: {average}, in place of "
         f"{gradient_bytes(cfg) / 1e6:,.3g} MB"
     )
 

@@ -1,4 +1,4 @@
-"""A run whose launchers are on hosts of a `Network`, one of which may only serve the rendezvous."""
+"""A run whose launchers are on hosts of a network, one of which may only serve the rendezvous."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from typing import Any
 
 from tests import ranks
 from tests.e2e.hosts.network import Network
+from tests.e2e.hosts.same_machine import SameMachine
 
 #: Sizes that two, three and four devices divide.
 SIZES = ("--model.d-model", "24", "--train.global-batch-size", "12")
@@ -19,17 +20,19 @@ ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
 class ElasticRun:
     """Launchers on the first hosts of a network; the last one serves the rendezvous.
 
-    Args:     options: of each launcher. args: of the run, after its config.
+    Args:     options: of each launcher. args: of the run, after its config. devices: simulated ones
+              of each host; 0: those that it has.
     """
 
     def __init__(
         self,
-        network: Network,
+        network: Network | SameMachine,
         folder: Path,
         config: str,
         options: list[str],
         args: list[str],
         serves_here: int | None = None,
+        devices: int = 1,
         **env: str,
     ):
         self.network, self.folder = network, folder
@@ -37,9 +40,11 @@ class ElasticRun:
         self.server = last if serves_here is None else serves_here
         self.rendezvous = f"{network.addresses[self.server]}:{ranks.free_port()}"
         launch = [sys.executable, "-u", "-m", "jaxpar.launch"]
-        of_all = ["--rendezvous", self.rendezvous, "--devices-per-process", "1", *options]
+        of_all = ["--rendezvous", self.rendezvous, "--devices-per-process", str(devices), *options]
         self.command = [*launch, *of_all, "--", config, *args]
         self.env = ranks.environment(**env)
+        if not devices:
+            del self.env["JAX_PLATFORMS"]
         self.launchers: dict[int, Any] = {}
         if serves_here is None:
             command = [*launch, "--serve-rendezvous", self.rendezvous]
@@ -47,7 +52,10 @@ class ElasticRun:
 
     def start(self, host: int) -> None:
         """Start a host's launcher, again if it was lost."""
-        self.launchers[host] = self._start(host, self.command, f"host{host}")
+        at = self.command.index("--")
+        own = self.network.launch_options(host)
+        command = [*self.command[:at], *own, *self.command[at:]]
+        self.launchers[host] = self._start(host, command, f"host{host}")
 
     def _start(self, host: int, command: list[str], name: str) -> Any:
         with open(self.folder / f"{name}.log", "a") as out:

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
-
 #: Where `ip netns exec` looks for a namespace's files in /etc.
 OWN_FILES = Path("/etc/netns")
 
@@ -26,6 +24,8 @@ DELAY_LINE = Path(__file__).with_name("delay_line.py")
 
 def require_namespaces() -> None:
     """Skip a test where namespaces cannot be made."""
+    import pytest  # measurements, which make namespaces, do not need it
+
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network namespaces need root, ip and unshare")
     name = f"jp{os.getpid()}"
@@ -71,6 +71,10 @@ class Network:
             _ip("netns", "del", name, check=False)
             shutil.rmtree(OWN_FILES / name, ignore_errors=True)
         _ip("link", "del", self._bridge, check=False)
+
+    def launch_options(self, host: int) -> list[str]:
+        """The options of a host's launcher that no other has: none, as its host name is its own."""
+        return []
 
     def start(self, host: int, command: list[str], env: dict[str, str], out: Any) -> Any:
         """Start a program on a host. Its host name is the namespace's.

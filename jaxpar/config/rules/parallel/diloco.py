@@ -54,6 +54,7 @@ def diloco(cfg: Config) -> None:
     rule += f"{cfg.parallel.pipeline} with {PATH} = {d.every}"
     require(is_equal(cfg), cfg, path, rule, flag("parallel.pipeline", 1), none)
     _fragments(cfg)
+    _overlap(cfg)
 
 
 def _unused(cfg: Config) -> None:
@@ -77,3 +78,17 @@ def _fragments(cfg: Config) -> None:
     rule = f"must divide the {here} layers of a stage"
     fits = [k for k in range(n, 0, -1) if here % k == 0 and cfg.diloco.every % k == 0]
     require(here % n == 0, cfg, path, rule, *(flag(path, k) for k in fits[:1]))
+
+
+def _overlap(cfg: Config) -> None:
+    """Check that an exchange ends before the next one begins, and that its share is one."""
+    d, path = cfg.diloco, "diloco.overlap"
+    most = d.every // d.fragments
+    rule = f"must be at most {most}, the steps from a fragment's outer step to the next one's"
+    ways = [flag("diloco.fragments", 1)] if d.overlap <= d.every else []
+    require(d.overlap <= most, cfg, path, rule, flag(path, most), *ways)
+    path = "diloco.mixing"
+    require(0 <= d.mixing < 1, cfg, path, "must be at least 0 and below 1", flag(path, 0.5))
+    rule = "has no effect, because diloco.overlap is 0"
+    ok, ways = d.overlap or d.mixing == default_of(path), [flag("diloco.overlap", 1)]
+    require(bool(ok), cfg, path, rule, *ways, flag(path, default_of(path)))

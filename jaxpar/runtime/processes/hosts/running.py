@@ -79,7 +79,8 @@ def run(
             server = until_the_end.enter_context(makes_server(memory.folder, own["address"]))
             copies = Copies(memory, server)
             own["piece_port"] = copies.port
-        here = Membership(asked.rendezvous, str(cfg.run.dir), own, asked.heartbeat_seconds)
+        run = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
+        here = Membership(asked.rendezvous, run, own, asked.heartbeat_seconds)
         until_the_end.callback(here.close)
         agent = Agent(asked, args, cfg, gpus, here, copies)
         on_signals(agent.stop)

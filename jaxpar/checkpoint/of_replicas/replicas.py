@@ -15,7 +15,7 @@ from jaxpar.config import Config, DilocoConfig, replace
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
 from jaxpar.step.conversions import in_configured_dtypes
-from jaxpar.step.diloco import trainers
+from jaxpar.step.diloco import overlap, trainers
 from jaxpar.step.state import TrainState, abstract_logical
 
 
@@ -57,7 +57,7 @@ def converted(state: Any, cfg: Config, stored: Config, mesh: Mesh, saved: Saved)
 
 def _with_replicas(state: Any, then: int, now: int, cfg: Config, mesh: Mesh) -> TrainState:
     shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)  # noqa: E731
-    to = shardings(abstract_logical(cfg, mesh))
+    to = overlap.without_exchange(shardings(abstract_logical(cfg, mesh)))
     # What begins anew is not in the state yet.
     to = dataclasses.replace(to, ema=shardings(state.ema), feedback=shardings(state.feedback))
     return trainers.with_replicas(state, then, now, to)

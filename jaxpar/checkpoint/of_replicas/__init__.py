@@ -1,0 +1,1 @@
+"""What a checkpoint has of each replica, for a run with other replicas or other parts of them."""
