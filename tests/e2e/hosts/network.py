@@ -66,8 +66,9 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for host in list(self.delay_lines):
             self._end_delay(host)
-        for name in self.names:
-            _ip("netns", "del", name, check=False)  # and with it its link
+        for host, name in enumerate(self.names):
+            _ip("link", "del", self._port(host), check=False)  # at once, unlike with its namespace
+            _ip("netns", "del", name, check=False)
             shutil.rmtree(OWN_FILES / name, ignore_errors=True)
         _ip("link", "del", self._bridge, check=False)
 

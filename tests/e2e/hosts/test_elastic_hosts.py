@@ -40,13 +40,19 @@ def alone(write_ranks, tmp_path_factory):
 
 @pytest.fixture
 def three(write_ranks, tmp_path):
-    """(options, serves_here) -> a run on hosts 0 to 2; host 3 serves the rendezvous, or none."""
+    """(options, serves_here) -> a run on hosts 0 to 2; host 3 serves the rendezvous, or none.
+
+    Each link first loses the share `loss` of its packets.
+    """
     ended = []
 
-    def start(options=OPTIONS, serves_here=None):
-        network = Network(4)
+    def start(options=OPTIONS, serves_here=None, loss=0.0):
+        network = Network(4, congestion="reno")
         ended.append(network.__exit__)
         network.__enter__()
+        if loss:
+            for host in range(4):
+                network.lose(host, loss)
         env = {"FAULT": "0 1 slow"}  # 0.3 s a step
         args = [*SIZES]
         run = ElasticRun(
@@ -91,6 +97,16 @@ def test_a_host_that_is_cut_off_ends_its_processes_and_comes_back(three, tmp_pat
     ranks.wait_for(lambda: run.told("answers again", 1), 60)
     ranks.wait_for(lambda: run.told("launch: generation 3: ", 1) >= 2, STARTS)
     assert set(run.codes(STARTS).values()) == {exit_codes.EXIT_OK}
+    assert_same_to_rounding(tmp_path / "run", alone)
+
+
+def test_lost_packets_lose_no_host(three, tmp_path, alone):
+    """With the default limit of 5 s, each link loses 5% in each direction: 10% of a path."""
+    _, run = three(["--nodes", "2:3", "--join-seconds", "60"], loss=0.05)
+    assert set(run.codes(3 * STARTS).values()) == {exit_codes.EXIT_OK}
+    said = "".join(run.said(host) for host in range(3))
+    assert "launch: lost" not in said and "launch: generation 2" not in said, said[-3000:]
+    assert "3 of 2:3 hosts train" in said
     assert_same_to_rounding(tmp_path / "run", alone)
 
 

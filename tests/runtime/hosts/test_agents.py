@@ -200,6 +200,27 @@ def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd
     assert "lost" not in capfd.readouterr().err
 
 
+def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
+    """As by lost packets: TCP then waits for seconds. The other connection is asked."""
+    one = hosts(heartbeat_seconds=8.0, nodes="1")
+    one.start("a")
+    wait_for(lambda: one.worlds() == ["1"], 60)
+    here = one.agents["a"].here
+    wait_for(lambda: [each.ready for each in here.store.links] == [True, True], 60)
+    held_up, other = here.store.links
+    count = here.own.count
+    held_up.send_signal(signal.SIGSTOP)
+    wait_for(lambda: here.own.count > count + 3, 60)
+    assert here.silent() < 8.0
+    # What it may still write would be older than what the other one has written since.
+    assert held_up not in here.store.links and other in here.store.links and held_up.ended()
+    wait_for(lambda: [each.ready for each in here.store.links] == [True, True], 60)
+    assert one.worlds() == ["1"]
+    (one.run_dir / "code-0").write_text("0")
+    wait_for(lambda: one.codes == {"a": 0}, 60)
+    assert "answer" not in capfd.readouterr().err
+
+
 def test_too_few_hosts_wait_and_then_end(hosts, capfd):
     one = hosts(nodes="2:3", wait_seconds=1.0)
     one.start("a")

@@ -128,7 +128,8 @@ class Agent:
         """Return why this generation is over, if this host sees a reason."""
         generation = trainers.generation
         if done and trainers.stopped_well():
-            leaving = [h.name for h in seen.hosts.values() if h.leaving]
+            asked = {self.name} if self.stopped_by else set()  # perhaps not in the store yet
+            leaving = [h.name for h in seen.hosts.values() if h.leaving or h.name in asked]
             who = f" on {', '.join(leaving)}" if leaving else ""
             return Over(kind="stopped", text=f"asked to stop{who}", hosts=tuple(leaving))
         done_elsewhere = {h.name for h in seen.hosts.values() if h.done >= generation.number}

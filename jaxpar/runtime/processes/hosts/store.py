@@ -7,6 +7,7 @@ is killed when it does not answer, and started again.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,12 @@ from jaxpar.runtime.processes.hosts import link, service
 #: Seconds between the ends and starts of a link that fails.
 AGAIN_SECONDS = 0.5
 
+#: Connections to the store.
+LINKS = 2
+
+#: The share of a link's patience after which a request is sent through the other one too.
+SOON = 0.4
+
 #: Seconds for a link to start and to connect, on a busy host.
 START_SECONDS = 20.0
 
@@ -31,85 +38,163 @@ class Read:
 
     texts: Mapping[str, str]
     asked: float
-    """When the request was sent, by `time.monotonic`: the texts are not older than that."""
+    """When the request was first sent, by `time.monotonic`: the texts are not older than that."""
 
 
 class Store:
-    """A connection to the store, which is made again whenever it is lost."""
+    """Two connections to the store, each made again whenever it is lost.
+
+    A lost packet can hold up a connection for seconds, since TCP doubles its waits. So a request
+    that is not answered soon is sent through the other connection too. The first answer counts.
+    """
 
     def __init__(self, address: str, prefix: str, patience: float):
         """Args:     patience: seconds after which a link that does not answer is started again."""
-        self.address, self._prefix, self._patience = address, prefix, patience
-        self._process: subprocess.Popen | None = None
-        self._ended = self._asked = float("-inf")
-        self._answers: list[dict[str, Any]] = []
-        self._ready = self._waiting = False
+        self._command = [sys.executable, "-m", link.__name__, address, prefix]
+        self._patience = patience
+        self.links: list[Connection] = []
+        """Those that run."""
+        self._ended = float("-inf")
+        self._request: StoreRequest | None = None
         self.trouble = ""
         """Why the store does not answer, while it does not."""
 
     def free(self) -> bool:
-        """Return whether a request can be sent now; starts a link if there is none."""
-        if self._process is None and time.monotonic() - self._ended > AGAIN_SECONDS:
-            self._start()
-        return self._ready and not self._waiting
+        """Return whether a request can be sent now; starts links that are missing."""
+        ready = [each for each in self.links if each.ready]
+        # The second one once the first one is ready, so that a busy host starts one at a time.
+        missing = len(self.links) < min(len(ready) + 1, LINKS)
+        if missing and time.monotonic() - self._ended > AGAIN_SECONDS:
+            self.links.append(Connection(self._command))
+        return self._request is None and any(each.idle() for each in ready)
 
     def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
         """Send a request, once `free`. Args: own: texts to set. create: texts to set once."""
-        assert self._process is not None and self._process.stdin is not None
-        self._asked, self._waiting = time.monotonic(), True
-        with contextlib.suppress(OSError):  # it has ended, which `answer` notices
-            self._process.stdin.write(json.dumps({"set": own, "create": create}) + "\n")
-            self._process.stdin.flush()
+        self._request = StoreRequest(json.dumps({"set": own, "create": create}), time.monotonic())
+        self._send(self._request)
 
     def answer(self) -> Read | None:
         """Return the answer to the last request, once."""
         read = None
-        while self._answers:
-            said = self._answers.pop(0)
-            if "connected" in said:
-                self._ready = True
-            elif "error" in said:
-                self.trouble = said["error"]
-            else:
-                read, self._waiting, self.trouble = Read(said["texts"], self._asked), False, ""
-        if read is None and self._process is not None:
-            self._watch(self._process)
+        for each in list(self.links):
+            for said in each.heard():
+                if "error" in said:
+                    self.trouble = said["error"]
+                elif "texts" in said and (request := each.answered()) is not None:
+                    read, self._request, self.trouble = Read(said["texts"], request.sent), None, ""
+        if read is not None:
+            self._end_late_ones()
+        self._watch()
+        request = self._request
+        if request is not None and time.monotonic() - request.sent > self._patience * SOON:
+            self._send(request)
         return read
 
     def close(self) -> None:
-        """End the link."""
-        if self._process is not None:
-            self._end(self._process)
+        """End the links."""
+        for each in self.links:
+            each.end()
+        self.links = []
 
-    def _start(self) -> None:
-        """Start a link, and a thread that takes its answers."""
-        command = [sys.executable, "-m", link.__name__, self.address, self._prefix]
+    def _send(self, request: "StoreRequest") -> None:
+        """Send a request through a link that is idle, unless it is under way in all of them."""
+        idle = [each for each in self.links if each.ready and each.idle()]
+        if idle:
+            idle[0].send(request)
+
+    def _end_late_ones(self) -> None:
+        """End links that still have a request: they could write it over a later one's texts."""
+        for each in list(self.links):
+            if not each.idle():
+                self._end(each)
+
+    def _end(self, each: "Connection") -> None:
+        each.end()
+        self.links.remove(each)
+        self._ended = time.monotonic()
+
+    def _watch(self) -> None:
+        """End links that do not answer, and forget those that have ended."""
+        for each in list(self.links):
+            late = each.late()
+            lost = each.ended()
+            if lost:
+                self.trouble = self.trouble or "its connection was lost"
+            elif late > (self._patience if each.ready else START_SECONDS):
+                self.trouble = f"it has not answered for {late:.1f} s"
+            else:
+                continue
+            self._end(each)
+        under_way = [each.request for each in self.links]
+        if not any(each is self._request for each in under_way):
+            self._request = None  # to be asked again
+
+
+@dataclass(frozen=True, eq=False)
+class StoreRequest:
+    """What is asked, and when it was first sent, by `time.monotonic`."""
+
+    line: str
+    sent: float
+
+
+class Connection:
+    """A client of the store in a child process (`link.py`), and a thread that takes its answers."""
+
+    def __init__(self, command: list[str]):
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "4", "GRPC_VERBOSITY": "NONE"}
-        self._answers, self._ready, self._waiting = [], False, False
-        self._asked = time.monotonic()
-        process = children.start_talking(command, os.environ | quiet)
-        take = threading.Thread(target=_take, args=(process, self._answers), daemon=True)
+        self.ready = False
+        self.request: StoreRequest | None = None
+        """The request that it has not answered yet."""
+        self._since = time.monotonic()
+        self._answers: list[dict[str, Any]] = []
+        self._process = children.start_talking(command, os.environ | quiet)
+        take = threading.Thread(target=_take, args=(self._process, self._answers), daemon=True)
         take.start()
-        self._process = process
 
-    def _watch(self, process: subprocess.Popen) -> None:
-        """End a link that does not answer, and forget one that has ended."""
-        late = time.monotonic() - self._asked
-        limit = self._patience if self._ready else START_SECONDS
-        if process.poll() is not None and not self._answers:
-            self.trouble = self.trouble or "its connection was lost"
-            self._end(process)
-        elif (self._waiting or not self._ready) and late > limit:
-            self.trouble = f"it has not answered for {late:.1f} s"
-            self._end(process)
+    def idle(self) -> bool:
+        """Return whether it has answered all requests."""
+        return self.request is None
 
-    def _end(self, process: subprocess.Popen) -> None:
-        children.kill_group(process)
-        for pipe in (process.stdin, process.stdout):
+    def send(self, request: StoreRequest) -> None:
+        """Send a request, while idle."""
+        assert self._process.stdin is not None
+        self.request, self._since = request, time.monotonic()
+        with contextlib.suppress(OSError):  # it has ended, which `ended` notices
+            self._process.stdin.write(request.line + "\n")
+            self._process.stdin.flush()
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Return what it has said since the last call."""
+        said = []
+        while self._answers:
+            said.append(self._answers.pop(0))
+            self.ready = self.ready or "connected" in said[-1]
+        return said
+
+    def answered(self) -> StoreRequest | None:
+        """Return the request that an answer belongs to, and make the link idle."""
+        request, self.request = self.request, None
+        return request
+
+    def late(self) -> float:
+        """Return the seconds that it has taken to start, or to answer; 0 while idle."""
+        return 0.0 if self.ready and self.idle() else time.monotonic() - self._since
+
+    def ended(self) -> bool:
+        """Return whether its process has ended and all it has said was heard."""
+        return self._process.poll() is not None and not self._answers
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """End it at once."""
+        children.kill_group(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, AttributeError):
                 pipe.close()  # type: ignore[union-attr]
-        self._process, self._ready, self._waiting = None, False, False
-        self._ended = time.monotonic()
 
 
 def _take(process: subprocess.Popen, answers: list[dict[str, Any]]) -> None:
