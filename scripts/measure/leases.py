@@ -1,6 +1,6 @@
 """Measure a lease that many want: python scripts/measure/leases.py --contenders 8 64 512
 
-So many threads, each with a client of its own, want the lease of one address at once. moto's server
+Threads, each with a client of its own, want the lease of one address at once. moto's server
 for S3 is a process of its own. The lease is absent, released, or expired. Prints the seconds until
 one has it and until the last one is refused, and ends with 1 unless exactly one has had it.
 """

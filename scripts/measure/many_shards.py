@@ -1,6 +1,6 @@
 """Measure checkpoints of many shards: python scripts/measure/many_shards.py --devices 64 512 4096
 
-Saves a small state, split over each of so many CPU devices, with Orbax and the options of a run,
+Saves a small state, split over N simulated CPU devices, with Orbax and the options of a run,
 and reads its metadata and its arrays again, in a new process with one device. Each number is a
 process of its own.
 """
