@@ -65,7 +65,7 @@ def test_the_same_parts_come_back_bit_for_bit(setup, capsys):
 
 
 @pytest.mark.parametrize(
-    "other", [{"parallel.tensor": 2, "parallel.data": 1}, slow({"parallel.data": 3})]
+    "other", [{"parallel.tensor": 2, "parallel.data": 1}, slow({"parallel.data": 4})]
 )
 def test_with_other_parts_the_exchange_ends_at_once(setup, other, capsys):
     cfg, mesh = setup()
