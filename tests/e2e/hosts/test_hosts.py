@@ -9,6 +9,7 @@ import pytest
 
 from jaxpar.doctor.measure.hosts import ACROSS, WITHIN
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.processes.rendezvous import HEARTBEAT_SECONDS
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
 from tests.e2e.hosts.run import Run, wait_for_step
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 #: JAX's client aborts a process that its coordinator no longer answers.
 ABORTED = -6
 
-#: Seconds within which a run ends that has lost a host: heartbeats are sent every 50 s.
-TO_NOTICE = 75
+#: Seconds within which a run ends that has lost a host: those without a heartbeat, and a few.
+TO_NOTICE = HEARTBEAT_SECONDS + 10
 
 
 @pytest.fixture(scope="module")
