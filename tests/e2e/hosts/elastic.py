@@ -12,6 +12,9 @@ from tests.e2e.hosts.same_machine import SameMachine
 #: Sizes that two, three and four devices divide.
 SIZES = ("--model.d-model", "24", "--train.global-batch-size", "12")
 
+#: What a launcher prints when it serves the rendezvous.
+SERVING = "serving the rendezvous"
+
 #: The most by which a run on other meshes differs, relative: sums have another order. Those of
 #: `tests/e2e/soak_matrix.py` and `scripts/measure/schedules.py`.
 ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
@@ -49,6 +52,7 @@ class ElasticRun:
         if serves_here is None:
             command = [*launch, "--serve-rendezvous", self.rendezvous]
             self.served = self._start(last, command, "rendezvous")
+            self._wait_until_served()
 
     def start(self, host: int) -> None:
         """Start a host's launcher, again if it was lost."""
@@ -60,6 +64,12 @@ class ElasticRun:
     def _start(self, host: int, command: list[str], name: str) -> Any:
         with open(self.folder / f"{name}.log", "a") as out:
             return self.network.start(host, command, self.env, out)
+
+    def _wait_until_served(self) -> None:
+        """Wait for the server: otherwise a launcher with its address would serve in its place."""
+        log = self.folder / "rendezvous.log"
+        ranks.wait_for(lambda: self.served.poll() is not None or SERVING in log.read_text())
+        assert self.served.poll() is None, log.read_text()
 
     def kill(self, host: int) -> None:
         """Lose a host."""
