@@ -7,6 +7,7 @@ the run: everything is on the host's disk, and is uploaded later.
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +28,7 @@ DRAIN_SECONDS, DRAIN_AFTER_ERROR_SECONDS = 3600.0, 30.0
 GOES_ON = "Training continues, and the upload is tried again"
 
 
-class Uploader:
+class Uploader(ABC):
     """Calls `look` every LOOK_SECONDS on a thread. A context manager."""
 
     def __init__(self, objects: Objects, folder: Path, log: Callable[[str], None], name: str):
@@ -44,6 +45,7 @@ class Uploader:
         """Start the thread."""
         self._thread.start()
 
+    @abstractmethod
     def look(self, ending: bool) -> bool:
         """Upload everything that is new. Called on the thread.
 
@@ -51,15 +53,14 @@ class Uploader:
         Returns:  whether all is uploaded; False if something else must happen first.
         Raises:   StoreError; ConfigError; OSError: it is called again.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def waiting(self) -> str:
         """Describe what is not in the store yet; empty for nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def late_steps(self) -> list[int]:
         """Return the finished checkpoints that are not in the store yet, ascending."""
-        raise NotImplementedError
 
     def wait(self, seconds: float) -> None:
         """Wait until the checkpoints that are finished are in the store, or for some seconds."""

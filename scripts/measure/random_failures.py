@@ -1,6 +1,6 @@
 """Lose hosts of an elastic run at random times, and compare its goodput with the simulator's.
 
-    python scripts/measure/random_failures.py --seconds 600 --mtbf 120
+    python scripts/measure/random_failures.py --hosts 2 --least 1 --seconds 320 --mtbf 90 --back 30
     python scripts/measure/random_failures.py --gpus-per-host 1 --limit 560 --seconds 150 \\
         --mtbf 60 --back 25 --every 100 --memory-every 15 -- llama_1b --data.path data/stdlib ...
 
