@@ -2,7 +2,7 @@
 
     python scripts/measure/live_devices.py --processes 4 --kill 22 --back 8      # a GPU each
     python scripts/measure/live_devices.py --processes 4 --kill 0 --plain        # without the flags
-    python scripts/measure/live_devices.py --processes 3 --cpu                   # gloo
+    python scripts/measure/live_devices.py --processes 3 --cpu    # gloo, which may abort a survivor
 
 Starts the processes on this host, kills the last one after some seconds, and starts it again. The
 others lose the step in which it died, agree on a mesh without it, and take it in again when it is
