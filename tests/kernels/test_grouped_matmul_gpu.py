@@ -99,7 +99,7 @@ def test_rows_are_rounded_as_the_reference_does(width, tiles):
     size = jnp.exp2(20 * jnp.tanh(draw(1, 512, 1, dtype="float32")))
     x = (draw(0, 512, width, dtype="float32") * size).astype("bfloat16").at[3].set(0)
     token = jax.random.randint(jax.random.key(2), (R,), 0, 512, jnp.int32)
-    rows = reference.rows_taken(x, token)
+    rows, x = x[token], tuple(jnp.split(x, 4))
     for dtype in (FORWARD, BACKWARD):
         take = functools.partial(hopper.rows_taken_in_float8, dtype=dtype, keep=True)
         found, wanted = jax.jit(take)(x, token, tiles), (*reference.rounded(dtype, rows), rows)
@@ -125,7 +125,7 @@ def test_swiglu(width, tiles):
 def test_what_is_not_finite_shows(tiles):
     R = 128 * len(tiles.expert)
     x, token = draw(0, 16, D).at[3, 7].set(np.nan), jnp.arange(R, dtype=jnp.int32) % 16
-    q, top = hopper.rows_taken_in_float8(x, token, tiles, FORWARD, keep=False)
+    q, top = hopper.rows_taken_in_float8((x,), token, tiles, FORWARD, keep=False)
     bad = np.asarray(token == 3)[: len(in_use(tiles, q))]
     np.testing.assert_array_equal(np.isnan(in_use(tiles, top)), bad)
     np.testing.assert_array_equal(np.isnan(in_use(tiles, q)).all(axis=1), bad)

@@ -14,6 +14,7 @@ from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
 from jaxpar.model.moe import experts, router
 from jaxpar.model.moe.products import InComputeDtype
+from tests.expert_sums import expert_sums
 
 
 def test_a_token_takes_its_likeliest_experts():
@@ -112,7 +113,7 @@ def test_written_out_backward_is_the_gradient(glu, biased):
             w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
         of_experts = experts.ExpertWeights(*w, *biases)
         how = InComputeDtype(expert_dim, glu)
-        return experts.of_rows(how, x, weights, of_experts, plan)
+        return expert_sums(how, x, weights, of_experts, plan)
 
     def plain(x, weights, w, biases):
         b = biases or (0.0, 0.0)
@@ -151,7 +152,7 @@ def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
             if expert_dim == 1:
                 w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
             of_experts = experts.ExpertWeights(*how.matrices(w), *biases)
-            return experts.of_rows(how, x, weights, of_experts, plan)
+            return expert_sums(how, x, weights, of_experts, plan)
 
         return [np.asarray(a) for a in with_gradients(layer, d_out, x, weights, w, biases)]
 

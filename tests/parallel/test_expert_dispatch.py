@@ -7,12 +7,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import ModelConfig, ParallelConfig
-from jaxpar.model.moe.experts import ExpertWeights, of_rows
+from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
 from jaxpar.parallel.expert.dispatch import plan_rows
 from jaxpar.parallel.expert.rows import capacity
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.sharding.mesh import make_mesh
+from tests.expert_sums import expert_sums
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -63,8 +64,9 @@ def test_every_pair_has_one_row_in_the_order_of_the_batch(by, first, slack, roun
             home = plan.added(plan.permuted(tokens)), plan.by_pair(pair.astype(jnp.float32) + 1)
             return seen, late, jnp.sum(is_row & other), home
 
-        *counts, home = plan.in_rounds(of_round, of_round(plan))
-        home = jax.tree.map(plan.home, home)
+        *counts, (tokens, by_pair) = plan.in_rounds(of_round, of_round(plan))
+        to_senders = jax.vjp(plan.pairs_out, number)[1]
+        home = plan.home(tokens), *to_senders(plan.gradient_of_sent(by_pair, pairs))
         return jax.tree.map(lambda a: a[None], (counts, plan.further_rounds, home))
 
     compiled = on_axis(rows_seen, devices, chosen, number).compile()
@@ -80,7 +82,7 @@ def test_every_pair_has_one_row_in_the_order_of_the_batch(by, first, slack, roun
         assert (further.max() > 0) == (rounds > 1)
 
 
-def layer(by, slack, devices):
+def layer(by, slack, devices, *, keeps=True):
     """Lower one layer's experts, forward and backward, float32."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -89,7 +91,7 @@ def layer(by, slack, devices):
 
     def both(chosen, x, weights, w, d_out):
         plan = plan_rows(chosen, E, TILE, slack, by)
-        out, pullback = jax.vjp(lambda *a: of_rows(how, *a, plan), x, weights, w)
+        out, pullback = jax.vjp(lambda *a: expert_sums(how, *a, plan, keeps=keeps), x, weights, w)
         return out, pullback(d_out)
 
     arrays = choices(0.25), draw(n * N, D), draw(n * N, k), w, draw(n * N, D)
@@ -110,16 +112,18 @@ def test_what_a_layer_sends_by_rows(devices):
     }
 
 
-def test_what_a_layer_sends_by_tokens(devices):
-    """Tokens and weights out, sums home; their gradients the other way; and one plan."""
-    found = sent(layer("tokens", ENOUGH, devices))
-    others, plan = n - 1, N * k + E
-    numbers = N * (4 * D + 2 * k) + plan
-    assert found == {"permute": {"count": 7 * others, "bytes": others * numbers * 4}}
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_layer_sends_by_tokens(keeps, devices):
+    """Tokens and weights out, sums home; their gradients the other way; and one plan. A backward
+    that has not kept the tokens sends them again."""
+    found = sent(layer("tokens", ENOUGH, devices, keeps=keeps))
+    others, plan, again = n - 1, N * k + E, not keeps
+    numbers = N * ((4 + again) * D + 2 * k) + plan
+    assert found == {"permute": {"count": (7 + again) * others, "bytes": others * numbers * 4}}
 
 
 @pytest.mark.parametrize("by", ["rows", "tokens"])
 def test_no_round_asks_the_host(by, devices):
     text = layer(by, 0.3, devices).as_text()
-    assert "stablehlo.case" in text and "stablehlo.while" in text
+    assert "stablehlo.while" in text and "stablehlo.case" not in text
     assert "callback" not in text and "outfeed" not in text

@@ -1,6 +1,7 @@
 """Matrix products of experts: each expert multiplies its own rows. Start at `api.py`."""
 
 from jaxpar.kernels.grouped_matmul.api import (
+    Parts,
     glu_backward,
     glu_hidden,
     grouped_matmul,
@@ -24,6 +25,7 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
 
 __all__ = [
     "Float8Rows",
+    "Parts",
     "Tiles",
     "add_bias",
     "bias_gradient",

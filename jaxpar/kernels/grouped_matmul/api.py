@@ -22,6 +22,9 @@ hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")
 #: Biases of gate and up, float32 [E, F]: both, or neither.
 type Biases = tuple[jax.Array | None, jax.Array | None]
 
+#: Tokens as they arrive, [T, D] in equal parts, so that they need no copy into one array.
+type Parts = tuple[jax.Array, ...]
+
 
 def grouped_matmul(
     x: jax.Array | tuple[jax.Array, ...],
@@ -57,13 +60,13 @@ def grouped_outer(
     return by.grouped_outer(x, y, tiles, expert_dim=expert_dim, dtype=dtype)
 
 
-def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles) -> jax.Array:
+def rows_taken(x: Parts, token: jax.Array, tiles: Tiles) -> jax.Array:
     """Copy the token of each row.
 
-    Args:     x: [T, D]. token: int32 [R].
+    Args:     x: [T, D] in equal parts. token: int32 [R].
     Returns:  [R, D] in x's dtype.
     """
-    if _in_hopper_tiles(token, tiles) and moves_rows(x.shape[1], x.dtype):
+    if _in_hopper_tiles(token, tiles) and moves_rows(x[0].shape[1], x[0].dtype):
         return hopper.rows_taken(x, token, tiles)
     return reference.rows_taken(x, token)
 

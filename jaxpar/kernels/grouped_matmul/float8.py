@@ -18,6 +18,7 @@ import jax
 
 from jaxpar.kernels.float8 import BACKWARD, FORWARD, power_of_two_scale
 from jaxpar.kernels.grouped_matmul import reference
+from jaxpar.kernels.grouped_matmul.api import Parts
 from jaxpar.kernels.grouped_matmul.capability import (
     HOPPER_TILE,
     refusal_in_float8,
@@ -62,25 +63,25 @@ def scaled_matmul(
     return by.scaled_matmul(x.values, w, of_rows, tiles, expert_dim=expert_dim, dtype=dtype)
 
 
-def rows_taken_in_float8(x: jax.Array, token: jax.Array, tiles: Tiles) -> Float8Rows:
+def rows_taken_in_float8(x: Parts, token: jax.Array, tiles: Tiles) -> Float8Rows:
     """Copy the token of each row, in e4m3.
 
-    Args:     x: [T, D]. token: int32 [R].
+    Args:     x: [T, D] in equal parts. token: int32 [R].
     """
-    if _by_kernel(x, token, tiles):
+    if _by_kernel(x[0], token, tiles):
         q, top = hopper.rows_taken_in_float8(x, token, tiles, FORWARD, keep=False)
         return Float8Rows((q,), _inverse(top, FORWARD))
     return rounded((reference.rows_taken(x, token),), FORWARD)
 
 
 def gradients_taken_in_float8(
-    x: jax.Array, token: jax.Array, tiles: Tiles
+    x: Parts, token: jax.Array, tiles: Tiles
 ) -> tuple[Float8Rows, jax.Array]:
     """Copy the token of each row, in e5m2 and in x's dtype.
 
-    Args:     x: [T, D]. token: int32 [R].
+    Args:     x: [T, D] in equal parts. token: int32 [R].
     """
-    if _by_kernel(x, token, tiles):
+    if _by_kernel(x[0], token, tiles):
         q, top, rows = hopper.rows_taken_in_float8(x, token, tiles, BACKWARD, keep=True)
         return Float8Rows((q,), _inverse(top, BACKWARD)), rows
     rows = reference.rows_taken(x, token)

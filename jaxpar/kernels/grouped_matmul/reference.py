@@ -64,9 +64,10 @@ def _in_use(tiles: Tiles) -> jax.Array:
     return jnp.arange(len(tiles.expert), dtype=jnp.int32) < tiles.used[0]
 
 
-def rows_taken(x: jax.Array, token: jax.Array) -> jax.Array:
+def rows_taken(x: tuple[jax.Array, ...], token: jax.Array) -> jax.Array:
     """`api.rows_taken`."""
-    return x.at[token].get(mode="promise_in_bounds")
+    whole = x[0] if len(x) == 1 else jnp.concatenate(x)
+    return whole.at[token].get(mode="promise_in_bounds")
 
 
 def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:

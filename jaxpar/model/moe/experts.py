@@ -20,6 +20,7 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -29,6 +30,7 @@ from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
@@ -108,7 +110,7 @@ class SentTokens:
 class Mixed:
     """Sums over the experts of a device, on their way to the tokens' devices."""
 
-    partial: jax.Array
+    partial: Any
     """For `Dispatch.home`."""
     here: jax.Array | None
     """[B, T, D]: what this device added for the tokens that it routed."""
@@ -170,8 +172,8 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     to_experts, of_sums = x, weights
     if m.router_scales_input:  # a token has one expert, and so one weight
         to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)
-    sent, sent_weights = plan.out(_by_token(to_experts)), plan.pairs_out(_by_token(of_sums))
-    sent, sent_weights = (named(a, "moe_tokens") for a in (sent, sent_weights))
+    sent = jax.tree.map(lambda a: named(a, "moe_tokens"), plan.out(_by_token(to_experts)))
+    sent_weights = named_plan(plan.pairs_out(_by_token(of_sums)))
     return SentTokens(h.sequences, sent, sent_weights, routing.experts, of_sums, plan, x.shape)
 
 
@@ -196,7 +198,8 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
         matrices = {n: _led_by(a, -1 if n == "w_down" else -2) for n, a in matrices.items()}
     gate, up, down = (matrices.get(name) for name in ("w_gate", "w_up", "w_down"))
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
-    partial, here = of_sent(how, d.sent, d.sent_weights, of_experts, d.plan), None
+    keeps = "moe_tokens" in saved_names(ex.cfg.parallel.remat)
+    partial, here = of_sent(how, keeps, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
         once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
         here = _down_biases(d.experts, d.weights, w["b_down"].astype(m.dtype), once)
@@ -271,31 +274,24 @@ def _gate_of_shared(x: jax.Array, vector: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(number).astype(x.dtype)
 
 
-def of_rows(
-    how: Products, x: jax.Array, weights: jax.Array, w: ExpertWeights, plan: Dispatch
-) -> jax.Array:
-    """Compute the weighted sum of each token's experts, without the biases of their outputs.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def of_sent(
+    how: Products, keeps: bool, x: Any, weights: Any, w: ExpertWeights, plan: Dispatch
+) -> Any:
+    """Compute the weighted sum of each token's experts here, without the biases of their outputs.
 
-    Args:     x: [N, D]. weights: float32 [N, k].
-    Returns:  [N, D].
-    """
-    return plan.home(of_sent(how, plan.out(x), plan.pairs_out(weights), w, plan))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_sent(how: Products, x: Any, weights: Any, w: ExpertWeights, plan: Dispatch) -> jax.Array:
-    """Compute `of_rows` between `Dispatch.out` and `Dispatch.home`.
-
-    Args:     x: `Dispatch.out` of the tokens. weights: `Dispatch.pairs_out` of their weights.
+    Args:     keeps: whether the backward finds x saved: it sends x again otherwise. x:
+              `Dispatch.out` of the tokens, [N, D]. weights: `Dispatch.pairs_out` of their weights,
+              float32 [N, k].
     Returns:  for `Dispatch.home`.
     """
-    return _forward(how, x, weights, w, plan)[0]
+    return _forward(how, keeps, x, weights, w, plan)[0]
 
 
-def _forward(how, x, weights, w, plan):
+def _forward(how, keeps, x, weights, w, plan):
     gu = _gate_and_up(how, x, w, plan)
 
-    def of_round(plan: Dispatch) -> jax.Array:
+    def of_round(plan: Dispatch) -> Any:
         return _output(how, _gate_and_up(how, x, w, plan), weights, w, plan)
 
     out = plan.in_rounds(of_round, _output(how, gu, weights, w, plan))
@@ -321,45 +317,80 @@ def _output(how: Products, gu, weights, w, plan: Dispatch) -> jax.Array:
         return plan.added(y)
 
 
-def _backward(how, saved, d_out):
+def _backward(how, keeps, saved, d_out):
     x, weights, gu, w, plan = saved
     d_out = plan.gradient_out(d_out)
+    if not keeps:
+        x, d_out = plan.sent_again(x, d_out)
 
-    def of_round(plan: Dispatch):
-        return _gradients(how, x, weights, _gate_and_up(how, x, w, plan), w, plan, d_out)
+    def again(plan: Dispatch) -> RowGradients:
+        return _of_rows(how, weights, _gate_and_up(how, x, w, plan), w, plan, d_out)
 
-    first = _gradients(how, x, weights, gu, w, plan, d_out)
-    d_x, d_weights, d_w = plan.in_rounds(of_round, first)
+    def of_tokens(plan: Dispatch):
+        return _of_tokens(how, again(plan), w, plan)
+
+    def of_weights(plan: Dispatch):
+        return _of_weights(how, again(plan), x, w, plan)
+
+    # Each has its own further rounds, so that gradients of tokens travel while those of weights
+    # are computed.
+    first = _of_rows(how, weights, gu, w, plan, d_out)
+    d_x, d_weights = plan.in_rounds(of_tokens, _of_tokens(how, first, w, plan))
+    d_w = plan.in_rounds(of_weights, _of_weights(how, first, x, w, plan))
+    # Without this, XLA puts gradients of weights off until the end, and keeps what they are of.
+    d_weights, d_w = lax.optimization_barrier((d_weights, d_w))
     d_w = ExpertWeights(*how.gradients(w[:3], d_w[:3]), *d_w.biases)
     to_senders = map(plan.gradient_of_sent, (d_x, d_weights), (x, weights))
     return *to_senders, d_w, None
 
 
-def _gradients(how: Products, x, weights, gu, w, plan: Dispatch, d_out):
-    """Return the gradients of all tokens, of their weights and of the experts here."""
-    tiles, ed, down = plan.tiles, how.expert_dim, w.down
+class RowGradients(NamedTuple):
+    """What the gradients of tokens and of weights have in common: values of rows."""
+
+    d_y: jax.Array
+    """[R, D]: of each row's output."""
+    to_multiply: Any
+    """Of gate and up, or of up alone, to multiply."""
+    d_inner: Sequence[jax.Array]
+    """The same in the compute dtype, [R, F]."""
+    hidden: jax.Array
+    """[R, F]: the hidden values again, times the row's weight."""
+    d_scale: jax.Array
+    """float32 [R]: of the row's weight."""
+
+
+def _of_rows(how: Products, weights, gu, w, plan: Dispatch, d_out) -> RowGradients:
+    """Return the gradients of rows, except those of their tokens."""
     (to_multiply, d_y), scale = how.gradient_rows(plan, d_out), plan.by_row(weights)
     with jax.named_scope("down"):
-        d_hidden = how.times(to_multiply, (down,), tiles, transpose=ed == 0)
+        transpose = how.expert_dim == 0
+        d_hidden = how.times(to_multiply, (w.down,), plan.tiles, transpose=transpose)
     with jax.named_scope("activation"):
-        to_multiply, made = how.hidden_backward(gu, d_hidden, scale, tiles, w.biases)
-        hidden, *d_gu, d_scale = made
+        to_multiply, made = how.hidden_backward(gu, d_hidden, scale, plan.tiles, w.biases)
+        hidden, *d_inner, d_scale = made
+    return RowGradients(d_y, to_multiply, d_inner, hidden, d_scale)
+
+
+def _of_tokens(how: Products, d: RowGradients, w, plan: Dispatch) -> tuple[Any, jax.Array]:
+    """Return the gradients of all tokens and of their weights, for `Dispatch.gradient_of_sent`."""
     with jax.named_scope("gate_up"):
-        d_xs = how.times(to_multiply, w.into, tiles, transpose=True)
+        d_xs = how.times(d.to_multiply, w.into, plan.tiles, transpose=True)
     with jax.named_scope("combine"):
-        d_x = plan.added(d_xs)
-        d_weights = plan.by_pair(d_scale)
-    with jax.named_scope("weight_gradients"):
-        xs = plan.permuted(x)
-        d_into = [how.outer(xs, d, a, tiles) for d, a in zip(d_gu, w.into, strict=True)]
-        rows, columns = (hidden, d_y) if ed == 0 else (d_y, hidden)
-        d_down = how.outer(rows, columns, down, tiles)
-        d_biases = (
-            None if bias is None else kernels.bias_gradient(d, tiles)
-            for bias, d in zip(w.biases, (d_gu[0], d_gu[-1]), strict=True)
-        )
+        return plan.added(d_xs), plan.by_pair(d.d_scale)
+
+
+@jax.named_scope("weight_gradients")
+def _of_weights(how: Products, d: RowGradients, x, w, plan: Dispatch) -> ExpertWeights:
+    """Return the gradients of the experts here."""
+    tiles, xs = plan.tiles, plan.permuted(x)
+    d_into = [how.outer(xs, d_a, a, tiles) for d_a, a in zip(d.d_inner, w.into, strict=True)]
+    pair = (d.hidden, d.d_y) if how.expert_dim == 0 else (d.d_y, d.hidden)
+    d_biases = (
+        None if bias is None else kernels.bias_gradient(d_a, tiles)
+        for bias, d_a in zip(w.biases, (d.d_inner[0], d.d_inner[-1]), strict=True)
+    )
     d_gate = None if w.gate is None else d_into[0]
-    return d_x, d_weights, ExpertWeights(d_gate, d_into[-1], d_down, *d_biases)
+    return ExpertWeights(d_gate, d_into[-1], how.outer(*pair, w.down, tiles), *d_biases)
 
 
 of_sent.defvjp(_forward, _backward)

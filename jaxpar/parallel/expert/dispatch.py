@@ -40,8 +40,16 @@ class Dispatch(Protocol):
         """Send values of tokens, [N, D], to the devices of their experts. The transpose: `added`
         and then `home`."""
 
+    def sent_again(self, sent: Any, after: Any) -> tuple[Any, Any]:
+        """Send what `out` sent once more, for a backward that has not saved it.
+
+        Args:     after: a tree of arrays that is sent before, since the backward needs it first.
+        Returns:  (what `out` returned, after).
+        """
+
     def pairs_out(self, values: jax.Array) -> Any:
-        """Send values of pairs of token and expert, [N, k]. Transpose: `by_pair` and `home`."""
+        """Send values of pairs of token and expert, [N, k]. The transpose:
+        `by_pair`, then `gradient_of_sent`."""
 
     def permuted(self, sent: Any, take: Callable = kernels.rows_taken) -> Any:
         """Return the token of each row, [R, D], of what `out` sent. Padding has some token.
@@ -52,19 +60,20 @@ class Dispatch(Protocol):
     def by_row(self, sent: Any) -> jax.Array:
         """Return the value of each row, [R], of what `pairs_out` sent. Padding has 0."""
 
-    def added(self, y: jax.Array) -> jax.Array:
+    def added(self, y: jax.Array) -> Any:
         """Add up the rows of each token, [R, D], in float32 and in a fixed order, for `home`."""
 
     def by_pair(self, values: jax.Array) -> jax.Array:
-        """Return values of rows, [R], by pair, for `home`. 0 for pairs without a row."""
+        """Return values of rows, [R], by pair, for `gradient_of_sent`. 0 for pairs without a
+        row."""
 
-    def home(self, partial: jax.Array) -> jax.Array:
-        """Return the sum for each token, [N, D], or each pair, [N, k], at the token's device."""
+    def home(self, partial: Any) -> jax.Array:
+        """Return the sum for each token, [N, D], at the token's device."""
 
-    def gradient_out(self, d_partial: jax.Array) -> Any:
+    def gradient_out(self, d_partial: Any) -> Any:
         """Return the gradient of what `home` brought, as if `out` had sent it."""
 
-    def gradient_of_sent(self, summed: jax.Array, sent: Any) -> Any:
+    def gradient_of_sent(self, summed: Any, sent: Any) -> Any:
         """Return the gradient of `sent`, which `out` or `pairs_out` returned.
 
         Args:     summed: the gradient of each token or pair, from `added` or `by_pair`.

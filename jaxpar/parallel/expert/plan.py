@@ -50,17 +50,26 @@ class RowPlan:
     """Whether every pair has its row here."""
     axes: Axes = flax.struct.field(pytree_node=False, default=(EXPERT,))
     """Of the devices that exchange tokens."""
+    parts: int = flax.struct.field(pytree_node=False, default=1)
+    """Arrays of `Parts`."""
 
-    def out(self, x: jax.Array) -> jax.Array:
-        """`Dispatch.out`. Communication: `tokens.tokens_of_all`."""
-        return tokens.tokens_of_all(x, self.axes)
+    def out(self, x: jax.Array) -> kernels.Parts:
+        """`Dispatch.out`. Communication: `tokens.parts_of_all`."""
+        return tokens.parts_of_all(x, self.axes)
+
+    def sent_again(self, sent: kernels.Parts, after: Any) -> tuple[kernels.Parts, Any]:
+        """`Dispatch.sent_again`. Communication: `tokens.parts_of_all`, unless one array has all."""
+        if self.parts == 1:
+            return sent, after
+        own, after = lax.optimization_barrier((sent[0], after))
+        return tokens.parts_of_all(own, self.axes), after
 
     def pairs_out(self, values: jax.Array) -> jax.Array:
         """`Dispatch.pairs_out`. Communication: `tokens.tokens_of_all`."""
         return tokens.tokens_of_all(values, self.axes)
 
     @jax.named_scope("permute")
-    def permuted(self, sent: jax.Array, take: Callable = kernels.rows_taken) -> Any:
+    def permuted(self, sent: kernels.Parts, take: Callable = kernels.rows_taken) -> Any:
         """`Dispatch.permuted`. Padding has the first token."""
         return take(sent, self.token, self.tiles)
 
@@ -68,9 +77,9 @@ class RowPlan:
         """`Dispatch.by_row`."""
         return _scattered(len(self.token), self.rows, sent, self.has_all)
 
-    def added(self, y: jax.Array) -> jax.Array:
-        """`Dispatch.added`: for the tokens of all devices, [n N, D]."""
-        return kernels.rows_added(y, self.rows)
+    def added(self, y: jax.Array) -> kernels.Parts:
+        """`Dispatch.added`: for the tokens of all devices, in parts that are sent as they are."""
+        return tuple(kernels.rows_added(y, rows) for rows in jnp.split(self.rows, self.parts))
 
     def by_pair(self, values: jax.Array) -> jax.Array:
         """`Dispatch.by_pair`: for the tokens of all devices, [n N, k]."""
@@ -79,15 +88,15 @@ class RowPlan:
         found = values.at[jnp.maximum(self.rows, 0)].get(mode="promise_in_bounds")
         return jnp.where(self.rows >= 0, found, 0)
 
-    def home(self, partial: jax.Array) -> jax.Array:
+    def home(self, partial: kernels.Parts) -> jax.Array:
         """`Dispatch.home`. Communication: `tokens.sent_home`."""
         return tokens.sent_home(partial, self.axes)
 
-    def gradient_out(self, d_partial: jax.Array) -> jax.Array:
+    def gradient_out(self, d_partial: kernels.Parts) -> kernels.Parts:
         """`Dispatch.gradient_out`: the transpose of `home` has gathered it."""
         return d_partial
 
-    def gradient_of_sent(self, summed: jax.Array, _: jax.Array) -> jax.Array:
+    def gradient_of_sent(self, summed: Any, _: Any) -> Any:
         """`Dispatch.gradient_of_sent`: the transpose of `out` sends it home."""
         return summed
 
@@ -170,7 +179,8 @@ def of_places(places: Places, r: Any, R: int, tile: int, axes: Axes) -> RowPlan:
     expert = jnp.sum(first_rows[:, None] >= starts[1:], axis=1, dtype=i32)
     tiles = kernels.Tiles(jnp.minimum(expert, len(starts) - 2), starts, starts[-1:] // tile)
     token = _scattered(R, rows, token, False)
-    return RowPlan(tiles, token, rows, has_all=False, axes=axes)
+    parts = tokens.num_parts(axes)
+    return RowPlan(tiles, token, rows, has_all=False, axes=axes, parts=parts)
 
 
 def _places(

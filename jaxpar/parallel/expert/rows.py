@@ -94,6 +94,10 @@ class Exchange:
         k = self.slots.shape[1]
         return SentRows(x, self._exchanged(lax.stop_gradient(x), k), k)
 
+    def sent_again(self, sent: SentRows, after: Any) -> tuple[SentRows, Any]:
+        """`Dispatch.sent_again`: recomputed as other values that are not saved."""
+        return sent, after
+
     def pairs_out(self, values: jax.Array) -> SentRows:
         """`Dispatch.pairs_out`. Communication: an all-to-all of [n C] over `axes`."""
         flat = values.reshape(-1)
@@ -102,7 +106,7 @@ class Exchange:
     @jax.named_scope("permute")
     def permuted(self, sent: SentRows, take: Callable = kernels.rows_taken) -> Any:
         """`Dispatch.permuted`. Communication: in further rounds, as `out`."""
-        return take(self._there(sent), jnp.maximum(self.source, 0), self.tiles)
+        return take((self._there(sent),), jnp.maximum(self.source, 0), self.tiles)
 
     def by_row(self, sent: SentRows) -> jax.Array:
         """`Dispatch.by_row`. Communication: in further rounds, as `pairs_out`."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8
@@ -77,6 +78,8 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     up in squares. On an H100, with D 2048 and F 768, it was 2e-3 to 6e-3.
     """
     m, E = cfg.model, min(cfg.model.num_experts, EXPERTS)
+    # As they arrive on an expert axis, where parts are equal.
+    parts = math.gcd(expert_ways(cfg.parallel), TOKENS) if cfg.parallel.pipeline == 1 else 1
     draw = jax.jit(functools.partial(_inputs, cfg, E), compiler_options=_QUICKLY)
     key = jax.device_put(jax.random.key(cfg.train.seed), jax.local_devices()[0])
     (x, weights, (w, b), d_out), experts_of = draw(key)
@@ -85,7 +88,8 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
         how = experts.products_of(m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
         names = (NAMES if m.mlp_gate else WITHOUT_GATE) + (OF_BIASES if m.expert_bias else ())
-        return dict(zip(names, _run(how, E, x_w_d, (weights, b), experts_of), strict=True))
+        found = _run(how, E, parts, x_w_d, (weights, b), experts_of)
+        return dict(zip(names, found, strict=True))
 
     in_float32 = lambda a: a.astype(m.dtype).astype(jnp.float32)  # noqa: E731
     exact = run(dataclasses.replace(m, matmul_dtype="compute"), 0, in_float32)
@@ -123,15 +127,16 @@ def _inputs(cfg: Config, E: int, key: jax.Array):
     return arrays, chosen
 
 
-def _run(how: experts.Products, E: int, arrays, wide, chosen) -> list[jax.Array]:
-    program = jax.jit(functools.partial(_every_array, how, E), compiler_options=_QUICKLY)
+def _run(how: experts.Products, E: int, parts: int, arrays, wide, chosen) -> list[jax.Array]:
+    every = functools.partial(_every_array, how, E, parts)
+    program = jax.jit(every, compiler_options=_QUICKLY)
     return jax.tree.leaves(FirstRunAlone(program)(arrays, wide, chosen))
 
 
-def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
+def _every_array(how: experts.Products, E: int, parts: int, arrays, wide, chosen):
     (x, w, d_out), (weights, biases) = arrays, wide
     tile = kernels.tile_rows(w[0].shape[1], w[0].shape[2], x.dtype)
-    plan = experts.plan_rows(chosen, E, tile)
+    plan = dataclasses.replace(experts.plan_rows(chosen, E, tile), parts=parts)
 
     def layer(x, weights, w, biases):
         if how.expert_dim == 1:
@@ -139,7 +144,8 @@ def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
             w = [jnp.moveaxis(a, dim, 0) for a, dim in zip(w, dims, strict=True)]
         gate = (None,) * (3 - len(w))
         of_experts = experts.ExpertWeights(*gate, *how.matrices(tuple(w)), *biases)
-        return experts.of_rows(how, x, weights, of_experts, plan)
+        sent = tuple(jnp.split(x, parts))
+        return jnp.concatenate(experts.of_sent(how, True, sent, weights, of_experts, plan))
 
     with jax.default_matmul_precision("highest"):  # float32, not TF32
         out, pullback = jax.vjp(layer, x, weights, w, biases)

@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxpar.kernels.float8.quantize import SMALLEST
 from jaxpar.kernels.grouped_matmul.hopper.each_row import COMPUTING, COPYING, each_row, sigmoid
+from jaxpar.kernels.grouped_matmul.hopper.rows import of_part
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 #: Bits of a float32's mantissa, and the bias of its exponent.
@@ -22,22 +23,33 @@ f32, i32 = jnp.float32, jnp.int32
 
 
 def rows_taken_in_float8(
-    x: jax.Array, token: jax.Array, tiles: Tiles, dtype, *, keep: bool, ctas: int = COPYING
+    x: tuple[jax.Array, ...],
+    token: jax.Array,
+    tiles: Tiles,
+    dtype,
+    *,
+    keep: bool,
+    ctas: int = COPYING,
 ) -> tuple[jax.Array, ...]:
     """Copy the token of each row, in 8 bits, and with `keep` also in x's dtype.
 
+    Args:     x: [T, D] in equal parts.
     Returns:  (8 bits [R, D], largest magnitudes float32 [R]), and with `keep` [R, D].
     """
-    R, D = len(token), x.shape[1]
+    R, (_, D) = len(token), x[0].shape
 
-    def row(r, x, token, q, top, *kept):
-        values = x[token[r]]
-        for out in kept:
-            out[r] = values
-        q[r], top[r] = _rounded(dtype, values.astype(f32))
+    def row(r, *refs):
+        x, (token, q, top, *kept) = refs[:parts], refs[parts:]
 
-    kept = [jax.ShapeDtypeStruct((R, D), x.dtype)] * keep
-    return each_row(row, tiles, ctas, _in_8_bits(R, D, dtype) + kept, x, token)
+        def copy(values):
+            for out in kept:
+                out[r] = values
+            q[r], top[r] = _rounded(dtype, values.astype(f32))
+
+        of_part(x, token[r], copy)
+
+    parts, kept = len(x), [jax.ShapeDtypeStruct((R, D), x[0].dtype)] * keep
+    return each_row(row, tiles, ctas, _in_8_bits(R, D, dtype) + kept, *x, token)
 
 
 def swiglu_in_float8(

@@ -1,8 +1,11 @@
 """Rows from tokens, and tokens from rows: a warpgroup for each, which moves only what exists."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -16,27 +19,46 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles
 CTAS, WARPGROUPS = 4 * MULTIPROCESSORS, 4
 
 
-def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles, ctas: int = CTAS) -> jax.Array:
+def rows_taken(
+    x: tuple[jax.Array, ...], token: jax.Array, tiles: Tiles, ctas: int = CTAS
+) -> jax.Array:
     """`api.rows_taken` for widths of multiples of 128, and tiles of 128."""
     out = plgpu.kernel(
-        functools.partial(_take, x.shape[1], len(token) // len(tiles.expert), ctas),
-        out_type=jax.ShapeDtypeStruct((len(token), x.shape[1]), x.dtype),
+        functools.partial(_take, len(token) // len(tiles.expert), ctas),
+        out_type=jax.ShapeDtypeStruct((len(token), x[0].shape[1]), x[0].dtype),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         compiler_params=compiler(),
-    )(x, token, tiles.used)
-    return varying_as(varying_as(out, x), token)
+    )(*x, token, tiles.used)
+    return functools.reduce(varying_as, (*x, token), out)
 
 
-def _take(D: int, tile: int, ctas: int, x, token, used, out):
+def of_part(x: Sequence[Any], t: Any, use: Callable[[Any], None]) -> None:
+    """Call use(row t of the parts x): of whichever part has it. In a kernel."""
+    if len(x) == 1:
+        use(x[0][t])
+        return
+    size = x[0].shape[0]
+    for n, part in enumerate(x):
+        first = n * size
+        here = (t >= first) & (t < first + size)
+        pl.when(here)(lambda part=part, first=first: use(part[t - first]))
+
+
+def _take(tile: int, ctas: int, *refs):
+    *x, token, used, out = refs
     step = ctas * WARPGROUPS
     me = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("warpgroup")
 
     def row(i, _):
         r = me + i * step
-        out[r] = x[token[r]]
+
+        def copy(values):
+            out[r] = values
+
+        of_part(x, token[r], copy)
 
     lax.fori_loop(0, div(used[0] * tile - me + (step - 1), step), row, None)
 
