@@ -34,9 +34,10 @@ With `model.matmul_dtype` float8 and one scale per tensor, the rounded input of 
 name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded form, which takes
 half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 
-Every policy also saves the scale of each row of a norm, 4 bytes, and which experts a token has:
-24 k bytes of integers (k = `model.experts_per_token`), on an expert axis of n devices 8 n k with
-dispatch by tokens and 29 k by rows. With experts, gate_up takes 4 k F.
+Every policy also saves the scale of each row of a norm, 4 bytes, and which experts a token has,
+with the router's weights as they arrive: with k = `model.experts_per_token`, 16 k bytes, on an
+expert axis of n devices 4 (1 + s + 3 n) k with dispatch by tokens and 4 (5 + 4 s) k by rows, for
+s = `parallel.expert_slack`, without padding. With experts, gate_up takes 4 k F.
 """
 
 import dataclasses
@@ -65,8 +66,9 @@ def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
     return checkpoint_name(x, name)
 
 
-#: Remat name of the integers that say which tokens each expert has. Every policy saves them: they
-#: are small, and a choice that is recomputed could differ in its last bit.
+#: Remat name of the integers that say which tokens each expert has, and of the router's weights as
+#: they arrive. Every policy saves them: they are small, and a choice that is recomputed could
+#: differ in its last bit.
 PLAN = "moe_plan"
 
 

@@ -195,9 +195,9 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
 
 
 def experts_caveats(cluster: Cluster, chosen: Sequence[Layout]) -> Iterator[str]:
-    """Yield what the predictions of experts rely on. Compared were data 2 and expert 2."""
-    if cluster.num_gpus > 2:
-        yield "experts were measured on two GPUs only"
+    """Yield what predictions of experts rely on. Compared were data 2, expert 2 and expert 4."""
+    if cluster.num_gpus > 4:
+        yield "experts were compared on two and four GPUs only"
     fields = (layout.cfg.parallel for layout in chosen)
     if any(p.pipeline * p.tensor * p.sequence * p.replica > 1 for p in fields):
         yield "with experts, only the axes data and expert were measured"

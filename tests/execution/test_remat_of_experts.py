@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 
 @functools.cache
-def gradients(mesh_item: str, more: str) -> tuple[float, float, str]:
-    """Loss and gradient norm of a step that saves `gate_up` and more, and its compiled program."""
-    cfg = replace(BASE, **{"parallel.remat": f"gate_up{more}"})
+def gradients(mesh_item: str, names: str) -> tuple[float, float, str]:
+    """Loss and gradient norm of a step that saves these names, and its compiled program."""
+    cfg = replace(BASE, **{"parallel.remat": names})
     parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
     n = math.prod(axis_sizes(parallel))
     cfg = resolve(replace(cfg, parallel=parallel), n)
@@ -45,16 +45,16 @@ def collectives(text: str, kind: str) -> int:
 
 SCAN = "expert=2,data=2,layer_loop=scan"
 
-#: Mesh, name, collective, and how many of it are not needed again. Tokens travel with the router's
-#: weights; gate, up and down are gathered.
+#: Mesh, name, collective, and how many of it are not needed again. The router's weights are always
+#: saved; gate, up and down are gathered.
 SCANNED = [
-    (SCAN, "moe_tokens", "collective-permute", 2),
+    (SCAN, "moe_tokens", "collective-permute", 1),
     (SCAN, "moe_weights", "all-gather", 3),
 ]
 UNROLLED = [
-    ("expert=2,layer_loop=unroll", "moe_tokens", "collective-permute", 2 * 2),
+    ("expert=2,layer_loop=unroll", "moe_tokens", "collective-permute", 2 * 1),
     ("data=2,layer_loop=unroll", "moe_weights", "all-gather", 2 * 3),
-    ("expert=2,expert_dispatch=rows,layer_loop=unroll", "moe_tokens", "all-to-all", 2 * 2),
+    ("expert=2,expert_dispatch=rows,layer_loop=unroll", "moe_tokens", "all-to-all", 2 * 1),
 ]
 
 
@@ -62,8 +62,8 @@ UNROLLED = [
     ("mesh", "name", "kind", "fewer"), slow_but(SCANNED[:1], [*SCANNED, *UNROLLED])
 )
 def test_what_is_saved_does_not_travel_again(mesh, name, kind, fewer, devices):
-    loss, norm, text = gradients(mesh, "")
-    saved_loss, saved_norm, with_less = gradients(mesh, f",{name}")
+    loss, norm, text = gradients(mesh, "gate_up")
+    saved_loss, saved_norm, with_less = gradients(mesh, f"gate_up,{name}")
     assert collectives(text, kind) - collectives(with_less, kind) == fewer
     assert (loss, norm) == (saved_loss, saved_norm)
 
@@ -83,15 +83,32 @@ def test_the_planner_counts_them(dispatch):
     received = 2 * tokens
     if dispatch == "rows":
         received = 2 * rows.capacity(tokens, k, here, 2, BASE.parallel.expert_slack)
-    of_tokens = received * (2 * m.d_model + 4 * k) / tokens
+    of_tokens = received * 2 * m.d_model / tokens
     assert of("gate_up,moe_tokens") - of("gate_up") == pytest.approx(of_tokens)
     of_weights = 6 * m.d_model * m.d_ff * here / tokens
     assert of("gate_up,moe_weights") - of("gate_up") == pytest.approx(of_weights)
 
 
-def test_the_planner_sends_tokens_once_less():
-    cfg = replace(BASE, **{"parallel.remat": "gate_up,moe_tokens"})
-    assert (experts.messages(BASE), experts.messages(cfg)) == (5, 4)
+#: Names of a policy, and how often a layer sends tokens, or sums of theirs.
+SENDS = [("gate_up,moe_tokens", 4), ("gate_up", 5), ("attn_out", 5)]
+
+
+@pytest.mark.parametrize(("names", "count"), SENDS)
+def test_the_planner_counts_sends(names, count):
+    apart = {"parallel.expert": 2, "parallel.data": 1, "parallel.remat": names}
+    cfg = replace(BASE, **apart)
+    assert experts.messages(cfg) == count
+    by_rows = replace(cfg, **{"parallel.expert_dispatch": "rows"})
+    stages = replace(cfg, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2})
+    assert experts.messages(by_rows) == experts.messages(stages) == count
+
+
+@pytest.mark.parametrize(("names", "count"), slow_but([], SENDS))
+def test_the_program_sends_as_the_planner_counts(names, count, devices):
+    _, _, text = gradients("expert=2,layer_loop=unroll", names)
+    tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
+    of_tokens = rf"= \(?f32\[{tokens},{BASE.model.d_model}\][^=]* collective-permute(?:-start)?\("
+    assert len(re.findall(of_tokens, text)) == BASE.model.num_layers * count
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,8 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
         matrices = {n: _led_by(a, -1 if n == "w_down" else -2) for n, a in matrices.items()}
     gate, up, down = (matrices.get(name) for name in ("w_gate", "w_up", "w_down"))
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
-    keeps = "moe_tokens" in saved_names(ex.cfg.parallel.remat)
+    saved = saved_names(ex.cfg.parallel.remat)
+    keeps = "moe_tokens" in saved or "gate_up" not in saved
     partial, here = of_sent(how, keeps, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
         once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
@@ -280,9 +281,9 @@ def of_sent(
 ) -> Any:
     """Compute the weighted sum of each token's experts here, without the biases of their outputs.
 
-    Args:     keeps: whether the backward finds x saved: it sends x again otherwise. x:
-              `Dispatch.out` of the tokens, [N, D]. weights: `Dispatch.pairs_out` of their weights,
-              float32 [N, k].
+    Args:     keeps: whether the backward finds x, since a policy saves it, or recomputes it for
+              gate and up. Otherwise it sends x again. x: `Dispatch.out` of the tokens, [N, D].
+              weights: `Dispatch.pairs_out` of their weights, float32 [N, k].
     Returns:  for `Dispatch.home`.
     """
     return _forward(how, keeps, x, weights, w, plan)[0]

@@ -83,9 +83,12 @@ def span_with_gaps(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[i
     return ranks, here
 
 
-def ring_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
-    """Return the bytes/s that a rank sends in an all-gather, reduce-scatter or all-reduce."""
-    link = cluster.gpu.nvlink.value * rates.nccl_share(ranks)
+def ring_bandwidth(ranks: int, here: int, cluster: Cluster, share: float = 0.0) -> float:
+    """Return the bytes/s that a rank sends in an all-gather, reduce-scatter or all-reduce.
+
+    Args:     share: of NVLink's bandwidth; 0: `rates.nccl_share`.
+    """
+    link = cluster.gpu.nvlink.value * (share or rates.nccl_share(ranks))
     if here == ranks:
         return link
     through = here * cluster.network.bandwidth.value
@@ -113,14 +116,14 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     found = [_of_matrices(cfg, shard, cluster, FSDP_AXES, others, 2 * shard.table)]
     if apart:
         found.append(_of_matrices(cfg, shard, cluster, EXPERT_FSDP_AXES, apart, 0))
-    sent, seconds, nccl = (sum(values) for values in zip(*found, strict=True))
-    return Traffic("data", sent, seconds, nccl, rates.EXPOSED["data"]) if sent else None
+    sent, seconds, nccl, exposed = (sum(values) for values in zip(*found, strict=True))
+    return Traffic("data", sent, seconds, nccl, exposed / seconds) if sent else None
 
 
 def _of_matrices(
     cfg: Config, shard: Shard, cluster: Cluster, axes: tuple[str, ...], layers: int, tables: int
-) -> tuple[float, float, float]:
-    """Return bytes, seconds, and the part in NCCL's kernels, of matrices that FSDP shards.
+) -> tuple[float, float, float, float]:
+    """Return bytes, seconds, and the parts in NCCL's kernels and exposed, of FSDP's matrices.
 
     Args:     axes: that shard them. layers, tables: parameters of the device's layers, of embedding
               and head.
@@ -129,7 +132,7 @@ def _of_matrices(
     spans = span_with_gaps if axes == EXPERT_FSDP_AXES else span
     ranks, here = spans(cfg, axes, cluster.per_host)
     if ranks == 1:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     part = (ranks - 1) / ranks
     times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
     if p.zero == 3:
@@ -143,13 +146,17 @@ def _of_matrices(
     else:
         scattered = times * shard.width * (layers + tables)
     scattered *= shard.trainable
-    nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
+    once = p.zero < 3 and p.pipeline == 1
+    share = rates.GATHERED_ONCE if once else 0.0
+    gathers = nccl = part * gathered / ring_bandwidth(ranks, here, cluster, share)
     if p.grad_reduce == "bfloat16":
         nccl += part * scattered / ring_bandwidth(ranks, here, cluster)
         copies = 0.0
     else:
         copies = part * scattered / direct_bandwidth(ranks, here, cluster)
-    return part * (gathered + scattered), nccl + copies, nccl
+    seconds, exposed = nccl + copies, rates.EXPOSED["data"]
+    exposed = exposed * seconds + once * (rates.EXPOSED["gathered once"] - exposed) * gathers
+    return part * (gathered + scattered), seconds, nccl, exposed
 
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

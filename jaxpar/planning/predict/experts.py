@@ -15,6 +15,7 @@ from jaxpar.config.layout.expert_placement import expert_parts, expert_ways, tok
 from jaxpar.config.layout.layer_kinds import kinds_with_experts
 from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import on_gpus, rows_per_device
+from jaxpar.execution.xla_flag_table import with_experts_apart
 from jaxpar.kernels.grouped_matmul import max_rows
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, HOPPER_WARPGROUP
 from jaxpar.parallel.expert import plan, rows
@@ -26,7 +27,23 @@ from jaxpar.planning.predict.shard import Shard
 def messages(cfg: Config) -> int:
     """Return the messages of an expert axis in a layer: out and home in the forward; the same in
     the backward, which also sends the tokens out again unless they are saved."""
-    return 4 if "moe_tokens" in saved_names(cfg.parallel.remat) else 5
+    return 4 + len(_again(cfg))
+
+
+def _again(cfg: Config) -> tuple[str, ...]:
+    """Return what first needs the tokens that the backward sends again: () if they are saved.
+
+    Gradients of weights need them late, gate and up that are recomputed early.
+    """
+    names = saved_names(cfg.parallel.remat)
+    if "moe_tokens" in names:
+        return ()
+    return ("weights",) if "gate_up" in names else ("gate_up",)
+
+
+def _in_parts(cfg: Config) -> bool:
+    """Return whether permutes bring the tokens of each device as an array of its own."""
+    return on_gpus(cfg).expert_dispatch == "tokens" and cfg.parallel.pipeline == 1
 
 
 # ------------------------------------------------------------------------------- rows and memory
@@ -39,7 +56,7 @@ class Dispatched:
     buffer     R.
     most       rows that would arrive if all tokens chose this device's experts; beyond R, they need
                further rounds.
-    ints       integers of the plan.
+    of_plan    values of 4 bytes of the plan: integers, and the router's weights that arrive.
     sent       values [D] of a message that leave the device.
     received   values [D] that it has after a message, its own included.
     copied     values [D] read and written for the messages of a layer.
@@ -48,7 +65,7 @@ class Dispatched:
 
     buffer: int
     most: int
-    ints: int
+    of_plan: int
     sent: int = 0
     received: int = 0
     copied: int = 0
@@ -62,18 +79,20 @@ def dispatched(cfg: Config) -> Dispatched:
     here = m.num_experts // n
     if n == 1:
         R = max_rows(pairs, m.num_experts, HOPPER_TILE)
-        return Dispatched(R, R, R + 2 * pairs, added=2 * (pairs + N))
+        return Dispatched(R, R, R + 3 * pairs, added=2 * (pairs + N))
     if on_gpus(cfg).expert_dispatch == "rows":
         C = rows.capacity(N, k, here, n, p.expert_slack)
         R, most = (max_rows(n * size, here, HOPPER_TILE) for size in (C, N * min(k, here)))
-        ints = R + 2 * n * C + 4 * pairs
+        of_plan = R + 3 * n * C + 5 * pairs
         copied = 2 * messages(cfg) * n * C  # into order, before or after each all-to-all
-        return Dispatched(R, most, ints, (n - 1) * C, n * C, copied, 2 * (pairs + N))
+        return Dispatched(R, most, of_plan, (n - 1) * C, n * C, copied, 2 * (pairs + N))
     R = plan.buffer_rows(pairs, m.num_experts, n, HOPPER_TILE, p.expert_slack)
     most = max_rows(n * pairs, here, HOPPER_TILE)
-    ints = R + pairs + n * pairs * (2 if most > R else 1)
-    copied = (3 * 2 * n + 2 * (n + 1)) * N  # gathered into one array, and the sums of n devices
-    return Dispatched(R, most, ints, (n - 1) * N, n * N, copied, 2 * (pairs + n * N))
+    of_plan = R + pairs + n * pairs * (3 if most > R else 2)
+    copied = 2 * (n + 1) * N  # the sums of n devices
+    if not _in_parts(cfg):
+        copied += 3 * 2 * n * N  # gathered into one array
+    return Dispatched(R, most, of_plan, (n - 1) * N, n * N, copied, 2 * (pairs + n * N))
 
 
 def tokens_of(cfg: Config) -> int:
@@ -124,15 +143,16 @@ def rows_in_use(cfg: Config, shard: Shard) -> float:
 
 
 def plan_bytes(cfg: Config) -> float:
-    """Return the bytes per token of the plan, which every policy saves: int32."""
-    return 4 * dispatched(cfg).ints / _attended(cfg) if cfg.model.num_experts else 0.0
+    """Return the bytes per token of the plan, which every policy saves: int32, and the router's
+    weights as they arrive, float32."""
+    return 4 * dispatched(cfg).of_plan / _attended(cfg) if cfg.model.num_experts else 0.0
 
 
 def saved_bytes(cfg: Config, remat: str) -> float:
     """Return the bytes per token that a policy saves of a layer by the names `EXPERT_NAMES`.
 
-    Tokens come with the router's weights, float32. Without an expert axis, they are the norm's
-    output, of which the backward then needs no other copy.
+    Without an expert axis, tokens are the norm's output, of which the backward then needs no other
+    copy.
     """
     m, p, names = cfg.model, cfg.parallel, saved_names(remat)
     if not m.num_experts:
@@ -140,7 +160,7 @@ def saved_bytes(cfg: Config, remat: str) -> float:
     width, total = jnp.dtype(m.dtype).itemsize, 0.0
     if "moe_tokens" in names:
         received = dispatched(cfg).received or tokens_of(cfg)
-        total += received * (width * m.d_model + 4 * m.experts_per_token)
+        total += received * width * m.d_model
     if "moe_weights" in names:
         byte = 1 if m.matmul_dtype == "float8" else width
         total += _matrices(cfg) * byte * m.d_model * _width(cfg) * m.num_experts / expert_ways(p)
@@ -233,21 +253,23 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
 def sent_bytes(cfg: Config, shard: Shard) -> float:
     """Return the bytes that a device sends over the expert axis in a layer and microbatch.
 
-    Besides tokens or rows, the router's weights and their gradients: three times 4 bytes for each
-    pair of token and expert.
+    Besides tokens, the plan's integers, the router's weights, and the gradients of these: three
+    times 4 bytes for each pair of token and expert. Besides rows, a weight and its gradient.
     """
     m = cfg.model
     if expert_ways(cfg.parallel) == 1 or not m.num_experts:
         return 0.0
-    small = 3 * 4 * m.experts_per_token
+    by_rows = on_gpus(cfg).expert_dispatch == "rows"
+    small = 4 * (2 if by_rows else 3 * m.experts_per_token)
     return dispatched(cfg).sent * (messages(cfg) * shard.width * m.d_model + small)
 
 
 def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
     """Return the share of an expert axis's messages that nothing hides.
 
-    The forward's tokens travel during the router and the plan; the tokens gathered again, during
-    the products of the backward before the weights' gradients; the gradients home, during those.
+    The forward's tokens travel during the router and the plan, as do those for gate and up that are
+    recomputed; the tokens for the weights' gradients, once the output's gradients have arrived,
+    during the products before these; the tokens' gradients home, during the weights' gradients.
     Nothing hides the sums home, nor the output's gradients.
 
     Args:     seconds: of a layer's messages.
@@ -255,14 +277,18 @@ def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
     one = seconds / messages(cfg)
     products = product_seconds(cfg, shard, gpu, set())
     passes = router_elements(cfg, shard) * shard.width / (gpu.bandwidth.value * rates.ELEMENTWISE)
-    again = [products["to_hidden"] + products["to_input"]] * (messages(cfg) - 4)
-    behind = (passes, *again, products["weights"])
+    during = {"gate_up": passes, "weights": products["to_hidden"] + products["to_input"]}
+    behind = (passes, *(during[user] for user in _again(cfg)), products["weights"])
     exposed = 2 * one + math.fsum(max(one - time, 0.0) for time in behind)
     return exposed / seconds
 
 
 def round_seconds(cfg: Config, shard: Shard) -> float:
-    """Return the time of a step's decisions on further rounds, and of these rounds."""
+    """Return the time of a step's further rounds, and of loops that wait for the host.
+
+    A layer has three loops: one in the forward, and two in the backward, of which each computes the
+    gradients of its rows.
+    """
     if not needs_rounds(cfg):
         return 0.0
     beyond = (shard.imbalance - cfg.parallel.expert_slack) / rates.SPREAD_OF_LOADS
@@ -271,5 +297,5 @@ def round_seconds(cfg: Config, shard: Shard) -> float:
     layers = float(shard.layers_in_turn - before)
     if cfg.model.layer_pattern:
         layers *= len(kinds_with_experts(cfg.model)) / cfg.model.num_layers
-    each = rates.ROUND_DECISION + share * rates.FURTHER_ROUND
-    return 2 * each * layers * cfg.parallel.num_microbatches
+    waits = 0.0 if with_experts_apart(on_gpus(cfg)) else 3 * rates.ROUND_WAIT
+    return (waits + share * rates.FURTHER_ROUND) * layers * cfg.parallel.num_microbatches

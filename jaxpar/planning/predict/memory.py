@@ -108,6 +108,8 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
         local = _accumulated(cfg, shard)
     else:
         local = shard.width * (layers + tables) if shard.fsdp > 1 else 0
+        if local and shard.expert_fsdp == 1:  # those of experts are not scattered
+            local -= shard.width * shard.stack.experts
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,

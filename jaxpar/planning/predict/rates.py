@@ -45,13 +45,16 @@ GROUPED_FLOAT8 = {"gate_up": 1350e12, "down": 1140e12, "to_hidden": 1300e12, "to
 #: experts, top 8, H100); the division into three is an estimate.
 ROUTER = {"D": 9, "E": 120, "k": 768}
 
-#: Time (s) that a layer's forward or backward waits for the host if it may need a further round:
-#: 4 ms for 6 layers between slack 2.0 and 1.25 on two H200s.
-ROUND_DECISION = 0.33e-3
+#: Time (s) that a loop of further rounds waits for the host, unless it is part of a CUDA graph: of
+#: 24 branches on four H200s, whose step took 321.7 ms, and 319.6 as parts of graphs (an earlier
+#: program, which decided twice a layer).
+ROUND_WAIT = 0.09e-3
 
-#: Time (s) of a further round, most of it passes over buffers and over the weights' gradients. With
-#: slack 1.1 on two H100s, 9.2 ms more than with 2.0, if half of the layers need one.
-FURTHER_ROUND = 0.88e-3
+#: Time (s) of a layer's further round, forward and backward: passes over buffers and over the
+#: weights' gradients, 1.76 ms. With slack 1.1 on two H100s, 9.2 ms more than with 2.0 (6 layers, of
+#: which half need one), of which 4 were decisions of that program. Gate, up and the rows' gradients
+#: are now computed once more: 0.13 ms of products for 10,000 rows, counted.
+FURTHER_ROUND = 1.89e-3
 
 #: How far loads of the fullest rank are from their mean: no layer exceeds it by half of this, and
 #: half of the layers exceed the mean. An estimate: a fresh router's loads.
@@ -66,13 +69,19 @@ ELEMENTWISE = 0.86
 NCCL = {2: 0.38, 4: 0.26}
 COPIES = 0.84
 
+#: Share of NVLink's bandwidth that gathers reach which ZeRO-1 runs at the beginning of a step, most
+#: of them beside nothing: 0.46 to 0.63 in nine profiles (1.5B, Moonlight and Qwen3-30B-A3B).
+GATHERED_ONCE = 0.55
+
 #: The same for the all-to-alls of rows of experts, by themselves: 281 GB/s on two H100s.
 ROWS = 0.62
 
 #: Share of a collective's time that is exposed, by axis, on NVLink: gathers of the first layer,
-#: scatters of the last, waiting for a matmul to end, and launches of copies.
+#: scatters of the last, waiting for a matmul to end, and launches of copies. Of gathers at the
+#: beginning of a step, 0.43 to 0.85 in the same nine profiles.
 EXPOSED = {
     "data": 0.18,
+    "gathered once": 0.68,
     "replica": 0.35,
     "sequence": 0.35,
     "tensor": 1.0,
