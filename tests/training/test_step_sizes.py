@@ -47,14 +47,21 @@ def whole(write_config, train_on, fields, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-#: Devices and mesh, until step 3 and from then on.
+#: Devices and mesh.
 FIRST = (4, "--parallel.data 2 --parallel.sequence 2")
-MESHES = [(FIRST, FIRST), slow(FIRST, (2, "--parallel.pipeline 2 --parallel.zero 1"))]
+STAGES = (2, "--parallel.pipeline 2 --parallel.zero 1")
+
+#: {the last step of a part of the run: its devices and mesh}, and the programs of all parts.
+PARTS = [
+    pytest.param({6: FIRST}, 3, id="at once"),
+    slow({3: FIRST, 6: FIRST}, 4, id="restarted"),
+    slow({3: FIRST, 6: STAGES}, 4, id="restarted on another mesh"),
+]
 
 
-@pytest.mark.parametrize(("first", "then"), MESHES, ids=["one mesh", "another"])
-def test_the_same_losses_after_a_restart_on_other_devices(
-    first, then, whole, fields, config_file, train_on, capfd
+@pytest.mark.parametrize(("parts", "programs"), PARTS)
+def test_the_same_losses_on_other_devices(
+    parts, programs, whole, fields, config_file, train_on, capfd
 ):
     wanted = records(whole)
     sizes = [(wanted[n]["global_batch_size"], wanted[n]["seq_len"]) for n in range(1, STEPS + 1)]
@@ -64,13 +71,13 @@ def test_the_same_losses_after_a_restart_on_other_devices(
     assert read_saved(whole, 3).tokens_seen == seen[2]
 
     moved, run = [*fields, "--train.num-steps"], Path(config_file).parent / "run"
-    for steps, (devices, mesh) in zip(("3", "6"), (first, then), strict=True):
-        code = train_on(devices, config_file, *moved, steps, *mesh.split())
+    for steps, (devices, mesh) in parts.items():
+        code = train_on(devices, config_file, *moved, str(steps), *mesh.split())
         assert code == exit_codes.EXIT_OK
     said = capfd.readouterr().out
     assert "after step 4: steps of 8 sequences of 32 tokens in 2 microbatches" in said
     # Compiled, or read from the cache.
-    assert said.count(" for steps of ") == 4 and "batch 16 x 16" in said
+    assert said.count(" for steps of ") == programs and "batch 16 x 16" in said
     found = records(run)
     for name in ("loss", "grad_norm"):
         values = [[there[n][name] for n in range(1, STEPS + 1)] for there in (found, wanted)]

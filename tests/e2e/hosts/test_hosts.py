@@ -28,7 +28,8 @@ def namespaces():
     require_namespaces()
 
 
-@pytest.mark.parametrize("own_names", [pytest.param("", marks=pytest.mark.slow), "127.0.1.1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("own_names", ["", "127.0.1.1"])
 def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
     """Also where a host's name is a loopback address to itself, as on Debian."""
     config = write_ranks(tmp_path)
