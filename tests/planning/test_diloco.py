@@ -63,6 +63,9 @@ def test_what_replicas_send():
     half = resolve(diloco(LARGE, **{"diloco.outer_dtype": "bfloat16"}), 16)
     assert of_axes(half)["replica"].sent == found.sent / 2
     slow, fast = (step_time(one, HOSTS) for one in (plain, cfg))
+    # An inner step reads and writes what a step without DiLoCo does.
+    overlap = resolve(diloco(LARGE, **{"diloco.fragments": 2, "diloco.overlap": 4}), 16)
+    assert fast.optimizer == slow.optimizer == step_time(overlap, HOSTS).optimizer
     assert fast.exposed["replica"] < slow.exposed["replica"] / 5 and fast.total < slow.total
 
 

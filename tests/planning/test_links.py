@@ -1,6 +1,8 @@
 """What a compressed sum over replicas costs and gains, as planned: memory, bytes, time."""
 
+import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,6 +21,7 @@ from jaxpar.step.state import abstract_logical, bytes_per_device
 from tests.tiny import SMALL
 
 TWO_HOSTS = Cluster(H200, NETWORKS["eth100"], 16, 8)
+CARDS = Path(__file__).parents[2] / "docs" / "benchmarks"
 LLAMA = replace(load_config("llama3_8b"), **{"parallel.replica": 2, "train.global_batch_size": 64})
 
 
@@ -71,6 +74,40 @@ def test_traffic_and_time_of_a_layout_follow_its_method():
 def _replica_traffic(cfg):
     found = traffic_of(cfg, shard_of(cfg), TWO_HOSTS)
     return next(one for one in found if one.axis == "replica")
+
+
+#: `scripts/measure/slow_link.py --times`: its model, and its methods besides replica_reduction.
+TIMED = {
+    "parallel.replica": 2,
+    "parallel.zero": 1,
+    "parallel.layer_loop": "scan",
+    "parallel.remat": "dots",
+    "model.num_layers": 8,
+    "data.seq_len": 4096,
+    "data.document_mask": False,
+    "train.global_batch_size": 4,
+}
+DILOCO = {
+    "diloco": {"diloco.every": 50},
+    "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
+}
+
+
+def test_steps_are_those_measured_on_two_gpus():
+    card = json.loads((CARDS / "slow_link-h200x2-kernel.json").read_text())
+    measured = {name: row["mean_ms"] for name, row in card["rows"].items()}
+    base = replace(load_config("llama_1b"), **TIMED)
+    planned = {}
+    for name in measured:
+        fields = DILOCO.get(name, {"parallel.replica_reduction": name})
+        cfg = resolve(replace(base, **fields), 2)
+        planned[name] = 1e3 * step_time(cfg, Cluster(H200, NETWORKS["eth100"], 2, 8)).total
+    assert planned == pytest.approx(measured, rel=0.045)
+    # Compressed sums have the same errors to add and nothing to hide behind.
+    for name in ("int8", "top_k"):
+        more = measured[name] - measured["power_sgd"]
+        assert planned[name] - planned["power_sgd"] == pytest.approx(more, abs=1.0)
+    assert set(DILOCO) < set(planned) and len(planned) == 6
 
 
 def test_a_network_may_be_a_speed():

@@ -128,3 +128,39 @@ def test_types():
         "(f32[1], f32[2], f32[3], ...)"
     )
     assert hlo.shape_of("token[]") == ""
+
+
+ROUNDS = """\
+HloModule jit_step, is_scheduled=true, num_partitions=1
+
+%more (r: s32[]) -> pred[] {
+  %r = s32[] parameter(0)
+  ROOT %wrapped_compare.1 = pred[] fusion(%r), kind=kLoop, metadata={op_name="jit(step)/rounds/lt"}
+}
+
+%body (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %again = f32[2]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2"\
+, metadata={op_name="jit(step)/rounds/gate_up"}
+}
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  %first = f32[2]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2"\
+, metadata={op_name="jit(step)/gate_up"}
+  %while.1 = f32[2]{0} while(%first), condition=%more, body=%body
+  %last = f32[2]{0} custom-call(%while.1), custom_call_target="mosaic_gpu_v2"\
+, metadata={op_name="jit(step)/weight_gradients"}
+  ROOT %loop_add_fusion.4 = f32[2]{0} fusion(%last), metadata={op_name="jit(step)/last/add"}
+}
+"""
+
+
+def test_a_loop_without_a_known_count_has_no_turn():
+    """The nth kernel of Mosaic is that of the nth instruction outside of the loop."""
+    mosaic, add = "anonymous_mosaic_gpu_kernel", "loop_add_fusion_4"
+    names = [mosaic, "wrapped_compare_1", "set_while_condition", mosaic, add]
+    kernels = [ProfiledKernel(name, 10 * n, 10 * n + 5, "1") for n, name in enumerate(names)]
+    (done,) = attribute(KernelTrace("jit_step", {0: [kernels]}), hlo.parse(ROUNDS)).devices[0]
+    parts = ["gate_up", "rounds/lt", "", "weight_gradients", "last/add"]
+    assert [k.scope.removeprefix("jit(step)/") for k in done] == parts

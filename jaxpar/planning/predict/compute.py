@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
 from jaxpar.config.layout.moment_blocks import uses_blocks
@@ -388,9 +388,9 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     With moments in 8 bits, another pass over gradients and moments finds the scales. What is in
     host memory crosses the link to it in the same loop, one direction after the other: moments and
     masters both ways, and masters once more at the start of the step. A rule that needs matrices
-    also iterates on them.
+    also iterates on them. Inner steps of DiLoCo leave its outer weights and momentum alone.
     """
-    weights, moments = state_bytes(cfg)
+    weights, moments = state_bytes(replace(cfg, **{"diloco.every": 0, "diloco.overlap": 0}))
     moved = 5 * weights * shard.trainable + 2 * moments
     if uses_blocks(cfg.optimizer):
         moved += weights * shard.trainable + moments

@@ -70,14 +70,16 @@ class Module:
     def run_order(self, computation: str = "") -> list[Instruction]:
         """Return the instructions in the order in which they run.
 
-        The body of a loop is repeated by its trip count, or appears once if that is unknown. The
-        branches of a conditional are not included.
+        The body of a loop is repeated by its trip count. If that is unknown, only its condition
+        appears, once: these are loops of further rounds, of which most have no turn. The branches
+        of a conditional are not included.
         """
         found: list[Instruction] = []
         for instruction in self.computations[computation or self.entry]:
             if instruction.opcode == "while":
-                for body in instruction.called("body"):
-                    found += self.run_order(body) * (instruction.trip_count() or 1)
+                turns = instruction.trip_count()
+                for part in instruction.called("condition" if turns is None else "body"):
+                    found += self.run_order(part) * (1 if turns is None else turns)
             elif instruction.opcode == "call":
                 for body in instruction.called("to_apply"):
                     found += self.run_order(body)

@@ -21,6 +21,7 @@ from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8
 from jaxpar.model.moe import experts
+from jaxpar.parallel.expert.plan import plan_tokens
 from jaxpar.step.compiled import FirstRunAlone
 
 #: Tokens, and experts at most: one tile of rows for most experts, several for the first.
@@ -136,7 +137,7 @@ def _run(how: experts.Products, E: int, parts: int, arrays, wide, chosen) -> lis
 def _every_array(how: experts.Products, E: int, parts: int, arrays, wide, chosen):
     (x, w, d_out), (weights, biases) = arrays, wide
     tile = kernels.tile_rows(w[0].shape[1], w[0].shape[2], x.dtype)
-    plan = dataclasses.replace(experts.plan_rows(chosen, E, tile), parts=parts)
+    plan = dataclasses.replace(plan_tokens(chosen, E, tile, slack=1.0), parts=parts)
 
     def layer(x, weights, w, biases):
         if how.expert_dim == 1:

@@ -42,9 +42,12 @@ def of_part(x: Sequence[Any], t: Any, use: Callable[[Any], None]) -> None:
         return
     size = x[0].shape[0]
     for n, part in enumerate(x):
-        first = n * size
-        here = (t >= first) & (t < first + size)
-        pl.when(here)(lambda part=part, first=first: use(part[t - first]))
+        row = t - n * size
+        pl.when((row >= 0) & (row < size))(functools.partial(_use_row, part, row, use))
+
+
+def _use_row(part: Any, row: Any, use: Callable[[Any], None]) -> None:
+    use(part[row])
 
 
 def _take(tile: int, ctas: int, *refs):
