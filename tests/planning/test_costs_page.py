@@ -84,8 +84,14 @@ def test_bytes_sent(name, axis, fields):
     assert value_of(formula, letters_of(cfg)) == pytest.approx(traffic.sent, rel=1e-3)
     told = [int(percent) / 100 for percent in re.findall(r"(\d+)%", share)]
     ways = ("tensor in shards", "tensor", "tensor in row groups") if axis == "tensor" else (axis,)
+    if name.startswith("data, ZeRO-1"):
+        ways = ("gathered once", "data")
     assert told == [rates.EXPOSED[way] for way in ways]
-    assert traffic.exposed in told
+    if cfg.parallel.zero == 1 and axis == "data" and cfg.parallel.pipeline == 1:
+        gathers = traffic.nccl / traffic.seconds  # the scatters are copies
+        assert traffic.exposed == pytest.approx(told[0] * gathers + told[1] * (1 - gathers))
+    else:
+        assert any(traffic.exposed == pytest.approx(share) for share in told)
 
 
 def test_bytes_kept():

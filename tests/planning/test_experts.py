@@ -114,12 +114,12 @@ def test_the_buffer_is_the_one_of_the_layer():
 
 
 def test_loops_of_rounds_wait_for_the_host_unless_they_are_in_graphs():
-    """Three loops in each of 48 layers, where tensor parallelism also sends by permutes."""
-    seconds = [
-        experts.round_seconds(cfg, shard_of(cfg))
-        for cfg in (on(8, expert=4, expert_slack=1.25, tensor=t) for t in (1, 2))
-    ]
-    assert seconds == pytest.approx([0.0, 3 * 48 * 0.09e-3])
+    """Three loops in each of 48 layers, where tensor parallelism also sends by permutes, and where
+    rounds communicate."""
+    apart = {"expert": 4, "expert_slack": 1.25}
+    cfgs = (on(8, **apart | more) for more in ({}, {"tensor": 2}, {"expert_dispatch": "rows"}))
+    seconds = [experts.round_seconds(cfg, shard_of(cfg)) for cfg in cfgs]
+    assert seconds == pytest.approx([0.0, *[3 * 48 * 0.09e-3] * 2])
 
 
 def test_the_saved_gate_and_up_have_the_rows_of_the_buffer():

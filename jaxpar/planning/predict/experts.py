@@ -297,5 +297,6 @@ def round_seconds(cfg: Config, shard: Shard) -> float:
     layers = float(shard.layers_in_turn - before)
     if cfg.model.layer_pattern:
         layers *= len(kinds_with_experts(cfg.model)) / cfg.model.num_layers
-    waits = 0.0 if with_experts_apart(on_gpus(cfg)) else 3 * rates.ROUND_WAIT
+    in_graphs = _in_parts(cfg) and with_experts_apart(on_gpus(cfg))
+    waits = 0.0 if in_graphs else 3 * rates.ROUND_WAIT
     return (waits + share * rates.FURTHER_ROUND) * layers * cfg.parallel.num_microbatches
