@@ -6,14 +6,15 @@ array are made next to that array: `model/loss.num_chunks`, and the choice of ke
 SwiGLU.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layer_period
-from jaxpar.config.remat_policies import saves_on_host
+from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
 from jaxpar.kernels.platform import Platform
 
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
@@ -70,6 +71,14 @@ class Execution:
     One layer, or one period of a model whose layer kinds repeat. 0 means a complete chunk at once:
     if weights are gathered or activations fetched one layer ahead, with row groups, and for a loop
     over stacked layers."""
+
+    saved_names: tuple[str, ...] = ()
+    """Remat names of what a layer's policy saves, on the device or in host memory. Layers may have
+    different ones (`parallel.remat_layers`): `saving`."""
+
+    def saving(self, names: Sequence[str]) -> "Execution":
+        """Return the execution of a layer whose policy saves these names of `saved_names`."""
+        return dataclasses.replace(self, saved_names=tuple(map(without_mark, names)))
 
     @property
     def weight_uses(self) -> int:
@@ -171,7 +180,7 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
         scatters_per_layer=scatters,
         stage_wide_collectives=stage_wide,
         layers_per_vjp=_layers_per_vjp(cfg, stage_wide),
-    )
+    ).saving(saved_names(p.remat))
 
 
 def explain(cfg: Config) -> str:

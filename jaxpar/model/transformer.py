@@ -306,8 +306,12 @@ def rematerialized(ex: Execution) -> Rematerialized:
     """
     p = ex.cfg.parallel
     in_ring = p.pipeline > 1 and p.pipeline_save == "residuals"
-    layer = functools.partial(_layer, ex)
-    return functools.cache(lambda names: rematerialize(layer, names, apart=in_ring))
+
+    def of_names(names: tuple[str, ...]) -> Callable[..., Any]:
+        layer = functools.partial(_layer, ex.saving(names))
+        return rematerialize(layer, names, apart=in_ring)
+
+    return functools.cache(of_names)
 
 
 def _blocks(

@@ -30,7 +30,6 @@ from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.remat_policies import saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
@@ -198,8 +197,7 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
         matrices = {n: _led_by(a, -1 if n == "w_down" else -2) for n, a in matrices.items()}
     gate, up, down = (matrices.get(name) for name in ("w_gate", "w_up", "w_down"))
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
-    saved = saved_names(ex.cfg.parallel.remat)
-    keeps = "moe_tokens" in saved or "gate_up" not in saved
+    keeps = "moe_tokens" in ex.saved_names or "gate_up" not in ex.saved_names
     partial, here = of_sent(how, keeps, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
         once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
