@@ -1,3 +1,3 @@
 """Draws charts as SVG, for reports and benchmarks."""
 
-MAY_IMPORT = ("monitoring",)
+MAY_IMPORT = ("runtime",)

@@ -6,7 +6,8 @@ from itertools import pairwise
 from xml.etree.ElementTree import Element
 
 from jaxpar.charts.elements import e
-from jaxpar.charts.scale import Scale, seconds, short
+from jaxpar.charts.scale import Scale, short
+from jaxpar.runtime.units import duration
 
 #: Size of the drawing and bounds of the plot, in units of about a pixel.
 WIDTH, HEIGHT = 560, 270
@@ -230,7 +231,7 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
     made, left = drawing(title, about, {"class": "bar"}, height=40), 0.0
     for name, spent in parts:
         width = WIDTH * spent / total
-        text = f"{name}: {seconds(spent)}, {spent / total:.1%}"
+        text = f"{name}: {duration(spent)}, {spent / total:.1%}"
         place = {"x": f"{left:.1f}", "width": f"{max(width - 1, 0.5):.1f}"}
         made.append(e("rect", e("title", text), y=0, height=40, class_=part_class(name), **place))
         if width > 9 * len(name) + 12:

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.monitoring.metrics import duration
-
 #: An axis of positive values is logarithmic if its ends differ by more than this factor.
 LOGARITHMIC = 50.0
 
@@ -90,10 +88,3 @@ def short(value: float, precision: float | None = None) -> str:
     digits = max(-math.floor(math.log10(exact) + 1e-9), 0)
     text = f"{value:,.{digits}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text) + letter
-
-
-def seconds(value: float) -> str:
-    """Format a time: 3.2 ms, 0.51 s, 12 s, 3m07s, 2h05m."""
-    if value >= 60:
-        return duration(value)
-    return f"{value:.3g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import Saved, damage, folder, read_saved, read_whole
 from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 
 def branch(run_dir: str, new: str, step: int | None, log: Callable[[str], None]) -> int:

@@ -19,7 +19,8 @@ from jaxpar.checkpoint.best import Best, of
 from jaxpar.checkpoint.reading import array_names, opened, piece, reason
 from jaxpar.checkpoint.saved import damage, folder, read_saved, read_whole, saved_steps
 from jaxpar.config import ConfigError
-from jaxpar.runtime.progress import meter, size
+from jaxpar.runtime.progress import meter
+from jaxpar.runtime.units import size
 from jaxpar.sharding.axes import AXES
 
 #: Marks a damaged checkpoint in the output.

@@ -25,8 +25,8 @@ from jaxpar.model import reference
 from jaxpar.model.flops import num_params
 from jaxpar.model.parameters import param_specs
 from jaxpar.runtime.host_memory import host_memory
-from jaxpar.runtime.progress import size
 from jaxpar.runtime.stages import stage
+from jaxpar.runtime.units import size
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat
 

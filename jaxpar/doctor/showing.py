@@ -1,5 +1,6 @@
 """Formats an examination's results as tables."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
 from jaxpar.runtime.gpus.pci import address_of
+from jaxpar.runtime.units import binary_size
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -154,7 +156,7 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
         for step in steps:
             found = {kind: at[kind, size] for kind in kinds for size in step if (kind, size) in at}
             cells = (cell(found[kind]) if kind in found else "-" for kind in kinds)
-            lines.append((size_of(step[-1]), *cells))
+            lines.append((binary_size(step[-1]), *cells))
         return titled(title, ["size", *kinds], lines)
 
     return [
@@ -173,7 +175,7 @@ def latency(rows: Sequence[LatencyRow]) -> Group:
         return "-" if call is None else _spread(call)
 
     lines = [
-        (size_of(size), *(cell(at[size, *column]) for column in columns))
+        (binary_size(size), *(cell(at[size, *column]) for column in columns))
         for size in sorted({row.size for row in rows})
     ]
     title = "µs per call, and how much slower the slowest batch is"
@@ -191,7 +193,7 @@ def hosts(rows: Sequence[HostRow]) -> list[Group]:
     for _, kind, i in (key for key in at if key[0] == ways[-1]):
         found = [at[way, kind, i] for way in ways]
         cells = [(_time(row), f"{row.bus / scale:,.1f}") for row in found]
-        lines.append((kind, size_of(found[-1].size), *(cell for pair in cells for cell in pair)))
+        lines.append((kind, binary_size(found[-1].size), *itertools.chain(*cells)))
     columns = [text for way in ways for text in (f"µs {way}", unit)]
     title = "bus bandwidth of each device, while all devices of a host communicate"
     return [titled(title, ["", "size", *columns], lines)]
@@ -222,14 +224,6 @@ def _time(row: BandwidthRow) -> str:
 
 def _spread(call: Spread) -> str:
     return f"{call.median * 1e6:,.1f} +{call.slowest / call.median - 1:.0%}"
-
-
-def size_of(size: int) -> str:
-    """Format a number of bytes."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size} B"
 
 
 def links(found: Sequence[Link], devices: int) -> list[Group | str]:

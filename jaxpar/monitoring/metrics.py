@@ -31,6 +31,7 @@ from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
+from jaxpar.runtime.units import duration
 
 #: Schedules of weights, and the metrics that show them.
 WEIGHTS = {Z_LOSS: "z_loss_weight", MTP_LOSS: "mtp_loss_weight"}
@@ -327,12 +328,3 @@ def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int 
 
 def _shown(value: float | None, form: str) -> str:
     return "non-finite" if value is None else format(value, form)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as hours and minutes, minutes and seconds, or seconds: 2h05m, 3m07s, 12s."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,4 +1,4 @@
-"""Answers other questions: the fewest GPUs, the largest batch, the KV cache, days and cost."""
+"""Answers other questions: the fewest GPUs, the largest batch, the KV cache, time and cost."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from jaxpar.planning.progress import Watch, no_report
 from jaxpar.planning.ranking import Layout, make_plan
 from jaxpar.planning.whole_run import parts_of
 
-HOUR, DAY = 3600.0, 86_400.0
+HOUR = 3600.0
 
 #: Highest price of a GPU-hour, in any currency. The cost of any number of tokens is then finite.
 MAX_PRICE = 1e9
@@ -125,7 +125,7 @@ class TrainingCost:
 
     tokens: float
     steps: int
-    days: float
+    seconds: float
     gpu_hours: float
     price: float | None
     spot_price: float | None
@@ -139,7 +139,7 @@ def cost_of(
     price: float | None = None,
     spot_price: float | None = None,
 ) -> TrainingCost:
-    """Return days and GPU-hours at the predicted rate, and the cost if prices are given.
+    """Return the time and GPU-hours at the predicted rate, and the cost if prices are given.
 
     Evaluation, checkpoints, failures and interruptions are not included.
 
@@ -154,7 +154,7 @@ def cost_of(
     spare = None
     if price is not None and spot_price is not None and spot_price < price:
         spare = 1 - spot_price / price
-    return TrainingCost(tokens, steps, seconds / DAY, hours, on_demand, on_spot, spare)
+    return TrainingCost(tokens, steps, seconds, hours, on_demand, on_spot, spare)
 
 
 @dataclass(frozen=True)

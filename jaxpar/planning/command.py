@@ -127,7 +127,7 @@ def parser(doc: str | None = None) -> Parser:
         help="find the largest batch or sequence (implies --quick)",
     )
     add("--kv-cache", metavar="ROWSxTOKENS", help="memory of the KV cache for generation")
-    add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")
+    add("--tokens", type=float, help="number of training tokens: prints the time and GPU-hours")
     add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
     add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
     add("--links", action="store_true", help="compare sums over replicas by their link's speed")

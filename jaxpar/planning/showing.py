@@ -23,6 +23,7 @@ from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
 from jaxpar.planning.whole_run import RunPart
+from jaxpar.runtime.units import duration
 
 MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
 
@@ -209,8 +210,8 @@ def experts_caveats(cluster: Cluster, chosen: Sequence[Layout]) -> Iterator[str]
 
 
 def show_cost(console: Console, cost: TrainingCost) -> None:
-    """Print days, GPU-hours and cost of a number of tokens."""
-    text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
+    """Print the time, GPU-hours and cost of a number of tokens."""
+    text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {duration(cost.seconds)}, "
     text += f"{cost.gpu_hours:,.0f} GPU-hours"
     if cost.price is not None:
         text += f", at a cost of {cost.price:,.0f}"
@@ -238,7 +239,7 @@ def show_parts(console: Console, parts: Sequence[RunPart]) -> None:
                 f"{time.total:.3f}",
                 f"{time.rate:,.0f}",
                 f"{part.steps:,}",
-                whole_run.in_hours(part.seconds),
+                duration(part.seconds),
             )
         )
     console.print("Sizes of the steps, on layout 1")

@@ -9,6 +9,7 @@ from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.ranking import Layout, predict
+from jaxpar.runtime.units import duration
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ def parts_of(
     ]
 
 
-def in_hours(seconds: float) -> str:
-    """Format the time of a part of a run."""
-    return f"{seconds / 3600:,.2f} h" if seconds < 48 * 3600 else f"{seconds / 86_400:,.1f} days"
-
-
 def in_words(parts: Sequence[RunPart]) -> str:
     """Describe a run: its steps, tokens, time, and the size that needs the most memory."""
     steps, tokens = (
@@ -51,7 +47,7 @@ def in_words(parts: Sequence[RunPart]) -> str:
     )
     most = max(parts, key=lambda part: part.layout.memory.total)
     return (
-        f"{steps:,} steps, {tokens:,} tokens, {in_hours(sum(part.seconds for part in parts))}; "
+        f"{steps:,} steps, {tokens:,} tokens, {duration(sum(part.seconds for part in parts))}; "
         f"the most memory, {most.layout.memory.total / GIB:.1f} GiB, with {most.size.rows:,} "
         f"sequences of {most.size.length:,} tokens"
     )

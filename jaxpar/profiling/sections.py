@@ -12,6 +12,7 @@ from jaxpar.profiling.hlo.text import Instruction, Module
 from jaxpar.profiling.table import align_columns, digits
 from jaxpar.profiling.trace.kernels import family
 from jaxpar.profiling.trace.scopes import place_of
+from jaxpar.runtime.units import binary_size
 
 #: Columns and rows of the memory plot.
 WIDTH, HEIGHT = 72, 8
@@ -84,31 +85,25 @@ def memory(found: ProgramMemory | None, module: Module | None, rows: int) -> str
     """Return the memory by part, the largest buffers at the peak, and a plot."""
     if found is None:
         return "memory: the trace does not contain XLA's memory plan"
-    temporaries = f"temporaries {size(found.temporaries)}"
+    temporaries = f"temporaries {binary_size(found.temporaries)}"
     if found.live:
         gaps = found.temporaries - found.peak
-        temporaries += f" (peak {size(found.peak)}, gaps {size(gaps)})"
+        temporaries += f" (peak {binary_size(found.peak)}, gaps {binary_size(gaps)})"
     parts = [
-        f"state and batch {size(found.arguments)}",
+        f"state and batch {binary_size(found.arguments)}",
         temporaries,
-        f"other results {size(found.results)}",
+        f"other results {binary_size(found.results)}",
     ]
-    head = f"compiled memory per device: {size(found.total)}\n  " + "   ".join(parts)
-    largest = [f"{name} {size(n)}" for name, n in found.given.items() if n > found.total / 1000]
+    head = f"compiled memory per device: {binary_size(found.total)}\n  " + "   ".join(parts)
+    largest = [
+        f"{name} {binary_size(n)}" for name, n in found.given.items() if n > found.total / 1000
+    ]
     if largest:
         head += "\n  arguments: " + "   ".join(largest)
     if not found.live:
         why = "the compilation cache does not store when temporaries are live: start the run with "
         return f"{head}\n  {why}--run.compilation-cache ''"
     return "\n\n".join([head, _buffers(found, rows), _plot(found, module)])
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes: 87.6 GiB, 12.9 MiB, 348 B."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{digits(num_bytes / 1024**power)} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _buffers(found: ProgramMemory, most: int) -> str:
@@ -126,7 +121,7 @@ def _buffers(found: ProgramMemory, most: int) -> str:
         count[key] += 1
     table: list[tuple[str, ...]] = [("at the peak", "share", "count", "pass", "scope", "result")]
     for key, total in sizes.most_common(most):
-        table.append((size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
+        table.append((binary_size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
     return align_columns(table, left=(3, 4, 5))
 
 
@@ -138,7 +133,7 @@ def _plot(found: ProgramMemory, module: Module | None) -> str:
         max(live[a:b] or [live[min(a, len(live) - 1)]]) for a, b in itertools.pairwise(edges)
     ]
     lines = area(columns, found.peak)
-    labels = [size(found.peak), *[""] * (HEIGHT - 2), "0"]
+    labels = [binary_size(found.peak), *[""] * (HEIGHT - 2), "0"]
     width = max(map(len, labels))
     plot = [f"  {label:>{width}} |{line}" for label, line in zip(labels, lines, strict=True)]
     below = _passes(found, module, edges) if module is not None else ""

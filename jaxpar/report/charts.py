@@ -38,7 +38,7 @@ class Shown:
 SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
-    Shown("bits_per_byte", "Bits per byte of held-out text", least=0.0),
+    Shown("bits_per_byte", "Held-out text", least=0.0),
     Shown("ema_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),

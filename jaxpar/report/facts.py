@@ -10,9 +10,10 @@ from xml.etree.ElementTree import Element
 from jaxpar.bench.cards.differences import differing_conditions
 from jaxpar.charts.chart import color_of
 from jaxpar.charts.elements import e, table
-from jaxpar.charts.scale import seconds, short
+from jaxpar.charts.scale import short
 from jaxpar.config import Config
 from jaxpar.report.runs import RunRead
+from jaxpar.runtime.units import duration
 
 #: Entries of manifest.json that the environment shows, in this order.
 ENVIRONMENT = {
@@ -65,21 +66,18 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
         add("test loss", f"{run.last['test_loss']:.4f}", "nats per token, after the last step")
     if "tokens_seen" in run.last:
         add("tokens", short(run.last["tokens_seen"]))
-    if run.sizes.get("step_seconds"):
-        step, per_device = run.sizes["step_seconds"].quantile(0.5), "tokens_per_second_per_device"
-        if run.last.get(per_device, 0.0) > 0 and "tokens_per_second" in run.last:
-            devices = run.last["tokens_per_second"] / run.last[per_device]
-            rate = run.tokens_per_step / step / max(devices, 1.0)
-            if run.sizes_change:
-                rate = run.sizes[per_device].quantile(0.5)
-            add("throughput", short(rate), "tokens/s/device, median")
-        add("step time", seconds(step), "median")
-    if run.sizes.get("mfu"):
-        add("MFU", f"{run.sizes['mfu'].quantile(0.5):.1%}", "median, causal")
+    if (rate := run.speed.throughput) is not None:
+        add("throughput", short(rate), "tokens/s/device, median")
+    if (step := run.speed.step_time) is not None:
+        devices = run.speed.devices
+        on = f" on {devices:,} device{'s' if devices > 1 else ''}" if devices else ""
+        add("step time", duration(step), f"median{on}")
+    if run.speed.mfu:
+        add("MFU", f"{run.speed.mfu.quantile(0.5):.1%}", "median, causal")
     if "memory_gib" in run.last:
         add("peak memory", f"{run.last['memory_gib']:.1f} GiB")
     if (spent := run.goodput) is not None and spent.total:
-        add("goodput", f"{spent.fraction:.1%}", f"of {seconds(spent.total)}, {spent.tries}")
+        add("goodput", f"{spent.fraction:.1%}", f"of {duration(spent.total)}, {spent.tries}")
     if run.last.get("skipped"):
         add("skipped updates", f"{run.last['skipped']:,.0f}")
     return found
@@ -91,13 +89,8 @@ def predicted(runs: Sequence[RunRead]) -> Element | None:
     for run in runs:
         if not run.predicted:
             continue
-        steps = run.sizes.get("step_seconds")
         measured = {
-            "predicted_step_seconds": (
-                "step time",
-                "s",
-                steps.quantile(0.5) if steps else math.nan,
-            ),
+            "predicted_step_seconds": ("step time", "s", run.speed.step_time or math.nan),
             "predicted_memory_gib": ("peak memory", "GiB", run.last.get("memory_gib", math.nan)),
         }
         for key, (what, unit, value) in measured.items():

@@ -16,9 +16,10 @@ from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.monitoring.restarts import RestartCosts, restarts
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
+from jaxpar.report.figures import Speed
 from jaxpar.report.loads import Loads, read_loads
 from jaxpar.report.outline import MAX_STEPS, Outline, outline
-from jaxpar.report.series import Series, Sizes
+from jaxpar.report.series import Series
 from jaxpar.runtime.files import json_lines
 
 #: Kinds of marks on the axes of steps and time, and their meaning.
@@ -79,7 +80,7 @@ class RunRead:
     config: dict[str, Any]
     manifest: dict[str, Any]
     series: dict[str, Series] = field(default_factory=dict)
-    sizes: dict[str, Sizes] = field(default_factory=dict)
+    speed: Speed = field(default_factory=Speed)
     marks: list[Mark] = field(default_factory=list)
     progress: list[list[tuple[float, int]]] = field(default_factory=list)
     """For each attempt, (hours since the run began, completed steps)."""
@@ -178,10 +179,10 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
     run.last_step = found.last_step
     half = found.last_step // 2
     run.last_half = Series(half, found.last_step, span)
-    sizes: dict[str, Sizes] = defaultdict(Sizes)
     for record in found.records():
         values = {name: v for name, v in numbers(record).items() if _can_be_shown(v)}
-        run.predicted |= {k: v for k, v in values.items() if k.startswith("predicted_")}
+        if then := {k: v for k, v in values.items() if k.startswith("predicted_")}:
+            run.predicted = then  # of the latest attempt
         step = record.get("step")
         if not isinstance(step, int):
             continue
@@ -197,11 +198,9 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
                     continue
                 run.series[name] = Series(0, found.last_step, span)
             run.series[name].add(step, values[name])
-        for name in ("step_seconds", "mfu", "tokens_per_second_per_device"):
-            sizes[name].add(values.get(name, 0.0))
+        run.speed.add(values, run.predicted)
         if "loss" in values and step > half:
             run.last_half.add(step, values["loss"])
-    run.sizes = dict(sizes)
 
 
 def _read_followed(run: RunRead) -> None:

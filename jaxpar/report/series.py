@@ -57,15 +57,22 @@ class Series:
 
 
 class Sizes:
-    """A histogram of positive values with a relative resolution of RATIO."""
+    """A histogram of positive values with a relative resolution of RATIO.
+
+    A quantile is the mean of its bin, so that it is exact if the values are equal.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
+        self._means: dict[int, float] = {}
 
     def add(self, value: float) -> None:
         """Add a value, if it is positive."""
         if value > 0:
-            self._counts[math.floor(math.log(value) / math.log(RATIO))] += 1
+            place = math.floor(math.log(value) / math.log(RATIO))
+            self._counts[place] += 1
+            mean = self._means.get(place, value)
+            self._means[place] = mean + (value - mean) / self._counts[place]
 
     def __len__(self) -> int:
         return self._counts.total()
@@ -76,8 +83,8 @@ class Sizes:
         for place in sorted(self._counts):
             left -= self._counts[place]
             if left <= 0:
-                return _middle(place)
-        return _middle(max(self._counts))
+                return self._means[place]
+        return self._means[max(self._counts)]
 
     def bars(self, number: int) -> tuple[list[float], list[int]]:
         """Return a histogram with bars of equal width, from the minimum to the 99% quantile.

@@ -79,4 +79,8 @@ def lines(shown: Sequence[listing.Summary]) -> list[str]:
     made = [line(names)]
     for row, more in zip(rows, differs, strict=True):
         made += [line(row), *([f"    {more}"] if more else [])]
+    groups = listing.together(shown)
+    if len(groups) > 1:
+        made += ["", "These do not compare: they have other tokens or another objective."]
+        made += [listing.heading(by, ranked) for by, ranked in groups.items()]
     return made

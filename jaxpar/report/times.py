@@ -7,8 +7,9 @@ from xml.etree.ElementTree import Element
 from jaxpar.charts import chart
 from jaxpar.charts.chart import Chart, Line, Tick
 from jaxpar.charts.elements import e, table
-from jaxpar.charts.scale import Scale, scale_of, seconds
+from jaxpar.charts.scale import Scale, scale_of
 from jaxpar.report.runs import KINDS, RunRead
+from jaxpar.runtime.units import duration
 
 #: Bars of a histogram.
 BARS = 40
@@ -19,7 +20,7 @@ MAX_POINTS, MAX_SAVES = 400, 12
 
 def histogram(runs: Sequence[RunRead]) -> Element | None:
     """Return the histogram of step times."""
-    found = [(i, run.sizes.get("step_seconds")) for i, run in enumerate(runs)]
+    found = [(i, run.speed.step_seconds) for i, run in enumerate(runs)]
     shown = [(i, sizes) for i, sizes in found if sizes]
     if not shown:
         return None
@@ -33,7 +34,7 @@ def histogram(runs: Sequence[RunRead]) -> Element | None:
     names = ["run", "records", "min", "median", "90%", "99%", "max"]
     return e(
         "figure",
-        e("h3", "Step time", e("span", " % of the records")),
+        e("h3", "Step time", e("span", " % of the records since devices and sizes last changed")),
         drawn,
         e("details", e("summary", "Values"), table(names, rows)),
         id="step-time",
@@ -107,12 +108,12 @@ def _goodput(run: RunRead, *, several: bool) -> Element:
     rest = sorted(found.seconds.items(), key=lambda item: (item[0] != "step", -item[1]))
     parts = [(name, spent) for name, spent in rest if spent > 5e-4 * found.total]
     text = f"{run.name}: " if several else ""
-    text += f"goodput {found.fraction:.1%} of {seconds(found.total)}, {found.tries}"
+    text += f"goodput {found.fraction:.1%} of {duration(found.total)}, {found.tries}"
     items = [
         e(
             "li",
             e("i", class_=chart.part_class(name)),
-            f"{name} {seconds(spent)}, {spent / found.total:.1%}",
+            f"{name} {duration(spent)}, {spent / found.total:.1%}",
         )
         for name, spent in parts
     ]

@@ -1,6 +1,5 @@
 """Progress of a conversion: bytes done, bytes per second, and memory used."""
 
-import math
 import resource
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import rich.progress
 
 from jaxpar.runtime import terminal
+from jaxpar.runtime.units import size
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -65,13 +65,6 @@ def meter(total: int) -> Iterator[Meter]:
     )
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
         yield Meter(total, bar)
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, as "1.24 GB"."""
-    power = min(int(math.log10(max(num_bytes, 1)) // 3), 4)
-    unit = ("bytes", "kB", "MB", "GB", "TB")[power]
-    return f"{num_bytes / 1000**power:.{0 if power == 0 else 3 if power > 2 else 1}f} {unit}"
 
 
 def peak_memory() -> int:

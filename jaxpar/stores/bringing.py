@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.runtime.processes import peers
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 from jaxpar.stores import steps
 from jaxpar.stores.fetching import StepsDamaged, set_aside
 from jaxpar.stores.objects import Altered, Missing, Objects

@@ -15,7 +15,7 @@ from jaxpar.config.rules.paths import is_address, local_folder, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.run_lock import RunLock
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 from jaxpar.stores import steps
 from jaxpar.stores.files import download_files
 from jaxpar.stores.objects import Altered, Missing, Objects

@@ -160,5 +160,6 @@ def _results(told: Sweep, log: Callable[[str], None]) -> None:
     path = told.folder.path / "report.html"
     atomic.write(path, page(shown, datetime.now().astimezone()))
     log(f"\nreport     {path}")
-    first = told.points[[str(f) for f in folders].index(shown[0].name)]
-    log(f"best       {shlex.join(first.flags)}")
+    if len(listing.together(ranked)) == 1:
+        first = told.points[[str(f) for f in folders].index(shown[0].name)]
+        log(f"best       {shlex.join(first.flags)}")

@@ -13,9 +13,11 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.monitoring.startup import process_age
 from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.units import duration
 
 
 def prepare_text(folder: str) -> None:
@@ -53,10 +55,11 @@ def headline(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) -> None:
-    """Print the results and where they are."""
+def report(run_dir: Path, data: Path, unigram_entropy: float) -> None:
+    """Print the results, where they are, and the time since the process started: the clock from
+    which goodput counts."""
     loss = [r["loss"] for r in json_lines.read(run_dir / "metrics.jsonl") if "loss" in r][-1]
-    headline(f"Done in {seconds:.0f} s")
+    headline(f"Done in {duration(process_age())}")
     places = {
         f"{data}/": "text as tokens",
         f"{run_dir}/config.json": "every setting of the run",

@@ -1,8 +1,7 @@
-"""Makes the benchmark tables: python scripts/docs/benchmark_table.py [--write | --check]
+"""Makes the tables and sentences on benchmarks: python scripts/docs/benchmark_table.py [OPTION]
 
 The figures are from the cards of jaxpar and torchtitan in docs/benchmarks. Without options, prints
-the tables. --write writes them to docs/benchmarks/README.md and README.md. --check exits with code
-1 if a page differs.
+what it makes. --write writes it to the pages of BLOCKS. --check exits with code 1 if one differs.
 """
 
 import json
@@ -225,6 +224,32 @@ def versus(few: bool = False) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def ratio(card: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Return jaxpar's rate over torchtitan's."""
+    return card["tokens_per_second_per_device"] / theirs["tokens_per_second_per_device"]
+
+
+def headline() -> str:
+    """Return the README's sentence on all comparisons."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _, card, _, theirs in pairs():
+        found[bool(card["config"]["model"].get("num_experts"))].append(ratio(card, theirs))
+    spans = [f"{min(some):.2f} to {max(some):.2f}" for some in found.values()]
+    slower = sum(one <= 1 for some in found.values() for one in some)
+    how = "all" if not slower else f"{len(pairs()) - slower} of"
+    return (
+        f"- **Fast on Hopper.** jaxpar is faster than torchtitan 0.2.2 in {how} {len(pairs())} "
+        f"comparisons made on H100s and H200s: dense models by a factor of {spans[0]}, "
+        f"mixtures of experts by {spans[1]}.\n"
+    )
+
+
+def picture(folder: str) -> str:
+    """Return the chart of all comparisons, on a page from which it is in `folder`."""
+    what = f"Tokens per second and GPU of jaxpar, relative to torchtitan, in {len(pairs())}"
+    return f"![{what} comparisons]({folder}images/torchtitan.svg)\n"
+
+
 def attention() -> str:
     """Return the comparison of jaxpar's Hopper kernels with cuDNN as Markdown."""
     found = json.loads((CARDS / "attention-h200.json").read_text("utf-8"))["rows"]
@@ -249,15 +274,29 @@ def attention() -> str:
 
 #: Of each page, what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/benchmarks/README.md": {"torchtitan": versus, "cards": table, "attention": attention},
-    "README.md": {"benchmarks": lambda: versus(few=True)},
+    "docs/benchmarks/README.md": {
+        "picture": lambda: picture("../"),
+        "torchtitan": versus,
+        "cards": table,
+        "attention": attention,
+    },
+    "docs/index.md": {"picture": lambda: picture("")},
+    "README.md": {
+        "headline": headline,
+        "picture": lambda: picture("docs/"),
+        "benchmarks": lambda: versus(few=True),
+    },
 }
 
 
 def filled(page: str) -> str:
-    """Return a page with its tables updated from the cards."""
-    text = (ROOT / page).read_text("utf-8")
-    for name, make in BLOCKS[page].items():
+    """Return a page with its tables and sentences updated from the cards."""
+    return with_blocks(page, (ROOT / page).read_text("utf-8"), BLOCKS[page])
+
+
+def with_blocks(page: str, text: str, blocks: dict[str, Callable[[], str]]) -> str:
+    """Return a page's text with its blocks made again."""
+    for name, make in blocks.items():
         made = f"<!-- {name} -->\n{make()}<!-- /{name} -->"
         text, count = re.subn(
             rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, made=made: made, text, flags=re.S

@@ -1,35 +1,98 @@
 """Compare predicted and measured runs: python scripts/docs/plan_calibration.py [--write]
 
-Prints the tables; takes seconds on a CPU. --write replaces those in docs/planning.md.
+Prints the tables, and the sentences of other pages on them; takes seconds on a CPU. --write writes
+them to the pages of BLOCKS.
 """
 
 import argparse
+import functools
 import os
+import re
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmark_table import with_blocks  # noqa: E402
 
 from jaxpar.config import Config  # noqa: E402
 from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.config.validate import resolve  # noqa: E402
+from jaxpar.planning.budget import cost_of  # noqa: E402
 from jaxpar.planning.calibration import Compared, compare, compare_compiled, conditions  # noqa: E402
+from jaxpar.planning.predict.communication import Cluster  # noqa: E402
+from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS  # noqa: E402
+from jaxpar.planning.ranking import predict  # noqa: E402
+from jaxpar.runtime.units import duration  # noqa: E402
 
-BEGIN, END = "<!-- calibration -->\n", "<!-- /calibration -->"
-EXPERTS_BEGIN, EXPERTS_END = "<!-- calibration-experts -->\n", "<!-- /calibration-experts -->"
+
+@functools.cache
+def dense() -> list[Compared]:
+    """Return the runs of dense models with their predictions."""
+    return list(compare(read))
+
+
+def errors() -> tuple[list[float], list[float]]:
+    """Return the relative errors of step times, and of peak memory where it was noted."""
+    peaks = [abs(c.memory_error) for c in dense() if c.memory_error is not None]
+    return [abs(c.time_error) for c in dense()], peaks
+
+
+def accuracy() -> str:
+    """Return in a sentence how far predictions were from measured runs."""
+    times, peaks = errors()
+    return (
+        f"On one host, step times were within {max(times):.1%} of {len(times)} measured runs, and "
+        f"memory within {max(peaks):.1%} of {len(peaks)}"
+    )
+
+
+def of_readme() -> str:
+    """Return the README's item on the planner."""
+    return (
+        "- **Plan before you run.** `python -m jaxpar.plan` predicts the memory and step time of "
+        f"every layout on a CPU. {accuracy()}.\n"
+    )
+
+
+def of_layouts() -> str:
+    """Return the item on the page about choosing a layout."""
+    return f"- {accuracy()} ([comparison](planning.md#predicted-and-measured)).\n"
+
+
+def recipe() -> str:
+    """Return what the planner predicts of the README's recipe, from the commands there."""
+    text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+    words = {
+        command: shlex.split(
+            re.search(rf"^python -m jaxpar\.{command} (llama_1b .*)$", text, re.M)[1]
+        )
+        for command in ("plan", "train")
+    }
+    option = lambda name: words["plan"][words["plan"].index(name) + 1]  # noqa: E731
+    gpus, gpu, tokens = int(option("--gpus")), GPUS[option("--gpu")], float(option("--tokens"))
+    cluster = Cluster(gpu, NETWORKS["ib400"], gpus, gpu.per_host)
+    layout = predict(resolve(read(words["train"]), gpus), cluster)
+    cost = cost_of(layout, cluster, tokens)
+    return (
+        f"The planner predicts {duration(cost.seconds)} for {tokens:,.0f} tokens with the options "
+        f"below on {gpus} {gpu.name.upper()}s, and {layout.memory.total / GIB:.0f} GiB per GPU.\n"
+    )
 
 
 def table() -> str:
     """Return the tables of runs and of compiled steps as Markdown, with their largest errors."""
-    compared = list(compare(read))
+    compared = dense()
     lines = [
         "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
         "|---|---|---|---|---|---|---|---|",
         *map(row, compared),
     ]
-    times = [abs(c.time_error) for c in compared]
-    peaks = [abs(c.memory_error) for c in compared if c.memory_error is not None]
+    times, peaks = errors()
     lines.append("")
     lines.append(f"Step time: {summary(times)}. Peak memory: {summary(peaks)}.")
     return "\n".join([*lines, "", *compiled_table()]) + "\n"
@@ -111,19 +174,30 @@ def shorter(run: str) -> str:
     return " ".join(run.split())
 
 
+#: Of each page, what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/planning.md": {"calibration": table, "calibration-experts": experts_table},
+    "docs/choosing_a_layout.md": {"planner": of_layouts},
+    "README.md": {"planner": of_readme, "recipe": recipe},
+}
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables and sentences made again."""
+    return with_blocks(page, (ROOT / page).read_text("utf-8"), BLOCKS[page])
+
+
 def main() -> None:
-    """Print the tables or write them to the page."""
+    """Print the tables and sentences, or write them to the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the tables to docs/planning.md")
-    tables = ((BEGIN, table(), END), (EXPERTS_BEGIN, experts_table(), EXPERTS_END))
-    if not parser.parse_args().write:
-        print("\n\n".join([conditions(), *(text for _, text, _ in tables)]), end="")
-        return
-    page = ROOT / "docs" / "planning.md"
-    for begin, text, end in tables:
-        before, _, rest = page.read_text("utf-8").partition(begin)
-        _, _, after = rest.partition(end)
-        page.write_text(before + begin + text + end + after, "utf-8")
+    parser.add_argument("--write", action="store_true", help="write them to the pages")
+    write = parser.parse_args().write
+    for page, blocks in BLOCKS.items():
+        if write:
+            (ROOT / page).write_text(filled(page), "utf-8")
+        else:
+            print(conditions() + "\n" if page.endswith("planning.md") else f"\n{page}")
+            print("\n".join(make() for make in blocks.values()), end="")
 
 
 if __name__ == "__main__":

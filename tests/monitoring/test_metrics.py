@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.monitoring import metrics
-from jaxpar.monitoring.metrics import MetricsWriter, duration, step_line
+from jaxpar.monitoring.metrics import MetricsWriter, step_line
 
 CFG = replace(
     Config(),
@@ -99,10 +99,3 @@ def test_a_line_shows_what_is_known():
     record |= dict(step_seconds=2.0)
     line = step_line(record, 100, left=95)
     assert "4,321 tok/s/device   MFU 50.0%" in line and line.endswith("ETA 3m10s")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (11.2, "12s"), (187, "3m07s"), (7500, "2h05m")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text

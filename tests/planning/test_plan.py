@@ -71,7 +71,7 @@ def test_json_is_the_same_in_numbers(capsys):
     assert cost["price"] == pytest.approx(4 * cost["gpu_hours"])
     assert cost["spot_price"] == pytest.approx(cost["gpu_hours"])
     assert cost["break_even"] == pytest.approx(0.75)
-    assert cost["days"] == pytest.approx(cost["gpu_hours"] / 24 / 16)
+    assert cost["seconds"] == pytest.approx(cost["gpu_hours"] * 3600 / 16)
     assert len(found["caveats"]) == 1 and "b200" in found["caveats"][0]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 
 def refuse_used(argument: str, path: Path) -> None:
