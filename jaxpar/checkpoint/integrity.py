@@ -29,6 +29,7 @@ from typing import Any
 
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import atomic
 
 #: The list of a checkpoint's files, in the same folder.
 FILES = "jaxpar_files.json"
@@ -139,16 +140,8 @@ def write_file_list(
     files = {name: _entry(step_folder / name) for name in _names(step_folder)}
     files |= {name: _shortened(entry) for name, entry in elsewhere.items()}
     content = {"files": files}
-    temporary = step_folder / (FILES + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(seal(content), indent=1, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(step_folder / FILES)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    text = json.dumps(seal(content), indent=1, sort_keys=True) + "\n"
+    atomic.write(step_folder / FILES, text.encode())
 
 
 def has_file_list(step_folder: Path) -> bool:
@@ -225,7 +218,7 @@ def _size(file: Path) -> int | None:
 def _names(step_folder: Path) -> list[str]:
     files = (path for path in step_folder.rglob("*") if path.is_file())
     names = (str(path.relative_to(step_folder)) for path in files)
-    return sorted(name for name in names if not name.startswith(FILES))
+    return sorted(name for name in names if not name.startswith((FILES, f".{FILES}")))
 
 
 def _shortened(entry: Mapping[str, Any]) -> dict[str, Any]:

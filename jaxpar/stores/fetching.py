@@ -131,7 +131,7 @@ def set_aside(objects: Objects, folder: Path, place: Path) -> None:
     numbers = ("" if number == 0 else f"-{number}" for number in range(10_000))
     names = (aside / f"{place.name}{number}" for number in numbers)
     to = next(name for name in names if not name.exists())
-    place.rename(to)
+    atomic.move(place, to)
     _warn(f"{place} is not that of {objects.address}; it was moved to {to}")
 
 

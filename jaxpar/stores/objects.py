@@ -20,6 +20,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import Address
 from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.files import atomic
 
 #: Seconds of one HTTP request, and of connecting.
 REQUEST_SECONDS, CONNECT_SECONDS = 60, 10
@@ -175,9 +176,8 @@ class Objects:
 
         Raises:   Missing; Altered if it is not the expected content; StoreError.
         """
-        temporary = file.with_name(f".{file.name}.partial")
 
-        def receive() -> Content:
+        def receive(temporary: Path) -> Content:
             digest, size = hashlib.sha256(), 0
             with open(temporary, "wb") as opened:
                 for chunk in _obstore().get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
@@ -186,20 +186,22 @@ class Objects:
             return Content(size, digest.hexdigest())
 
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            there = self._retried(f"downloading {name}", receive)
+        with atomic.new_file(file) as temporary:
+            there = self._retried(f"downloading {name}", lambda: receive(temporary))
             if expected is not None and there != expected:
                 raise Altered(_difference(name, there, expected))
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def names(self, folder: str = "") -> list[Found]:
-        """Return all objects below a name that ends in "/", or all. Raises:   StoreError."""
+        """Return all objects below a name that ends in "/", or all. Raises:   StoreError.
+
+        Names that no file can have are left out, such as the empty objects, whose names end in "/",
+        that a console makes for a folder.
+        """
 
         def listed() -> list[Found]:
             chunks = _obstore().list(self._store, folder or None, chunk_size=1000)
-            return [_found(one) for chunk in chunks for one in chunk]
+            found = [_found(one) for chunk in chunks for one in chunk]
+            return [one for one in found if _is_file(one.name) and one.name.startswith(folder)]
 
         return sorted(self._retried(f"listing {folder or 'objects'}", listed))
 
@@ -209,7 +211,9 @@ class Objects:
 
         def listed() -> tuple[list[str], list[str]]:
             found = _obstore().list_with_delimiter(self._store, folder or None)
-            return sorted(found["common_prefixes"]), sorted(one["path"] for one in found["objects"])
+            names = (one["path"] for one in found["objects"])
+            folders = (name.rstrip("/") for name in found["common_prefixes"])
+            return sorted(filter(_is_file, folders)), sorted(filter(_is_file, names))
 
         return self._retried(f"listing {folder or 'objects'}", listed)
 
@@ -270,6 +274,11 @@ class Objects:
 def _found(about: Any) -> Found:
     modified = about["last_modified"].astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return Found(about["path"], about["size"], modified)
+
+
+def _is_file(name: str) -> bool:
+    """Whether the name of an object is that of a file below a folder."""
+    return not set(name.split("/")) & {"", ".", ".."} and "\0" not in name
 
 
 class _Passing(Exception):

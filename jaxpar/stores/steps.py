@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from jaxpar.config.json_reader import read_json
+from jaxpar.runtime.files import atomic
 from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
@@ -165,7 +166,7 @@ def download_step(objects: Objects, folder: Path, step: int) -> int:
             raise Altered("; ".join(damage[:8]))
         place = folder / STEPS / str(step)
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.rename(place)
+        atomic.publish(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sum(content.bytes for content in files.values())
