@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.config.rules.paths import absolute
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import atomic
 
@@ -46,11 +47,18 @@ DAMAGED = "damaged"
 #: Maximum number of damaged items in a message.
 MAX_NAMED = 8
 
-#: Errors of the system that indicate damage: a missing file, or an invalid name or offset, as from
-#: a damaged index. All other errors are errors of the machine.
+#: Errors of the system that indicate damage within a checkpoint: a missing file, or an invalid name
+#: or offset, as from a damaged index. All other errors are errors of the machine.
 OF_FILES = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOVERFLOW),
+)
+
+
+#: Begins messages about trouble that is none of the files'.
+_TROUBLE = re.compile(
+    "(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|RESOURCE_EXHAUSTED|ABORTED"
+    "|CANCELLED|DEADLINE_EXCEEDED)\\b"
 )
 
 
@@ -66,6 +74,8 @@ class Damaged(exit_codes.RunError):
 
 class Unreadable(exit_codes.RunError):
     """A checkpoint cannot be read now because of the machine; it may be intact."""
+
+    code = exit_codes.EXIT_UNREADABLE
 
 
 @contextlib.contextmanager
@@ -102,6 +112,8 @@ def _trouble(error: BaseException) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of TensorStore's messages
     if code and int(code[1]) not in OF_FILES:
         return f"{os.strerror(int(code[1]))} ({str(error).partition(': ')[2][:200]})"
+    if _TROUBLE.match(str(error)):  # of TensorStore too
+        return str(error).partition("\n")[0][:200]
     within = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     causes = (*within, error.__cause__, error.__context__)
     return next(filter(None, (_trouble(cause) for cause in causes if cause is not None)), "")
@@ -157,6 +169,8 @@ def file_damage(step_folder: Path) -> list[str]:
     Raises:   Unreadable for an error of the machine.
     """
     with reading_checkpoint(str(step_folder)):
+        with contextlib.suppress(FileNotFoundError):
+            os.scandir(step_folder).close()  # or nothing can be said of its files
         expected = _listed(step_folder)
         if expected is None:
             return [f"{FILES} cannot be read"]
@@ -251,7 +265,7 @@ def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
 
     Returns:  its new path. A file next to it contains the reason.
     """
-    place = Path(run_dir).absolute() / DAMAGED
+    place = absolute(run_dir) / DAMAGED
     place.mkdir(exist_ok=True)
     name = step_folder.name
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from jaxpar.config.rules.paths import absolute
+
 #: The logger of Orbax, and of other libraries.
 _LOGGER = logging.getLogger("absl")
 
@@ -26,7 +28,7 @@ MAX_BYTES = 8 << 20
 
 def errors_file(run_dir: str | Path) -> Path:
     """Return the file of this process's errors: RUN/ranks/N.save_errors.txt."""
-    return Path(run_dir).absolute() / "ranks" / f"{jax.process_index()}.save_errors.txt"
+    return absolute(run_dir) / "ranks" / f"{jax.process_index()}.save_errors.txt"
 
 
 @contextmanager

@@ -59,8 +59,8 @@ def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
     require_torch()
     about = file.with_suffix(".json")
     require_space("FILE", file, 2 * export.num_bytes)
-    file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.absolute().parent) as folder:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.parent) as folder:
         stored = create_file(Path(folder) / "weights", export.shapes(), export.dtype)
         with meter(sum(s.num_bytes for s in stored.values())) as progress:
             for entry in export.entries:

@@ -9,13 +9,13 @@ import errno
 import fcntl
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxpar.runtime.files import atomic
+from jaxpar.stores.objects import warn
 
 #: Errors of a folder that this user may not write to.
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -108,7 +108,7 @@ class PartCache:
                     content = file.read()
                     stored, digest = content[:size], content[size:]
                     if len(stored) != size or digest != digest_of(stored):
-                        _warn(f"{place} is damaged, and is fetched again")
+                        warn(f"{place} is damaged, and is fetched again")
                         place.unlink(missing_ok=True)
                         return None
                     self._checked[place] = mark
@@ -127,7 +127,7 @@ class PartCache:
             self._checked.pop(place, None)
             return None
         except OSError as error:  # of the disk: the part is read from the store
-            _warn(f"{place} cannot be read: {error.strerror}")
+            warn(f"{place} cannot be read: {error.strerror}")
             return None
 
     @contextlib.contextmanager
@@ -159,7 +159,7 @@ class PartCache:
     def _warn_once(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            _warn(f"{self.folder} cannot be written ({error.strerror}): parts are not kept")
+            warn(f"{self.folder} cannot be written ({error.strerror}): parts are not kept")
 
     def _look_sometimes(self, added: int) -> None:
         with self._adding:
@@ -192,7 +192,10 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
     Files that a killed process has left unfinished are deleted.
     """
     for key in (entry for entry in os.scandir(folder) if entry.is_dir()):
-        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(key.path) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError, PermissionError),
+            os.scandir(key.path) as entries,
+        ):
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     about = entry.stat()
@@ -200,7 +203,3 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
                         yield about.st_atime, about.st_size, entry.path
                     elif time.time() - about.st_mtime > ABANDONED_SECONDS:
                         os.unlink(entry.path)
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

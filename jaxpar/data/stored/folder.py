@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.rules.paths import Address, cache_folder, is_address, read_address
+from jaxpar.config.rules.paths import Address, absolute, cache_folder, is_address, read_address
 from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, PREPARE, STREAM_FILE
 from jaxpar.data.stored.array import StoredArray
 from jaxpar.data.stored.writing import PARTS, read_parts
@@ -87,7 +87,7 @@ def local(cfg: Config, field: str, path: str) -> str:
     """
     if not is_address(path):
         return path
-    folder = Path(cfg.data.cache_dir or cache_folder("data")).expanduser().absolute()
+    folder = absolute(cfg.data.cache_dir or cache_folder("data"))
     try:
         cache = _cache(folder / "parts")
     except OSError as error:

@@ -60,7 +60,7 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
-    held = [found.name for found in objects.names()]
+    held = [found.name for found in objects.names(exact=True)]
     ours = {*DATASET_FILES, *(name + PARTS for name in DATASET_FILES), FILES}
     if foreign := [name for name in held if name not in ours]:
         rule = f"contains {foreign[0]!r}, which is not part of a dataset"
