@@ -110,6 +110,27 @@ class CachedObject:
             thread.start()
             self._threads.append(thread)
 
+    def check(self, sha256: str) -> bytes | None:
+        """Read everything once, and return the digests of the parts, which are then known.
+
+        Args:     sha256: of the content.
+        Returns:  None if it has another content; the digests stay unknown.
+        Raises:   ObjectDamaged, StoreError.
+        """
+        whole, digests = hashlib.sha256(), []
+        for first in range(0, self.num_parts, PARTS_AT_ONCE):
+            numbers = range(first, min(first + PARTS_AT_ONCE, self.num_parts))
+            self.fetch(numbers)
+            for number in numbers:
+                at = number * PART_BYTES
+                content = self.read(at, min(at + PART_BYTES, self.size))
+                whole.update(content)
+                digests.append(digest_of(content))
+        if whole.hexdigest() != sha256:
+            return None
+        self._digests = b"".join(digests)
+        return self._digests
+
     def close(self) -> None:
         """End what is fetched in the background."""
         self._stopped.set()
