@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, config_file
 from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check
 from jaxpar.convert.shape import model_from
 from jaxpar.inference.generation import Sampling
@@ -26,7 +27,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
     """
     args = [f"--{path}={value}" for path, value in (overrides or {}).items()]
     cfg = parse_overrides(config_file.load_config(name), args, "", model_from=model_from)
-    cfg = with_vocabulary(cfg)
+    cfg = with_paths(with_vocabulary(cfg))
     check(cfg)
     return cfg
 

@@ -14,6 +14,7 @@ from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
+from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
@@ -57,7 +58,7 @@ class Trainer:
         Raises:   ConfigError as `python -m jaxpar.train`.
         """
         startup.begin_now()
-        cfg = fill_batch(with_vocabulary(cfg))
+        cfg = with_paths(fill_batch(with_vocabulary(cfg)))
         check(cfg)
         self._environment: list[str] = []
         if peers.world_size() == 1:  # otherwise an earlier trainer has joined the others

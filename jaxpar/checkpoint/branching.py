@@ -11,7 +11,8 @@ from pathlib import Path
 
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import Saved, damage, folder, read_saved, read_whole
-from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
+from jaxpar.runtime.files.atomic import new_folder
+from jaxpar.runtime.files.new_folder import refuse_used, require_space
 from jaxpar.runtime.units import size
 
 

@@ -136,21 +136,35 @@ def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) ->
 
     Args:     log: called with the result of each checkpoint, and with all damage.
     Returns:  whether all are intact.
-    Raises:   ConfigError when there is no such checkpoint; Unreadable.
+    Raises:   ConfigError when there is no such checkpoint; Unreadable, after the others, if one
+              cannot be read and none is damaged.
     """
-    whole = True
+    whole, unread = True, list[integrity.Unreadable]()
     for at in _steps(run_dir, step):
-        found = damage(run_dir, at)
-        known = {} if found else read_saved(run_dir, at).fingerprints
-        found += _array_damage(folder(run_dir) / str(at), known, log)
-        for text in found:
-            log(f"step {at}: {text}")
-        for name in integrity.extra_files(folder(run_dir) / str(at)):
-            log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
-        whole &= not found
-        unknown = "arrays not verified: an older version wrote it, without fingerprints"
-        log(f"step {at}: {DAMAGED if found else 'intact' if known else unknown}")
+        try:
+            whole &= _verify_one(run_dir, at, log)
+        except integrity.Unreadable as error:
+            log(f"step {at}: {error}")
+            unread.append(error)
+    if whole and unread:
+        raise unread[0]
     return whole
+
+
+def _verify_one(run_dir: str | Path, at: int, log: Callable[[str], None]) -> bool:
+    """Verify a checkpoint. Returns:  whether it is intact. Raises:   Unreadable."""
+    found = damage(run_dir, at)
+    known = {} if found else read_saved(run_dir, at).fingerprints
+    found += _array_damage(folder(run_dir) / str(at), known, log)
+    if found and not (folder(run_dir) / str(at)).is_dir():
+        raise integrity.Unreadable(f"step {at} of {run_dir} went away while it was read")
+    for text in found:
+        log(f"step {at}: {text}")
+    for name in integrity.extra_files(folder(run_dir) / str(at)):
+        log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
+    unknown = "arrays not verified: an older version wrote it, without fingerprints"
+    log(f"step {at}: {DAMAGED if found else 'intact' if known else unknown}")
+    return not found
 
 
 def require_whole(run_dir: str | Path, step: int) -> int:

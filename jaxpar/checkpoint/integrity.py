@@ -28,7 +28,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.config.rules.paths import absolute
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import atomic
 
 #: The list of a checkpoint's files, in the same folder.
 FILES = "jaxpar_files.json"
@@ -45,11 +47,18 @@ DAMAGED = "damaged"
 #: Maximum number of damaged items in a message.
 MAX_NAMED = 8
 
-#: Errors of the system that indicate damage: a missing file, or an invalid name or offset, as from
-#: a damaged index. All other errors are errors of the machine.
+#: Errors of the system that indicate damage within a checkpoint: a missing file, or an invalid name
+#: or offset, as from a damaged index. All other errors are errors of the machine.
 OF_FILES = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOVERFLOW),
+)
+
+
+#: Begins messages about trouble that is none of the files'.
+_TROUBLE = re.compile(
+    "(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|RESOURCE_EXHAUSTED|ABORTED"
+    "|CANCELLED|DEADLINE_EXCEEDED)\\b"
 )
 
 
@@ -65,6 +74,8 @@ class Damaged(exit_codes.RunError):
 
 class Unreadable(exit_codes.RunError):
     """A checkpoint cannot be read now because of the machine; it may be intact."""
+
+    code = exit_codes.EXIT_UNREADABLE
 
 
 @contextlib.contextmanager
@@ -101,6 +112,8 @@ def _trouble(error: BaseException) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of TensorStore's messages
     if code and int(code[1]) not in OF_FILES:
         return f"{os.strerror(int(code[1]))} ({str(error).partition(': ')[2][:200]})"
+    if _TROUBLE.match(str(error)):  # of TensorStore too
+        return str(error).partition("\n")[0][:200]
     within = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     causes = (*within, error.__cause__, error.__context__)
     return next(filter(None, (_trouble(cause) for cause in causes if cause is not None)), "")
@@ -139,16 +152,8 @@ def write_file_list(
     files = {name: _entry(step_folder / name) for name in _names(step_folder)}
     files |= {name: _shortened(entry) for name, entry in elsewhere.items()}
     content = {"files": files}
-    temporary = step_folder / (FILES + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(seal(content), indent=1, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(step_folder / FILES)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    text = json.dumps(seal(content), indent=1, sort_keys=True) + "\n"
+    atomic.write(step_folder / FILES, text.encode())
 
 
 def has_file_list(step_folder: Path) -> bool:
@@ -164,6 +169,8 @@ def file_damage(step_folder: Path) -> list[str]:
     Raises:   Unreadable for an error of the machine.
     """
     with reading_checkpoint(str(step_folder)):
+        with contextlib.suppress(FileNotFoundError):
+            os.scandir(step_folder).close()  # or nothing can be said of its files
         expected = _listed(step_folder)
         if expected is None:
             return [f"{FILES} cannot be read"]
@@ -225,7 +232,7 @@ def _size(file: Path) -> int | None:
 def _names(step_folder: Path) -> list[str]:
     files = (path for path in step_folder.rglob("*") if path.is_file())
     names = (str(path.relative_to(step_folder)) for path in files)
-    return sorted(name for name in names if not name.startswith(FILES))
+    return sorted(name for name in names if not name.startswith((FILES, f".{FILES}")))
 
 
 def _shortened(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +265,7 @@ def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
 
     Returns:  its new path. A file next to it contains the reason.
     """
-    place = Path(run_dir).absolute() / DAMAGED
+    place = absolute(run_dir) / DAMAGED
     place.mkdir(exist_ok=True)
     name = step_folder.name
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))

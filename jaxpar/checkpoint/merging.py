@@ -34,7 +34,8 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.data.formats.meta import META_FILE, read_meta
-from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
+from jaxpar.runtime.files.atomic import new_folder
+from jaxpar.runtime.files.new_folder import refuse_used, require_space
 
 
 @dataclass(frozen=True)

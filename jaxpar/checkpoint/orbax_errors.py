@@ -5,14 +5,20 @@ lines for one full disk. The run itself warns in one line (`saving.py`).
 """
 
 import errno
+import functools
 import logging
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 import jax
+
+from jaxpar.config.rules.paths import absolute
 
 #: The logger of Orbax, and of other libraries.
 _LOGGER = logging.getLogger("absl")
@@ -26,7 +32,7 @@ MAX_BYTES = 8 << 20
 
 def errors_file(run_dir: str | Path) -> Path:
     """Return the file of this process's errors: RUN/ranks/N.save_errors.txt."""
-    return Path(run_dir).absolute() / "ranks" / f"{jax.process_index()}.save_errors.txt"
+    return absolute(run_dir) / "ranks" / f"{jax.process_index()}.save_errors.txt"
 
 
 @contextmanager
@@ -36,6 +42,7 @@ def errors_to_file(run_dir: str | Path) -> Iterator[None]:
     The file appears with the first error. An error that cannot be written, as on a full disk, is
     dropped.
     """
+    _say_once_that_loops_are_closed()
     handler = _File(errors_file(run_dir))
 
     def pass_on(record: logging.LogRecord) -> bool:
@@ -52,6 +59,29 @@ def errors_to_file(run_dir: str | Path) -> Iterator[None]:
     finally:
         _LOGGER.removeFilter(pass_on)
         handler.close()
+
+
+#: The error of a callback of TensorStore, whose event loop Orbax has closed after a failed save.
+_CLOSED = "Event loop is closed"
+
+
+@functools.cache
+def _say_once_that_loops_are_closed() -> None:
+    """Print the first such error of this process whole, and no other: there is one for each write.
+
+    The callbacks come from TensorStore's threads, some of them after the save has been reported.
+    """
+    hook, lock, said = sys.unraisablehook, threading.Lock(), []
+
+    def report(about: Any) -> None:
+        if isinstance(about.exc_value, RuntimeError) and str(about.exc_value) == _CLOSED:
+            with lock:
+                said.append(_CLOSED)
+                if len(said) > 1:
+                    return
+        hook(about)
+
+    sys.unraisablehook = report
 
 
 class _File(RotatingFileHandler):

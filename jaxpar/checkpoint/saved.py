@@ -4,7 +4,9 @@ Reads only names and small files, so that a program can decide before it writes 
 """
 
 import dataclasses
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from jaxpar.config import (
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
+from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
@@ -113,8 +116,11 @@ class Saved:
 
 
 def folder(run_dir: str | Path) -> Path:
-    """Return the absolute folder of a run's checkpoints. (Orbax cannot save to relative paths.)"""
-    return Path(run_dir).absolute() / "checkpoints"
+    """Return the absolute folder of a run's checkpoints. (Orbax cannot save to relative paths.)
+
+    Programs that are given a run's path, `normalized` or not, reach its checkpoints through this.
+    """
+    return absolute(run_dir) / "checkpoints"
 
 
 def saved_steps(run_dir: str | Path) -> list[int]:
@@ -126,12 +132,27 @@ def saved_steps(run_dir: str | Path) -> list[int]:
     Raises:   Unreadable.
     """
     where = folder(run_dir)
-    with integrity.reading_checkpoint(str(where)):
-        try:
-            found = [path for path in where.iterdir() if _STEP.fullmatch(path.name)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(int(path.name) for path in found if path.is_dir())
+    try:
+        names = [name for name in os.listdir(where) if _STEP.fullmatch(name)]
+        return sorted(int(name) for name in names if _is_folder(where / name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise integrity.Unreadable(f"{where} cannot be read: {error.strerror}") from error
+
+
+def _is_folder(place: Path) -> bool:
+    """Whether a place is a folder. (`Path.is_dir` hides those that cannot be reached.)
+
+    Raises:   OSError, also for a link to a folder that is not there; `Unreadable`.
+    """
+    try:
+        return stat.S_ISDIR(place.stat().st_mode)
+    except FileNotFoundError:
+        if place.is_symlink():
+            text = f"{place} cannot be read: it is a link to a folder that is not there"
+            raise integrity.Unreadable(text) from None
+        return False  # deleted meanwhile
 
 
 def starting_step(cfg: Config) -> int | None:

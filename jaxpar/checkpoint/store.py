@@ -5,7 +5,9 @@ Orbax stores zarr3 arrays in a key-value store of TensorStore: "params/layers/wq
 in memory.
 """
 
+import contextlib
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,11 @@ def array_folder(step_folder: Path) -> Path:
 
     Raises:   FileNotFoundError when there is none.
     """
-    found = sorted(path.parent for path in step_folder.glob(f"*/{MANIFEST}"))
-    if not found:
-        raise FileNotFoundError(f"{step_folder} has no {MANIFEST}")
-    return found[0]
+    for name in sorted(os.listdir(step_folder)):  # `glob` would hide a folder that is not readable
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (step_folder / name / MANIFEST).stat()
+            return step_folder / name
+    raise FileNotFoundError(f"{step_folder} has no {MANIFEST}")
 
 
 def array_spec(store: Path, name: str) -> dict[str, Any]:

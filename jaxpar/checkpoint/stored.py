@@ -23,7 +23,7 @@ def rows(text: str) -> Iterator[CheckpointRow]:
 
     Raises:   ConfigError if the address has none; StoreError.
     """
-    objects = Objects(read_address("RUN", text), "RUN")
+    objects = Objects(read_address("RUN", text), "RUN", patient=False)
     complete = steps.complete_steps(objects)
     found = _by_step(objects)
     if not {*complete, *found}:
@@ -40,9 +40,9 @@ def _by_step(objects: Objects) -> dict[int, dict[str, Found]]:
     """Return the objects of each step, by their names below it."""
     found: dict[int, dict[str, Found]] = {}
     for one in objects.names(f"{steps.STEPS}/"):
-        _, step, name = one.name.split("/", 2)
-        if step.isdecimal():
-            found.setdefault(int(step), {})[name] = one
+        number, _, name = one.name.removeprefix(f"{steps.STEPS}/").partition("/")
+        if name and (step := steps.step_of(number)) is not None:
+            found.setdefault(step, {})[name] = one
     return found
 
 

@@ -20,7 +20,7 @@ from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.resolve import fill_batch, fill_steps
-from jaxpar.config.rules.paths import with_store
+from jaxpar.config.rules.paths import with_paths, with_store
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
@@ -59,7 +59,8 @@ def read_config(
         sys.exit(0)
     print_config = "--print-config" in args
     args = [arg for arg in args if arg != "--print-config"]
-    cfg = with_store(parse_overrides(base, args, program, model_from=model_from))
+    asked = parse_overrides(base, args, program, model_from=model_from)
+    cfg = with_store(with_paths(asked))
     cfg = fill(cfg) if fill else cfg
     check(cfg)
     if print_config:

@@ -18,6 +18,7 @@ from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
 from jaxpar.convert.safetensors_file import Stored, create_file
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.new_folder import require_place, require_space
 from jaxpar.runtime.progress import meter
 
@@ -58,8 +59,8 @@ def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
     require_torch()
     about = file.with_suffix(".json")
     require_space("FILE", file, 2 * export.num_bytes)
-    file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.absolute().parent) as folder:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.parent) as folder:
         stored = create_file(Path(folder) / "weights", export.shapes(), export.dtype)
         with meter(sum(s.num_bytes for s in stored.values())) as progress:
             for entry in export.entries:
@@ -70,8 +71,8 @@ def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
             log("left out multi-token prediction, which only training computes")
         fields = dataclasses.asdict(export.config.model)
         (Path(folder) / about.name).write_text(json.dumps(fields, indent=2) + "\n")
-        (Path(folder) / about.name).rename(about)
-        (Path(folder) / file.name).rename(file)
+        atomic.publish(Path(folder, about.name), about)
+        atomic.publish(Path(folder, file.name), file)
 
 
 def save(stored: dict[str, Stored], file: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.runtime.files import atomic
 
 #: File in the run folder, once batches are skipped. Checkpoints contain it, too.
 SKIPPED_FILE = "skipped_batches.json"
@@ -103,7 +104,5 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write the skipped batches of a run atomically."""
     run_dir.mkdir(parents=True, exist_ok=True)  # it may have been deleted
-    temporary = run_dir / (SKIPPED_FILE + ".tmp")
     text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(run_dir / SKIPPED_FILE)
+    atomic.write(run_dir / SKIPPED_FILE, text.encode())

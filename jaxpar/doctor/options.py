@@ -155,7 +155,7 @@ def check_file(path: Path) -> None:
 
     Raises:   ConfigError if it cannot.
     """
-    folder = path.absolute().parent
+    folder = path.parent
     if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = "is not writable" if folder.is_dir() else "does not exist"
         rule = "is a folder" if path.is_dir() else f"its folder {path.parent} {what}"

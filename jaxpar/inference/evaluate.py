@@ -87,7 +87,7 @@ def _check_output(name: str) -> None:
     if path.is_dir():
         fix = f"use --output {path / 'results.json'}"
         raise ConfigError("--output", name, "is a folder, not a file", fix)
-    folder = path.absolute().parent
+    folder = path.parent
     if not folder.is_dir():
         rule, fix = "is in a folder that does not exist", "create the folder first"
         raise ConfigError("--output", name, rule, fix)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.runtime.files import json_lines
+from jaxpar.runtime.files import atomic, json_lines
 from jaxpar.runtime.files.append import FULL, Lines
 
 RECENT_FILE = "recent.jsonl"
@@ -89,13 +89,10 @@ class RecentSteps:
         if not self._size:
             return
         self._lines = self._lines[-self._size :]
-        temporary = self._path.with_suffix(".tmp")
         self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         try:
-            temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
-            temporary.replace(self._path)
+            atomic.write(self._path, "".join(line + "\n" for line in self._lines).encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno not in FULL:
                 raise  # on a full disk, the longer file stays until there is room
         self._file = Lines(self._path)

@@ -59,7 +59,7 @@ def check(options: ProfileOptions) -> None:
     if options.json and Path(options.json).is_dir():
         fix = f"use --json {Path(options.json) / 'profile.json'}"
         raise ConfigError("--json", options.json, "is a folder, not a file", fix)
-    if options.json and not Path(options.json).absolute().parent.is_dir():
+    if options.json and not Path(options.json).parent.is_dir():
         rule = f"needs the folder {Path(options.json).parent}, which does not exist"
         raise ConfigError("--json", options.json, rule, "create the folder or choose another")
     if options.plot and not options.plot.lower().endswith(".svg"):

@@ -7,6 +7,8 @@ held-out loss comes last among the runs with its tokens, by training loss.
 """
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +79,21 @@ class Summary:
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in a folder, itself included, in order of their names."""
-    if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
-        yield folder
+    """Yield the folders of runs in a folder, itself included, in order of their names.
+
+    A folder that cannot be read is named on a line, and left out.
+    """
+    try:
+        names = set(os.listdir(folder))
+        if {"metrics.jsonl", "config.json"} <= names:
+            yield folder
+            return
+        children = sorted(path for name in names if (path := folder / name).is_dir())
+    except OSError as error:
+        print(f"left out   {folder}: {error.strerror}", file=sys.stderr)
         return
-    if depth:
-        for child in sorted(path for path in folder.iterdir() if path.is_dir()):
-            yield from find_runs(child, depth - 1)
+    for child in children if depth else ():
+        yield from find_runs(child, depth - 1)
 
 
 def summaries(runs: Sequence[RunRead]) -> list[Summary]:

@@ -1,6 +1,7 @@
 """Reads a run's folder for a report: metrics in bounded memory, and events."""
 
 import functools
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,12 +128,23 @@ class RunRead:
 def read_run(folder: str) -> RunRead:
     """Read the folder of a run, which may still be in progress.
 
-    Raises:   ConfigError if the folder is not a run's.
+    Raises:   ConfigError if the folder is not a run's, or cannot be read.
     """
+    try:
+        return _read_run(folder)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        rule = f"cannot be read: {error.filename}: {error.strerror}"
+        raise ConfigError("RUN", folder, rule, "change its permissions") from error
+
+
+def _read_run(folder: str) -> RunRead:
     path = Path(folder)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
+    os.scandir(path).close()  # `is_file` would hide that the folder cannot be read
     if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
         rule = "is not a run's folder: it has neither config.json nor metrics.jsonl"
         within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]

@@ -1,5 +1,6 @@
 """The table of runs in a terminal."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
             with stage(f"reading {place}"):
                 runs.append(_read(place))
         except ConfigError as error:
-            print(f"left out   {error}")
+            print(f"left out   {error}", file=sys.stderr)
     if not runs:
         rule = f"has no run in it, up to {listing.DEPTH} folders deep"
         raise ConfigError(

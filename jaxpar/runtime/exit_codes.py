@@ -5,12 +5,17 @@ import math
 #: Exit codes that a scheduler can act on.
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED, EXIT_HANG = 0, 1, 2, 17, 75, 124
 
+#: As BSD's sysexits.h: an output that cannot be made, and an error of reading.
+EXIT_NOT_STORED, EXIT_UNREADABLE = 73, 74
+
 #: The exit code that shells report for a program ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
 
 
 class RunError(Exception):
-    """Ends a program with code 1 and a message, without a traceback."""
+    """Ends a program with its code and a message, without a traceback."""
+
+    code = EXIT_ERROR
 
 
 class BadNumerics(Exception):

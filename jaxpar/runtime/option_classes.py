@@ -20,7 +20,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called, require_unicode
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.limits import Range
-from jaxpar.config.rules.paths import is_address, refuse_address
+from jaxpar.config.rules.paths import is_address, normalized, refuse_address
 from jaxpar.runtime.options import check_range
 from jaxpar.runtime.terminal import drawing
 
@@ -84,7 +84,7 @@ def _read(
                 read(told | more)  # prints the help, and exits
         fix = f"see {prog} --help"
         raise ConfigError("command line", " ".join(argv), _reason(errors.getvalue()), fix) from None
-    refuse_addresses(options)
+    options = with_paths(options)
     check_ranges(options)
     return options
 
@@ -97,13 +97,16 @@ def _reason(box: str) -> str:
     return " ".join(" ".join(above_help).split()).rstrip(".") or "cannot be read"
 
 
-def refuse_addresses(options: Any) -> None:
-    """Check that the paths of a dataclass of options are no addresses, such as s3://bucket/run.
+def with_paths[T](options: T) -> T:
+    """Return a dataclass of options with `normalized` paths.
 
-    Raises:   ConfigError that names the argument or option.
+    Raises:   ConfigError that names an argument or option that must be a path, and is an address,
+              such as s3://bucket/run.
     """
+    asked: Any = options
+    changed: dict[str, Any] = {}
     hints = typing.get_type_hints(type(options), include_extras=True)
-    for field in dataclasses.fields(options):
+    for field in dataclasses.fields(asked):
         about = getattr(hints[field.name], "__metadata__", ())
         metavar = next((word for one in about if (word := getattr(one, "metavar", None))), None)
         positional = any(one is tyro.conf.Positional for one in about)
@@ -111,11 +114,16 @@ def refuse_addresses(options: Any) -> None:
             continue
         option = "--" + field.name.replace("_", "-")
         name = (metavar or field.name.upper()).strip("[ ").split()[0] if positional else option
-        value = getattr(options, field.name)
-        for text in value if isinstance(value, tuple) else (value,):
+        value = getattr(asked, field.name)
+        texts = value if isinstance(value, tuple) else (value,)
+        for text in texts:
             may_be = OR_ADDRESS in about or TO_ADDRESS in about
             if isinstance(text, str) and not (may_be and is_address(text)):
                 refuse_address(name, text, "use a path on this host")
+        made = tuple(normalized(one) if isinstance(one, str) else one for one in texts)
+        if made != texts:
+            changed[field.name] = made if isinstance(value, tuple) else made[0]
+    return dataclasses.replace(asked, **changed) if changed else options
 
 
 def check_ranges(options: Any) -> None:

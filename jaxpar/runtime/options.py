@@ -9,7 +9,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
 from jaxpar.config.numerals import whole_number
 from jaxpar.config.rules.limits import REPEATS, Range
-from jaxpar.config.rules.paths import check_path, refuse_address
+from jaxpar.config.rules.paths import absolute, check_path, refuse_address
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,7 +101,7 @@ def _check_place(option: str, path: str | None, example: str) -> None:
     if not path:
         raise ConfigError(option, path, "is empty", f"use {option} {example}")
     check_path(option, path, f"use {option} {example}")
-    place = Path(path).absolute()
+    place = absolute(path)
     if place.exists() and not place.is_dir() and not place.is_file():
         return  # a device or a pipe
     above = place if place.is_dir() else place.parent

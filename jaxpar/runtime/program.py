@@ -23,9 +23,9 @@ MAX_ASKED = 400
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    These errors are reported in one line: a ConfigError, a path that is too long, or a missing
-    platform (code 2), Ctrl-C (130), a full disk or memory (1), and failures of other processes
-    (their code). Other exceptions are reported with a traceback.
+    These errors are reported in one line: a ConfigError, a path that is too long or that this user
+    may not use, or a missing platform (code 2), Ctrl-C (130), a full disk or memory (1), a RunError
+    and failures of other processes (their code). Other exceptions are reported with a traceback.
     The process ends without Python's exit hooks, in which JAX would wait for a peer that may be
     dead.
     """
@@ -38,7 +38,7 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
             code, why = main(sys.argv[1:]) or exit_codes.EXIT_OK, ""
             sys.stdout.flush()
         except BaseException as error:
-            code, why = _verdict(_of_a_long_name(error))
+            code, why = _verdict(error)
         _leave(code, why)
 
 
@@ -49,16 +49,28 @@ def _out_of_memory(told: str, argv: Sequence[str]) -> str:
     return f"error: out of host memory{why}. Asked for: {asked}. Ask for less, or free memory"
 
 
-def _of_a_long_name(error: BaseException) -> BaseException:
-    """Convert the error for a path that is too long to a ConfigError."""
-    if not (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
+def _of_a_path(error: BaseException) -> BaseException:
+    """Convert an error that a path of the user's causes to a ConfigError."""
+    if not (isinstance(error, OSError) and error.filename is not None):
         return error
-    rule, fix = "is too long for a file name", "use at most 255 bytes"
-    return ConfigError("path", f"{str(error.filename)[:60]}...", rule, fix)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "?"
+    match error.errno:
+        case errno.ENAMETOOLONG:
+            rule, fix = "is too long for a file name", "use at most 255 bytes"
+            return ConfigError("path", f"{path[:60]}...", rule, fix)
+        case errno.ELOOP:
+            rule, fix = "leads to itself through symbolic links", "correct the links"
+            return ConfigError("path", path, rule, fix)
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            rule = f"may not be used by this user ({error.strerror})"
+            fix = "change its permissions, or use another path"
+            return ConfigError("path", path, rule, fix)
+    return error
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Report an error. Returns:  its exit code and its text."""
+    error = _of_a_path(error)
     if "jaxpar.runtime.start" in sys.modules:  # otherwise JAX has not been started
         error = sys.modules["jaxpar.runtime.start"].of_a_platform(error)
     why = f"{type(error).__name__}: {error}"
@@ -68,7 +80,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case exit_codes.BadNumerics():
             return _report(why := f"bad numerics: {error}", exit_codes.EXIT_NUMERICS), why
         case exit_codes.RunError():
-            return _report(why := f"error: {error}", exit_codes.EXIT_ERROR), why
+            return _report(why := f"error: {error}", error.code), why
         case KeyboardInterrupt():
             return _report(why := "interrupted", exit_codes.EXIT_INTERRUPTED), why
         case BrokenPipeError():

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxpar.config.rules.paths import absolute
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.gpus import nccl_ras, visible
 from jaxpar.runtime.processes import peers
@@ -52,7 +53,7 @@ class Watchdog:
 
     def __init__(self, run_dir: str | Path, hang_seconds: float, slow_seconds: float):
         """Args:     hang_seconds, slow_seconds: limits as in section `cluster`; 0: no limit."""
-        self.run_dir = Path(run_dir).absolute()
+        self.run_dir = absolute(run_dir)
         self._folder = self.run_dir / "ranks"
         self._limits = (hang_seconds, slow_seconds)
         #: Returns the collectives of a step in their order, once the step is compiled.

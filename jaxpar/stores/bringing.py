@@ -90,10 +90,10 @@ def _move_others(objects: Objects, folder: Path | None, kept: int | None, mark: 
     if folder is None:
         return
     for place in sorted((folder / steps.STEPS).glob("*")):
-        if not place.name.isdecimal() or int(place.name) == kept:
+        if (step := steps.step_of(place.name)) is None or step == kept:
             continue
         with contextlib.suppress(Missing, Altered):
-            if steps.is_same(objects, folder, int(place.name), (mark,)):
+            if steps.is_same(objects, folder, step, (mark,)):
                 shutil.rmtree(place)
                 continue
         set_aside(objects, folder, place)

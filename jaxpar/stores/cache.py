@@ -5,14 +5,20 @@ a time. When the cache is nearly full, the parts that have not been read for lon
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from jaxpar.runtime.files import atomic
+from jaxpar.stores.objects import warn
+
+#: Errors of a folder that this user may not write to.
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 #: Bytes of a digest, which ends the file of a part.
 DIGEST_BYTES = 16
@@ -41,17 +47,26 @@ class PartCache:
 
     def __init__(self, folder: Path, limit: int):
         """
-        Args:     folder: made if it is missing. limit: bytes.
-        Raises:   OSError.
+        Args:     folder: made if it is missing. If this user may not write to it, what it has is
+                  read, and nothing is kept, with a warning. limit: bytes.
+        Raises:   OSError if it cannot be made, or read.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.limit = folder, limit
         #: Bytes of the objects that are read through it by this process.
         self.claimed = 0
         self._mutexes = [threading.Lock() for _ in range(LOCKS + 1)]
-        self._locks = os.open(folder / "locks", os.O_RDWR | os.O_CREAT, 0o666)
         self._checked: dict[Path, tuple[int, int]] = {}
         self._added, self._warned, self._adding = 0.0, False, threading.Lock()
+        #: None for a folder that this user may only read.
+        self._locks: int | None = None
+        try:
+            self._locks = os.open(folder / "locks", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+            os.scandir(folder).close()
+            self._warn_once(error)
         self.remove_oldest()
 
     def place(self, key: str, number: int) -> Path:
@@ -93,7 +108,7 @@ class PartCache:
                     content = file.read()
                     stored, digest = content[:size], content[size:]
                     if len(stored) != size or digest != digest_of(stored):
-                        _warn(f"{place} is damaged, and is fetched again")
+                        warn(f"{place} is damaged, and is fetched again")
                         place.unlink(missing_ok=True)
                         return None
                     self._checked[place] = mark
@@ -102,7 +117,7 @@ class PartCache:
                     first, last, _ = span.indices(size)
                     found = os.pread(file.fileno(), last - first, first)
                     if len(found) != last - first:
-                        del self._checked[place]
+                        self._checked.pop(place, None)  # as may another thread
                         return self._found(place, size, span)
                 if time.time() - about.st_atime > USE_SECONDS:
                     with contextlib.suppress(OSError):
@@ -112,13 +127,16 @@ class PartCache:
             self._checked.pop(place, None)
             return None
         except OSError as error:  # of the disk: the part is read from the store
-            _warn(f"{place} cannot be read: {error.strerror}")
+            warn(f"{place} cannot be read: {error.strerror}")
             return None
 
     @contextlib.contextmanager
     def _alone(self, number: int) -> Iterator[None]:
         """Hold a lock against other threads and processes."""
         with self._mutexes[number]:  # locks of a file are those of a process
+            if self._locks is None:
+                yield
+                return
             fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, number)
             try:
                 yield
@@ -126,21 +144,22 @@ class PartCache:
                 fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
 
     def _keep(self, place: Path, content: bytes) -> bool:
-        """Write a part. Returns:  False, with a warning, if there is no space."""
-        temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+        """Write a part. Returns:  False, with a warning, if it cannot be written."""
+        if self._locks is None:
+            return False
         try:
             place.parent.mkdir(exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(content + digest_of(content))
-            temporary.rename(place)
+            with atomic.new_file(place, durable=False) as temporary:
+                temporary.write_bytes(content + digest_of(content))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if not self._warned:
-                self._warned = True
-                _warn(f"{self.folder} cannot be written ({error.strerror}): parts are not kept")
+            self._warn_once(error)
             return False
         return True
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(f"{self.folder} cannot be written ({error.strerror}): parts are not kept")
 
     def _look_sometimes(self, added: int) -> None:
         with self._adding:
@@ -152,6 +171,8 @@ class PartCache:
 
     def remove_oldest(self) -> None:
         """Delete the parts that have not been read for longest, if the cache is nearly full."""
+        if self._locks is None:
+            return
         with self._alone(LOCKS):
             found = sorted(_files(self.folder))
             total = sum(size for _, size, _ in found)
@@ -171,15 +192,14 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
     Files that a killed process has left unfinished are deleted.
     """
     for key in (entry for entry in os.scandir(folder) if entry.is_dir()):
-        with contextlib.suppress(FileNotFoundError), os.scandir(key.path) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError, PermissionError),
+            os.scandir(key.path) as entries,
+        ):
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, PermissionError):
                     about = entry.stat()
                     if not entry.name.endswith(".tmp"):
                         yield about.st_atime, about.st_size, entry.path
                     elif time.time() - about.st_mtime > ABANDONED_SECONDS:
                         os.unlink(entry.path)
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpar.config import ConfigError
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.stores.cache import DIGEST_BYTES, PartCache, digest_of
-from jaxpar.stores.objects import ATTEMPTS, Conflict, Missing, Objects, Stamp
+from jaxpar.stores.objects import Altered, Conflict, Missing, Objects, Stamp
 
 #: Bytes of a part: a request takes about as long for one byte.
 PART_BYTES = 1 << 20
@@ -110,6 +110,27 @@ class CachedObject:
             thread.start()
             self._threads.append(thread)
 
+    def check(self, sha256: str) -> bytes | None:
+        """Read everything once, and return the digests of the parts, which are then known.
+
+        Args:     sha256: of the content.
+        Returns:  None if it has another content; the digests stay unknown.
+        Raises:   ObjectDamaged, StoreError.
+        """
+        whole, digests = hashlib.sha256(), []
+        for first in range(0, self.num_parts, PARTS_AT_ONCE):
+            numbers = range(first, min(first + PARTS_AT_ONCE, self.num_parts))
+            self.fetch(numbers)
+            for number in numbers:
+                at = number * PART_BYTES
+                content = self.read(at, min(at + PART_BYTES, self.size))
+                whole.update(content)
+                digests.append(digest_of(content))
+        if whole.hexdigest() != sha256:
+            return None
+        self._digests = b"".join(digests)
+        return self._digests
+
     def close(self) -> None:
         """End what is fetched in the background."""
         self._stopped.set()
@@ -124,16 +145,16 @@ class CachedObject:
         return self._cache.read(self._key, number, size, span, fetch)
 
     def _fetched(self, number: int, first: int, last: int) -> bytes:
-        """Read a part from the store, again if it is not what was written."""
+        """Read a part from the store. Raises:   ObjectDamaged; StoreError."""
         at = number * DIGEST_BYTES
         digest = self._digests[at : at + DIGEST_BYTES]
-        for _ in range(ATTEMPTS):
-            try:
-                content = self._objects.read_range(self._name, first, last, self._stamp)
-            except (Missing, Conflict) as error:
-                rule = "was deleted or replaced while it was read"
-                raise ObjectDamaged(f"{self.place} {rule}. Fix: start again") from error
-            if len(content) == last - first and (not digest or digest == digest_of(content)):
-                return content
-        where = f"bytes {first:,} to {last:,} of {self.place}"
-        raise ObjectDamaged(f"{where} are not what was written. Fix: write the object again")
+        intact = lambda content: not digest or digest == digest_of(content)  # noqa: E731
+        try:
+            return self._objects.read_range(self._name, first, last, self._stamp, intact)
+        except (Missing, Conflict) as error:
+            rule = "was deleted or replaced while it was read"
+            raise ObjectDamaged(f"{self.place} {rule}. Fix: start again") from error
+        except Altered as error:
+            where = f"bytes {first:,} to {last:,} of {self.place}"
+            rule = "are not what was written. Fix: write the object again"
+            raise ObjectDamaged(f"{where} {rule}") from error

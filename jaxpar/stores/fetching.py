@@ -6,19 +6,18 @@ checkpoints that only the folder has are moved to RUN/superseded.
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.paths import is_address, local_folder, read_address
+from jaxpar.config.rules.paths import is_address, is_prefix, local_folder, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.run_lock import RunLock
 from jaxpar.runtime.units import size
 from jaxpar.stores import steps
 from jaxpar.stores.files import download_files
-from jaxpar.stores.objects import Altered, Missing, Objects
+from jaxpar.stores.objects import Altered, Missing, Objects, OddName, warn
 from jaxpar.stores.parts import GROWING, joined, length, ranges
 from jaxpar.stores.sessions import NAME as SESSION
 from jaxpar.stores.sessions import last_session, note, require_same_run, sessions_of
@@ -70,7 +69,8 @@ def fetch(
         held = ", ".join(map(str, complete)) or "none"
         rule = f"is not a complete checkpoint of {objects.address}"
         raise ConfigError("step", step, rule, f"use one of {held}")
-    here = {int(p.name) for p in (folder / steps.STEPS).glob("*") if p.name.isdecimal()}
+    names = (steps.step_of(place.name) for place in (folder / steps.STEPS).glob("*"))
+    here = {found for found in names if found is not None}
     if step is None:
         _fetch_newest(objects, folder, complete, here, log)
     elif step not in here:
@@ -84,7 +84,7 @@ def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool, readin
     if parts and (not ours or here < length(parts)):
         content, damage = joined(objects, name)
         if damage:
-            _warn(f"{objects.address}: {damage}. {name} goes on from {len(content):,} bytes")
+            warn(f"{objects.address}: {damage}. {name} goes on from {len(content):,} bytes")
         before = (folder / name).read_bytes() if here and not reading else b""
         if not content.startswith(before):
             set_aside(objects, folder, folder / name)
@@ -97,9 +97,8 @@ def _supersede(
 ) -> None:
     """Move the checkpoints of a folder that are not those of the store to RUN/superseded."""
     for place in sorted((folder / steps.STEPS).glob("*")):
-        if not place.name.isdecimal():
+        if (step := steps.step_of(place.name)) is None:
             continue
-        step = int(place.name)
         try:
             same = step in complete and steps.is_same(objects, folder, step, (mark,))
         except (Missing, Altered):
@@ -131,8 +130,8 @@ def set_aside(objects: Objects, folder: Path, place: Path) -> None:
     numbers = ("" if number == 0 else f"-{number}" for number in range(10_000))
     names = (aside / f"{place.name}{number}" for number in numbers)
     to = next(name for name in names if not name.exists())
-    place.rename(to)
-    _warn(f"{place} is not that of {objects.address}; it was moved to {to}")
+    atomic.move(place, to)
+    warn(f"{place} is not that of {objects.address}; it was moved to {to}")
 
 
 def _fetch_newest(
@@ -155,7 +154,7 @@ def _fetch_newest(
         except Altered as error:
             damage[step] = str(error)
             instead = "" if step == complete[0] else ". An earlier step is used instead"
-            _warn(f"step {step} of {objects.address} is damaged: {error}{instead}")
+            warn(f"step {step} of {objects.address} is damaged: {error}{instead}")
             continue
         log(f"download   step {step}, {size(num_bytes)}, verified")
         return
@@ -179,8 +178,8 @@ def for_reading(
               one. checkpoints: whether to download any.
     Raises:   ConfigError for an address without a run; as `fetch`.
     """
-    address = read_address(field, text)
-    objects, folder = Objects(address, field), local_folder(address, "read")
+    address, folder = read_address(field, text), local_folder(read_address(field, text), "read")
+    objects = Objects(address, field, patient=checkpoints)
     if not last_session(objects):
         raise _no_run(field, text)
     with RunLock(folder, READERS_SECONDS, log):  # another command may be downloading it
@@ -195,15 +194,21 @@ def runs_at(field: str, text: str, depth: int) -> list[str]:
     Raises:   ConfigError for an address that cannot be used; StoreError.
     """
     address = read_address(field, text)
-    objects = Objects(address, field)
+    objects = Objects(address, field, patient=False)
 
     def below(folder: str, depth: int) -> list[str]:
-        folders, names = objects.level(folder)
+        try:
+            folders, names = objects.level(folder)
+        except OddName as error:
+            if not folder:
+                raise
+            warn(f"{address}/{folder} is left out: it {error.rule}")
+            return []
         if {f"{folder}config.json", f"{folder}{SESSION}"} <= set(names):
             return [f"{address}/{folder}".rstrip("/")]
         if not depth:
             return []
-        return [run for one in folders for run in below(f"{one}/", depth - 1)]
+        return [run for one in folders if is_prefix(one) for run in below(f"{one}/", depth - 1)]
 
     return below("", depth)
 
@@ -216,7 +221,7 @@ def with_local_config(argv: Sequence[str]) -> list[str]:
     if not argv or not is_address(argv[0]):
         return list(argv)
     address = read_address("CONFIG", argv[0])
-    objects, folder = Objects(address, "CONFIG"), local_folder(address, "runs")
+    objects, folder = Objects(address, "CONFIG", patient=False), local_folder(address, "runs")
     last = last_session(objects)
     if not last:
         raise _no_run("CONFIG", argv[0])
@@ -229,7 +234,3 @@ def with_local_config(argv: Sequence[str]) -> list[str]:
 
 def _no_run(field: str, text: str) -> ConfigError:
     return ConfigError(field, text, "contains no run", "use the run.dir or run.store of a run")
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

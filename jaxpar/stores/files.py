@@ -1,9 +1,10 @@
 """The other files of a run in a store, each uploaded whole: config, manifest, records, profiles."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpar.stores.objects import Found, Missing, Objects
+from jaxpar.stores.objects import Found, Missing, Objects, can_be_named, warn
 from jaxpar.stores.parts import GROWING
 from jaxpar.stores.sessions import NAME as SESSION
 from jaxpar.stores.steps import COMPLETE, SHARDS, STEPS
@@ -14,6 +15,10 @@ LEFT_OUT = {
     *(STEPS, COMPLETE, SHARDS, SESSION, "lock", "damaged", "superseded", "ranks", "logs"),
     *("tensorboard", "wandb", "mlruns", "profile.request"),
 }
+
+
+#: Errors of names that cannot be files here: too long, or below a name that is a file.
+NO_FILE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL)
 
 
 def _is_kept(name: str) -> bool:
@@ -29,7 +34,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
             continue
         for file in sorted(path.rglob("*")) if path.is_dir() else (path,):
             name = str(file.relative_to(folder))
-            if _is_kept(name) and file.is_file():
+            if _is_kept(name) and can_be_named(name) and file.is_file():
                 about = file.stat()
                 yield name, (about.st_size, about.st_mtime_ns)
 
@@ -61,6 +66,8 @@ class Changed:
                     count += self._objects.upload(name, self._folder / name).bytes
                 except FileNotFoundError:
                     continue
+                except PermissionError as error:  # it keeps no other file from the store
+                    warn(f"{self._folder / name} is not uploaded: {error.strerror}")
                 self._known[name] = about
         return count
 
@@ -81,3 +88,7 @@ def download_files(objects: Objects, folder: Path, found: list[Found], again: bo
                 objects.download(one.name, folder / one.name)
             except Missing:
                 continue  # deleted meanwhile
+            except OSError as error:
+                if error.errno not in NO_FILE:
+                    raise
+                warn(f"{objects.address}/{one.name} is left out: {error.strerror}")

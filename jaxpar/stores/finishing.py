@@ -13,12 +13,11 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.stores import steps
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.objects import Altered, Objects
+from jaxpar.stores.objects import Altered, Objects, warn
 from jaxpar.stores.sessions import last_session, sessions_of
 from jaxpar.stores.shards import ProcessShards, ShardLayout, complete, save_name
-from jaxpar.stores.uploading import warn
 
-_FOLDER = re.compile(r"(\d+)-of-(\d+)")
+_FOLDER = re.compile("([0-9]{1,9})-of-([0-9]{1,9})")
 
 
 class SavedShards(NamedTuple):

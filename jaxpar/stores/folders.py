@@ -21,7 +21,6 @@ from jaxpar.config.rules.paths import cache_folder, is_address, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
 from jaxpar.stores.objects import (
-    ATTEMPTS,
     Altered,
     Conflict,
     Content,
@@ -86,12 +85,14 @@ def listed_files(objects: Objects) -> dict[str, Content]:
     Raises:   Altered if the list is damaged; StoreError.
     """
     try:
-        about = read_json(objects.read(FILES)[0], what="it")
+        content, _ = objects.read(FILES)
+    except Missing:
+        return {}
+    try:
+        about = read_json(content, what="it")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError("is no list of files")
         return dict(content_of(about.get("files")))
-    except Missing:
-        return {}
     except ValueError as error:
         raise Altered(f"{FILES} {error}") from error
 
@@ -109,7 +110,7 @@ def new_folder_at(argument: str, text: str, last: str) -> Iterator[Path]:
     address = read_address(argument, text)
     objects = Objects(address, argument)
     in_use = ConfigError(argument, text, "already exists, and is not empty", "use a new address")
-    names = {found.name for found in objects.names()}
+    names = {found.name for found in objects.names(exact=True)}
     if names and (FILES not in names or last in names):
         raise in_use
     mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
@@ -168,15 +169,12 @@ def update_copy(
 
 
 def _download(objects: Objects, name: str, file: Path, expected: Content | None) -> None:
-    why = ""
-    for _ in range(ATTEMPTS):
-        try:
-            return objects.download(name, file, expected)
-        except Altered as error:
-            why = str(error)
-        except Missing:
-            why = f"{name} is missing"
-    raise _damaged(objects, why)
+    try:
+        objects.download(name, file, expected)
+    except Altered as error:
+        raise _damaged(objects, str(error)) from error
+    except Missing:
+        raise _damaged(objects, f"{name} is missing") from None
 
 
 def _is_intact(file: Path, size: int, expected: Content | None) -> bool:

@@ -1,8 +1,11 @@
 """The lock of a run in a store: an object that names who writes the run, renewed while it does.
 
 The object is created if absent, and changed only if nobody else has changed it, by conditional
-writes. Its holder renews it every RENEW_SECONDS. A lease that has not been renewed for
-LEASE_SECONDS, as seen on the clock of the one who waits, has expired and may be taken.
+writes. Its holder renews it every RENEW_SECONDS. A lease that one who waits has not seen renewed
+for LEASE_SECONDS has expired and may be taken.
+
+No time of day is read, and no clocks are compared: who waits counts its own seconds between two
+looks at the object's version, and the holder counts its own since it sent the last renewal.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,6 @@ CLOSE_SECONDS = 10.0
 #: Seconds between two looks at a lease of another run.
 POLL_SECONDS = 2.0
 
-#: A lease this old, by the clocks of two hosts, has expired without a wait.
-SURELY_OLD = timedelta(minutes=15)
-
 
 class Lease:
     """A lease on a run. Use as a context manager, in process 0 only. `with` releases it."""
@@ -51,11 +51,10 @@ class Lease:
         """
         self.session = secrets.token_hex(8)
         self._objects, self._report = objects, report
-        self._lost = ""
+        self._lost, self._renewed = "", 0.0
         #: Whether the object is deleted at the end: of a run that has written nothing.
         self.leaves_nothing = False
-        self._stamp = self._take(wait)
-        self._renewed, self._over = time.monotonic(), threading.Event()
+        self._stamp, self._over = self._take(wait), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
@@ -87,14 +86,18 @@ class Lease:
     def _written(self, stamp: Stamp | None, released: bool = False) -> Stamp | None:
         """Write the lease over the given version. Returns:  its version; None for a conflict."""
         content = json.dumps(self._about(released)).encode() + b"\n"
+        sent = _seconds()  # what was sent may arrive long before it is answered
         try:
-            return self._objects.write_if(NAME, content, stamp)
+            written = self._objects.write_if(NAME, content, stamp)
         except Conflict:
+            written = None
             with contextlib.suppress(Missing):  # the answer of a request that won may be lost
                 there, now = self._objects.read(NAME)
                 if _parsed(there).get("session") == self.session:
-                    return now
-            return None
+                    written = now
+        if written is not None:
+            self._renewed = sent
+        return written
 
     def _about(self, released: bool) -> dict[str, Any]:
         return {
@@ -115,11 +118,11 @@ class Lease:
             if stamp is None:
                 self._lost = "another run has taken it"
                 return
-            self._stamp, self._renewed = stamp, time.monotonic()
+            self._stamp = stamp
 
     def is_held(self) -> bool:
         """Whether the lease surely is this run's: renewed lately, and not taken."""
-        return not self._lost and time.monotonic() - self._renewed < LEASE_SECONDS
+        return not self._lost and _seconds() - self._renewed < LEASE_SECONDS
 
     def check(self) -> None:
         """Raises:   RunLocked if another run has taken the lease."""
@@ -147,6 +150,11 @@ class Lease:
         self.release()
 
 
+def _seconds() -> float:
+    """Return the seconds of a clock that never jumps, and goes on while a machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         about = read_json(content)
@@ -156,12 +164,9 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _has_ended(about: dict[str, Any]) -> bool:
-    """Whether the holder has released the lease, has died on this host, or is surely expired."""
+    """Whether the holder has released the lease, or has died on this host."""
     if about.get("released"):
         return True
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        if datetime.now(UTC) - datetime.fromisoformat(about["time"]) > SURELY_OLD:
-            return True
     if about.get("space") != _process_space():
         return False
     return not Path(f"/proc/{about.get('pid')}").exists()

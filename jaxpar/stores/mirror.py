@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from jaxpar.config import ConfigError
 from jaxpar.stores import steps
 from jaxpar.stores.files import Changed
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.objects import Altered, Missing, Objects, StoreError
+from jaxpar.stores.objects import Altered, Missing, Objects, OddName, StoreError, warn
 from jaxpar.stores.parts import GROWING, Growing
 from jaxpar.stores.sessions import begin_session, last_session, sessions_of
-from jaxpar.stores.uploading import Uploader, warn
+from jaxpar.stores.uploading import Uploader
 
 #: Seconds between two parts of a growing file.
 PART_SECONDS = 20.0
@@ -142,7 +143,7 @@ class Mirror(Uploader):
         self._require_lease()
         if self._complete is None:
             self._complete = self._first_look()
-        self._files.upload()
+        failure = self._files_failure()
         for step in reversed(self.late_steps()):  # the newest first: the others may be deleted soon
             self._upload(step)
         for step in self._began.keys() - self._finished().keys():  # deleted before it was complete
@@ -152,7 +153,17 @@ class Mirror(Uploader):
             for one in self._growing:
                 one.upload()
             self._parted = time.monotonic()
+        if failure is not None:
+            raise failure
         return not self.late_steps()
+
+    def _files_failure(self) -> Exception | None:
+        """Upload the files that have changed. An error of theirs keeps no checkpoint waiting."""
+        try:
+            self._files.upload()
+        except (StoreError, ConfigError, OSError) as error:
+            return error
+        return None
 
     def _require_lease(self) -> None:
         self.lease.check()
@@ -162,9 +173,12 @@ class Mirror(Uploader):
     def _first_look(self) -> set[int]:
         """Return the complete checkpoints of the store. Deletes what killed uploads have left."""
         complete, local = set(steps.complete_steps(self._objects)), self._finished()
-        for step in steps.incomplete_steps(self._objects, complete):
-            if step not in local:  # otherwise it is uploaded again
-                steps.delete_step(self._objects, step)
+        try:
+            for step in steps.incomplete_steps(self._objects, complete):
+                if step not in local:  # otherwise it is uploaded again
+                    steps.delete_step(self._objects, step)
+        except OddName as error:  # what is left stays there
+            warn(str(error))
         for step, signature in local.items():
             with contextlib.suppress(Missing, Altered):
                 if step in complete and steps.is_same(

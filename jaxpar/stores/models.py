@@ -42,7 +42,7 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> h
         return hub.find(text, option, files, rule, fix)
     address = read_address(option, text)
     objects = Objects(address, option)
-    names = [found.name for found in objects.names()]
+    names = [found.name for found in objects.names(exact=True)]
     asked = [name for name in names if any(fnmatch.fnmatch(name, one) for one in files)]
     asked = [name for name in asked if not any(fnmatch.fnmatch(name, o) for o in hub.LEFT_OUT)]
     if not asked:

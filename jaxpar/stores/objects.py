@@ -1,18 +1,23 @@
 """Reads and writes objects of a store, with retries, and errors that say what to do.
 
-A request is retried after errors of the network and the server, up to REQUEST_RETRIES times within
-a call of the library, and such calls up to ATTEMPTS times, with exponential backoff and jitter.
-Errors that no retry can mend (no permission, no such bucket) end at once.
+What fails by an error of the network or the server, or arrives altered, is tried again here, and
+nowhere else, with exponential backoff and jitter, for PATIENT_SECONDS or SHORT_SECONDS in all. The
+client repeats single requests within that time, such as those of a part of a large file; ATTEMPTS
+is a bound on what it does not repeat. Errors that no retry can mend (no permission, no such bucket)
+end at once.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
 import os
 import random
+import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +25,12 @@ from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import Address
 from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.files import atomic
+from jaxpar.stores.client import obstore, open_store
 
-#: Seconds of one HTTP request, and of connecting.
-REQUEST_SECONDS, CONNECT_SECONDS = 60, 10
-
-#: Retries of a request within a call, and the seconds after which there is no other.
-REQUEST_RETRIES, RETRY_SECONDS = 3, 60
+#: Seconds after which nothing is tried again: for a run and its data; for a command that reads a
+#: few small files while somebody waits.
+PATIENT_SECONDS, SHORT_SECONDS = 180.0, 20.0
 
 #: Calls before an error is raised, and the seconds before the second one; doubled each time.
 ATTEMPTS, BACKOFF_SECONDS = 4, 1.0
@@ -51,6 +56,10 @@ class Missing(Exception):
 
 class Conflict(Exception):
     """The object exists already, or was changed by another writer."""
+
+
+class OddName(ConfigError):
+    """An object has a name that the client cannot represent: its folder cannot be listed."""
 
 
 class Altered(Exception):
@@ -83,18 +92,20 @@ class Content(NamedTuple):
 class Objects:
     """The objects below an address. Names are relative to it. May be used from any thread."""
 
-    def __init__(self, address: Address, field: str):
+    def __init__(self, address: Address, field: str, *, patient: bool = True):
         """Reads the settings of the environment; sends nothing yet.
 
-        Args:     field: the setting that holds the address, for errors.
+        Args:     field: the setting that holds the address, for errors. patient: whether to try
+                  again for PATIENT_SECONDS, or for SHORT_SECONDS.
         Raises:   ConfigError if the library is missing, or a setting is invalid.
         """
         require_package("obstore", field, str(address))
         self.address, self._field = address, field
+        self._seconds = PATIENT_SECONDS if patient else SHORT_SECONDS
         #: Set to give up: no retry follows.
         self.stopped = threading.Event()
         try:
-            self._store = self._reporting(lambda: _open(address))
+            self._store = self._reporting(lambda: open_store(address, self._seconds))
         except _Passing as error:
             fix = "correct the store's settings in the environment, such as its credentials"
             raise self._refused(f"cannot be opened ({error})", fix) from error
@@ -103,7 +114,7 @@ class Objects:
         """Return an object's content and version. Raises:   Missing, StoreError."""
 
         def read() -> tuple[bytes, Stamp]:
-            found = _obstore().get(self._store, name)
+            found = obstore().get(self._store, name)
             return bytes(found.bytes()), Stamp(found.meta["e_tag"], found.meta["version"])
 
         return self._retried(f"reading {name}", read)
@@ -112,28 +123,38 @@ class Objects:
         """Return an object's size and version. Raises:   Missing, StoreError."""
 
         def look() -> tuple[int, Stamp]:
-            found = _obstore().head(self._store, name)
+            found = obstore().head(self._store, name)
             return found["size"], Stamp(found["e_tag"], found["version"])
 
         return self._retried(f"looking at {name}", look)
 
-    def read_range(self, name: str, first: int, last: int, stamp: Stamp) -> bytes:
+    def read_range(
+        self,
+        name: str,
+        first: int,
+        last: int,
+        stamp: Stamp,
+        is_intact: Callable[[bytes], bool] = lambda _: True,
+    ) -> bytes:
         """Return bytes first to last of an object, if it is the given version.
 
-        Raises:   Missing; Conflict if it has been replaced; StoreError.
+        Raises:   Missing; Conflict if it has been replaced; Altered; StoreError.
         """
         options: Any = {"range": (first, last)}
         if stamp.e_tag is not None:
             options["if_match"] = stamp.e_tag
 
         def read() -> bytes:
-            return bytes(_obstore().get(self._store, name, options=options).bytes())
+            content = bytes(obstore().get(self._store, name, options=options).bytes())
+            if len(content) != last - first or not is_intact(content):
+                raise Altered(f"bytes {first:,} to {last:,} of {name} have different content")
+            return content
 
         return self._retried(f"reading {name}", read)
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, replacing one of this name. Raises:   StoreError."""
-        self._retried(f"writing {name}", lambda: _obstore().put(self._store, name, content))
+        self._retried(f"writing {name}", lambda: obstore().put(self._store, name, content))
 
     def write_if(self, name: str, content: bytes, stamp: Stamp | None) -> Stamp:
         """Write an object if it is the given version, or with None, if there is none.
@@ -148,7 +169,7 @@ class Objects:
             mode = {key: value for key, value in stamp._asdict().items() if value is not None}
 
         def write() -> Stamp:
-            done = _obstore().put(self._store, name, content, mode=mode)
+            done = obstore().put(self._store, name, content, mode=mode)
             return Stamp(done["e_tag"], done["version"])
 
         return self._retried(f"writing {name}", write)
@@ -165,7 +186,7 @@ class Objects:
         part, at_once = max(PART_BYTES, -(-size // MAX_PARTS)), max(PARTS_AT_ONCE // beside, 1)
 
         def send() -> None:
-            _obstore().put(self._store, name, file, chunk_size=part, max_concurrency=at_once)
+            obstore().put(self._store, name, file, chunk_size=part, max_concurrency=at_once)
 
         self._retried(f"uploading {name}", send, gone=lambda: not file.is_file())
         return Content(size, digest)
@@ -175,41 +196,60 @@ class Objects:
 
         Raises:   Missing; Altered if it is not the expected content; StoreError.
         """
-        temporary = file.with_name(f".{file.name}.partial")
 
-        def receive() -> Content:
+        def receive(temporary: Path) -> None:
             digest, size = hashlib.sha256(), 0
             with open(temporary, "wb") as opened:
-                for chunk in _obstore().get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
+                for chunk in obstore().get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
                     size += opened.write(chunk)
                     digest.update(chunk)
-            return Content(size, digest.hexdigest())
-
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            there = self._retried(f"downloading {name}", receive)
+            there = Content(size, digest.hexdigest())
             if expected is not None and there != expected:
                 raise Altered(_difference(name, there, expected))
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
 
-    def names(self, folder: str = "") -> list[Found]:
-        """Return all objects below a name that ends in "/", or all. Raises:   StoreError."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.new_file(file) as temporary:
+            self._retried(f"downloading {name}", lambda: receive(temporary))
+
+    def names(self, folder: str = "", exact: bool = False) -> list[Found]:
+        """Return all objects below a name that ends in "/", or all.
+
+        Names that no file can have are left out, such as the empty objects, whose names end in "/",
+        that a console makes for a folder.
+
+        Args:     exact: also for folders that have nothing else. The client leaves out the "/", so
+                  that takes a request for each empty object.
+        Raises:   OddName; StoreError.
+        """
 
         def listed() -> list[Found]:
-            chunks = _obstore().list(self._store, folder or None, chunk_size=1000)
-            return [_found(one) for chunk in chunks for one in chunk]
+            chunks = obstore().list(self._store, folder or None, chunk_size=1000)
+            found = [_found(one) for chunk in chunks for one in chunk]
+            return [one for one in found if can_be_named(one.name) and one.name.startswith(folder)]
 
-        return sorted(self._retried(f"listing {folder or 'objects'}", listed))
+        found = sorted(self._retried(f"listing {folder or 'objects'}", listed))
+        return [one for one in found if one.size or self._is_file(one.name, found, exact)]
+
+    def _is_file(self, name: str, others: list[Found], exact: bool) -> bool:
+        """Whether an empty object has a name without "/" at its end."""
+        after = bisect.bisect_left(others, Found(f"{name}/", 0))
+        if after < len(others) and others[after].name.startswith(f"{name}/"):
+            return False
+        try:
+            return not exact or bool(self.about(name))
+        except Missing:
+            return False
 
     def level(self, folder: str) -> tuple[list[str], list[str]]:
         """Return the names of the folders and of the objects in one that ends in "/", or in the
-        address. Raises:   StoreError."""
+        address. Raises:   OddName; StoreError."""
 
         def listed() -> tuple[list[str], list[str]]:
-            found = _obstore().list_with_delimiter(self._store, folder or None)
-            return sorted(found["common_prefixes"]), sorted(one["path"] for one in found["objects"])
+            found = obstore().list_with_delimiter(self._store, folder or None)
+            names = (one["path"] for one in found["objects"])
+            folders = (name.rstrip("/") for name in found["common_prefixes"])
+            names = (name for name in names if name.startswith(folder))
+            return sorted(filter(can_be_named, folders)), sorted(filter(can_be_named, names))
 
         return self._retried(f"listing {folder or 'objects'}", listed)
 
@@ -218,28 +258,40 @@ class Objects:
         for first in range(0, len(names), 1000):
             some = names[first : first + 1000]
             with contextlib.suppress(Missing):  # of another attempt
-                self._retried("deleting", functools.partial(_obstore().delete, self._store, some))
+                self._retried("deleting", functools.partial(obstore().delete, self._store, some))
 
     def _retried[T](
         self, what: str, call: Callable[[], T], gone: Callable[[], bool] = lambda: False
     ) -> T:
-        wait = BACKOFF_SECONDS
+        wait, began = BACKOFF_SECONDS, time.monotonic()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._reporting(call, gone)
-            except _Passing as error:
-                why = str(error)
-                if attempt == ATTEMPTS or self.stopped.wait(wait * random.uniform(0.5, 1.0)):
+            except (_Passing, Altered) as error:
+                why = error
+                pause = wait * random.uniform(0.5, 1.0)
+                late = time.monotonic() + pause - began > self._seconds
+                if attempt == ATTEMPTS or late or self.stopped.wait(pause):
                     break
                 wait *= 2
-        raise StoreError(f"{self.address}: {what} failed {attempt} times: {why}")
+        if isinstance(why, Altered):
+            raise why
+        seconds = f"{attempt} times in {time.monotonic() - began:.0f} s"
+        raise StoreError(f"{self.address}: {what} failed {seconds}: {why}")
+
+    def repeated[T](self, what: str, call: Callable[[], T]) -> T:
+        """Call again, as after an altered answer, while `call` raises Altered.
+
+        Raises:   Altered, in the end; StoreError.
+        """
+        return self._retried(what, call)
 
     def _reporting[T](self, call: Callable[[], T], gone: Callable[[], bool] = lambda: False) -> T:
         """Call, and translate the library's errors.
 
         Raises:   Missing, Conflict, ConfigError, FileNotFoundError if `gone`, or _Passing.
         """
-        errors = _obstore().exceptions
+        errors = obstore().exceptions
         try:
             return call()
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
@@ -247,6 +299,11 @@ class Objects:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             fix = "give the credentials of the store permission to read, list, write and delete"
             raise self._refused(f"is not allowed ({_short(error)})", fix) from error
+        except errors.InvalidPathError as error:
+            found = re.search(r'[Pp]ath "(.*?)"', str(error))
+            rule = f"has an object {found[1] if found else ''!r}, whose name no file can have"
+            fix = "delete that object, for example by `aws s3api delete-object`"
+            raise OddName(self._field, str(self.address), rule, fix) from error
         except (errors.BaseError, OSError) as error:
             text = str(error)
             if "NoSuchBucket" in text or "bucket does not exist" in text:
@@ -267,9 +324,20 @@ class Objects:
         return ConfigError(self._field, str(self.address), rule, fix)
 
 
+def warn(text: str) -> None:
+    """Print a warning to standard error."""
+    print(f"WARNING    {text}", file=sys.stderr, flush=True)
+
+
 def _found(about: Any) -> Found:
     modified = about["last_modified"].astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return Found(about["path"], about["size"], modified)
+
+
+def can_be_named(name: str) -> bool:
+    """Whether a name can be that of a file below a folder, here and in a store."""
+    plain = name.isprintable() or not any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name)
+    return plain and not set(name.split("/")) & {"", ".", ".."}
 
 
 class _Passing(Exception):
@@ -278,41 +346,6 @@ class _Passing(Exception):
 
 #: Answers that another request would get again.
 _FORBIDDEN = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch")
-
-
-def _obstore() -> Any:
-    import obstore  # optional, and few programs need it
-    import obstore.exceptions
-
-    return obstore
-
-
-def _open(address: Address) -> Any:
-    from obstore import store
-
-    client: Any = {
-        "timeout": timedelta(seconds=REQUEST_SECONDS),
-        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-    }
-    retry: Any = {
-        "max_retries": REQUEST_RETRIES,
-        "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-        "backoff": {
-            "init_backoff": timedelta(milliseconds=200),
-            "max_backoff": timedelta(seconds=10),
-            "base": 2,
-        },
-    }
-    more: Any = {"prefix": address.prefix, "client_options": client, "retry_config": retry}
-    if address.scheme == "gs":
-        # The variable of Google's clients for a server in place of theirs.
-        client["allow_http"] = os.environ.get("STORAGE_EMULATOR_HOST", "").startswith("http://")
-        return store.GCSStore(address.bucket, **more)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        more["endpoint"] = endpoint
-        client["allow_http"] = endpoint.startswith("http://")
-    return store.S3Store(address.bucket, **more)
 
 
 def _short(error: BaseException) -> str:

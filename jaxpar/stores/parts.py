@@ -8,7 +8,7 @@ first, so that a reader always finds every byte at least once.
 import re
 from pathlib import Path
 
-from jaxpar.stores.objects import ATTEMPTS, Missing, Objects
+from jaxpar.stores.objects import Altered, Missing, Objects
 
 #: Files of a run that only grow.
 GROWING = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "expert_loads.jsonl")
@@ -16,7 +16,7 @@ GROWING = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "expert_loads.jsonl
 #: Number of parts that are joined in the store.
 MANY = 100
 
-_RANGE = re.compile(r"(\d{12})-(\d{12})")
+_RANGE = re.compile("([0-9]{12})-([0-9]{12})")
 
 
 def ranges(objects: Objects, name: str) -> list[tuple[int, int]]:
@@ -47,25 +47,30 @@ def joined(objects: Objects, name: str) -> tuple[bytes, str]:
 
     Raises:   StoreError.
     """
-    content, damage = b"", ""
-    for _ in range(ATTEMPTS):
-        content, damage = b"", ""
+    content = b""
+
+    def join() -> str:
+        nonlocal content
+        content = b""
         for first, last in ranges(objects, name):
             if first > len(content):
-                return content, f"{name} has no bytes {len(content):,} to {first:,}"
+                return f"{name} has no bytes {len(content):,} to {first:,}"
             if last <= len(content):
                 continue
             try:
                 part, _ = objects.read(_object(name, first, last))
             except Missing:
-                damage = f"{_object(name, first, last)} is missing"
-                break
+                raise Altered(f"{_object(name, first, last)} is missing") from None
             if len(part) != last - first:
                 size = f"has {len(part):,} bytes, not {last - first:,}"
-                return content, f"{_object(name, first, last)} {size}"
+                return f"{_object(name, first, last)} {size}"
             content += part[len(content) - first :]
-        if not damage:
-            break
+        return ""
+
+    try:
+        damage = objects.repeated(f"reading {name}", join)
+    except Altered as error:
+        damage = str(error)
     return content, damage
 
 

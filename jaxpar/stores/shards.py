@@ -155,10 +155,11 @@ def complete(
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         place = scratch / steps.STEPS / str(step)
-        layout.join([shard.small for shard in shards], arrays, place)
+        try:
+            layout.join([shard.small for shard in shards], arrays, place)
+        except ValueError as error:
+            raise Altered(f"{save}: {error}") from error
         total = steps.upload_step(objects, scratch, step, still_ours, arrays)
-    except ValueError as error:
-        raise Altered(f"{save}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.suppress(StoreError):  # it is complete, and they are in nobody's way

@@ -8,6 +8,7 @@ first object to be deleted.
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from jaxpar.config.json_reader import read_json
-from jaxpar.stores.objects import Altered, Content, Missing, Objects, content_of
+from jaxpar.runtime.files import atomic
+from jaxpar.stores.objects import (
+    Altered,
+    Conflict,
+    Content,
+    Missing,
+    Objects,
+    StoreError,
+    can_be_named,
+    content_of,
+)
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
 STEPS, COMPLETE = "checkpoints", "complete"
@@ -27,6 +38,9 @@ SHARDS = "shards"
 #: between any two.
 MARK = "jaxpar_files.json"
 
+#: The name of a step.
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
+
 #: Files of a checkpoint that are sent or received at the same time.
 FILES_AT_ONCE = 8
 
@@ -37,7 +51,12 @@ FORMAT = 1
 def complete_steps(objects: Objects) -> list[int]:
     """Return the complete checkpoints of a run, ascending. Raises:   StoreError."""
     names = (found.name.removeprefix(f"{COMPLETE}/") for found in objects.names(f"{COMPLETE}/"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(step for step in map(step_of, names) if step is not None)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a name in checkpoints/ or complete/ is; None for others' names."""
+    return int(name) if _STEP.fullmatch(name) else None
 
 
 def listed(objects: Objects, step: int) -> dict[str, Content]:
@@ -46,8 +65,9 @@ def listed(objects: Objects, step: int) -> dict[str, Content]:
     Raises:   Missing if it is not complete; Altered if the list is damaged; StoreError.
     """
     name = f"{COMPLETE}/{step}"
+    content, _ = objects.read(name)  # a refusal, which is a ValueError too, is no damage
     try:
-        about = read_json(objects.read(name)[0], what="it")
+        about = read_json(content, what="it")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError("is no list of files")
         return dict(content_of(about.get("files")))
@@ -62,10 +82,10 @@ def finished_steps(folder: Path, mark: str) -> dict[int, tuple[int, int]]:
     """
     found = {}
     for file in (folder / STEPS).glob(f"*/{mark}"):
-        if file.parent.name.isdecimal():
+        if (step := step_of(file.parent.name)) is not None:
             with contextlib.suppress(FileNotFoundError):
                 about = file.stat()
-                found[int(file.parent.name)] = about.st_mtime_ns, about.st_ino
+                found[step] = about.st_mtime_ns, about.st_ino
     return found
 
 
@@ -80,22 +100,32 @@ def upload_step(
 
     Objects of an earlier upload of the step, which may be another one, are deleted.
 
-    Args:     folder: of the run. still_ours: called before the step is declared complete; raises if
-              another run may be writing. there: files of the checkpoint that are in the store
-              already, and not in the folder.
+    Args:     folder: of the run. still_ours: called before the store is changed, and before the
+              step is declared complete; raises if another run may be writing. there: files of the
+              checkpoint that are in the store already, and not in the folder.
     Raises:   FileNotFoundError if the run deletes the step meanwhile; StoreError; as `still_ours`.
     """
     place = folder / STEPS / str(step)
     names = sorted(str(p.relative_to(place)) for p in place.rglob("*") if p.is_file())
     if not names:
         raise FileNotFoundError(str(place))
-    objects.delete([f"{COMPLETE}/{step}"])
-    contents = {**there, **upload_files(objects, place, step, names)}
-    _delete_others(objects, step, set(contents))
-    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
+    complete = f"{COMPLETE}/{step}"
     still_ours()
-    objects.write(f"{COMPLETE}/{step}", json.dumps(about, indent=1, sort_keys=True).encode())
-    return sum(content.bytes for content in contents.values())
+    objects.delete([complete])
+    contents = {**there, **upload_files(objects, place, step, names)}
+    _require_sizes(objects, step, contents)
+    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
+    content = json.dumps(about, indent=1, sort_keys=True).encode()
+    still_ours()
+    try:
+        # A process whose lease ended after the check, while this was sent again, changes nothing
+        # that the next holder has completed.
+        objects.write_if(complete, content, None)
+    except Conflict as error:  # also of a request that won, and whose answer was lost
+        if objects.read(complete)[0] != content:
+            still_ours()
+            raise StoreError(f"{objects.address}/{complete} was written by another run") from error
+    return sum(one.bytes for one in contents.values())
 
 
 def upload_files(
@@ -115,10 +145,20 @@ def upload_files(
         return dict(zip(names, pool.map(send, names), strict=True))
 
 
-def _delete_others(objects: Objects, step: int, names: set[str]) -> None:
+def _require_sizes(objects: Objects, step: int, contents: Mapping[str, Content]) -> None:
+    """Compare the objects of a step with what was sent, and delete others of an earlier upload.
+
+    Raises:   StoreError that names an object that is missing or has another size.
+    """
     below = f"{STEPS}/{step}/"
-    there = [found.name for found in objects.names(below)]
-    objects.delete([name for name in there if name.removeprefix(below) not in names])
+    there = {found.name.removeprefix(below): found.size for found in objects.names(below)}
+    for name, content in contents.items():
+        if name not in there:
+            raise StoreError(f"{objects.address}/{below}{name} was sent, and is not there")
+        if there[name] != content.bytes:
+            sizes = f"{there[name]:,} bytes, not the {content.bytes:,} that were sent"
+            raise StoreError(f"{objects.address}/{below}{name} has {sizes}")
+    objects.delete([f"{below}{name}" for name in sorted(there.keys() - contents.keys())])
 
 
 def delete_step(objects: Objects, step: int) -> None:
@@ -129,10 +169,10 @@ def delete_step(objects: Objects, step: int) -> None:
 
 
 def incomplete_steps(objects: Objects, complete: set[int]) -> list[int]:
-    """Return the steps that have objects, but are not complete. Raises:   StoreError."""
-    below = (found for folder in (SHARDS, STEPS) for found in objects.names(f"{folder}/"))
-    parts = {found.name.split("/")[1] for found in below}
-    return sorted({int(part) for part in parts if part.isdecimal()} - complete)
+    """Return the steps that have objects, but are not complete. Raises:   OddName; StoreError."""
+    below = (one for folder in (SHARDS, STEPS) for one in objects.level(f"{folder}/")[0])
+    found = (step_of(name.rpartition("/")[2]) for name in below)
+    return sorted({step for step in found if step is not None} - complete)
 
 
 def download_step(objects: Objects, folder: Path, step: int) -> int:
@@ -157,7 +197,7 @@ def download_step(objects: Objects, folder: Path, step: int) -> int:
         return ""
 
     try:
-        if unsafe := [name for name in files if ".." in Path(name).parts or name.startswith("/")]:
+        if unsafe := [name for name in files if not can_be_named(name)]:
             raise Altered(f"{COMPLETE}/{step} lists {unsafe[0]}")
         with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="download") as pool:
             damage = [text for text in pool.map(receive, files) if text]
@@ -165,7 +205,7 @@ def download_step(objects: Objects, folder: Path, step: int) -> int:
             raise Altered("; ".join(damage[:8]))
         place = folder / STEPS / str(step)
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.rename(place)
+        atomic.publish(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sum(content.bytes for content in files.values())

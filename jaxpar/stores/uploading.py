@@ -4,7 +4,6 @@ The training loop never waits for it, except at the end of the run. A store that
 the run: everything is on the host's disk, and is uploaded later.
 """
 
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from jaxpar.runtime.exit_codes import EXIT_NOT_STORED, RunError
 from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.stores.objects import Objects
+from jaxpar.stores.objects import Objects, warn
 
 #: Seconds between two looks at the folder.
 LOOK_SECONDS = 1.0
@@ -24,8 +24,20 @@ PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0
 #: Seconds that a run waits at its end for its uploads; after an error of the run.
 DRAIN_SECONDS, DRAIN_AFTER_ERROR_SECONDS = 3600.0, 30.0
 
+#: Seconds for which uploads that fail are tried again at the end, with at most the second between.
+DRAIN_FAILING_SECONDS, DRAIN_PAUSE_SECONDS = 300.0, 15.0
+
+#: Failures in a row between two warnings, after the first.
+WARN_EVERY = 10
+
 #: What is said after a failure.
 GOES_ON = "Training continues, and the upload is tried again"
+
+
+class NotStored(RunError):
+    """A run has ended, and not all of it is in its store."""
+
+    code = EXIT_NOT_STORED
 
 
 class Uploader(ABC):
@@ -82,7 +94,7 @@ class Uploader(ABC):
         waiting = self.waiting()
         if waiting:
             why = f" ({self._last_error})" if self._last_error else ""
-            rest = f"is in {self._folder}; the same command on this host uploads it"
+            rest = f"is in {self._folder}. Fix the cause; the same command on this host uploads it"
             warn(f"not in {self._objects.address}{why}: {waiting}. It {rest}")
         return not waiting
 
@@ -93,7 +105,7 @@ class Uploader(ABC):
         self.drain(DRAIN_SECONDS if error is None else DRAIN_AFTER_ERROR_SECONDS)
 
     def _run(self) -> None:
-        pause = LOOK_SECONDS
+        pause, failing = LOOK_SECONDS, float("inf")
         while True:
             ending = self._ending.wait(pause)
             try:
@@ -106,9 +118,18 @@ class Uploader(ABC):
                 self._failures += 1
                 self._last_error = str(error) or type(error).__name__
                 pause = min(PAUSE_SECONDS * 2 ** (self._failures - 1), MAX_PAUSE_SECONDS)
+                if ending:
+                    pause = min(pause, DRAIN_PAUSE_SECONDS)
+                    failing = min(failing, time.monotonic() + DRAIN_FAILING_SECONDS)
+                    if time.monotonic() >= failing:
+                        return
                 if self._failures == 1:
                     warn(f"{self._last_error}\n           {GOES_ON}")
+                elif self._failures % WARN_EVERY == 0:
+                    text = f"has failed {self._failures} times in a row: {self._last_error}"
+                    warn(f"the upload to {self._objects.address} {text}")
             else:
+                failing = float("inf")
                 if self._failures:
                     self._log(f"store      {self._objects.address} works again")
                     self._last_error = ""
@@ -122,8 +143,3 @@ class Uploader(ABC):
             return False
         self._objects.stopped.wait(min(pause, self._until - time.monotonic()))
         return True
-
-
-def warn(text: str) -> None:
-    """Print a warning to standard error."""
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

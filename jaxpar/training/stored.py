@@ -11,11 +11,12 @@ from jaxpar.checkpoint.integrity import FILES
 from jaxpar.checkpoint.saved import damage
 from jaxpar.checkpoint.shards import LAYOUT
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.rules.paths import FIELD, read_address
+from jaxpar.config.rules.paths import FIELD, absolute, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.processes.shared_folder import sharing
+from jaxpar.stores import steps
 from jaxpar.stores.bringing import bring
 from jaxpar.stores.fetching import fetch, fetch_files
 from jaxpar.stores.finishing import finish, folder_name
@@ -25,6 +26,7 @@ from jaxpar.stores.objects import Objects
 from jaxpar.stores.sessions import last_session, note
 from jaxpar.stores.shard_mirror import ShardMirror
 from jaxpar.stores.shards import JoinedShards, ProcessShards
+from jaxpar.stores.uploading import NotStored
 
 #: Seconds that processes wait for the one that downloads the run.
 WAIT_SECONDS = 86_400.0
@@ -57,7 +59,7 @@ class RunInStore:
         self.own: Path | None = None
         self._bringings = itertools.count()
         if cfg.run.store:
-            self._folder = Path(cfg.run.dir).absolute()
+            self._folder = absolute(cfg.run.dir)
             first = sharing("run.dir", self._folder, WAIT_SECONDS)
             self._num_folders = len(set(first))
             #: Whether this process does what is done once for each folder.
@@ -164,16 +166,23 @@ class RunInStore:
         peers.any_process(False)
         step = self._bring() or 0
         for place in checkpoint.folder(self.own).glob("*"):
-            if place.name.isdecimal() and int(place.name) > step:  # it is saved again
+            if (steps.step_of(place.name) or 0) > step:  # it is saved again
                 shutil.rmtree(place)
 
     def drain(self) -> None:
-        """Upload what is waiting, in all processes."""
-        for uploader in (self.mirror, self._shards):
-            if uploader is not None:
-                uploader.drain()
-        if self._cfg.run.store:
-            peers.any_process(False)  # the others stay until all is uploaded
+        """Upload what is waiting, in all processes.
+
+        Raises:   NotStored in all processes, if one could not.
+        """
+        uploaders = [one for one in (self.mirror, self._shards) if one is not None]
+        late = [one for one in uploaders if not one.drain()]
+        # The others stay until all is uploaded.
+        if self._cfg.run.store and peers.any_process(bool(late)):
+            what = f"not all of the run is in {self._cfg.run.store}"
+            fix = (
+                "fix the cause above, and give the same command on the same hosts, which upload it"
+            )
+            raise NotStored(f"{what}. Fix: {fix}")
 
 
 @contextlib.contextmanager
@@ -182,7 +191,7 @@ def stored(cfg: Config) -> Iterator[RunInStore]:
 
     A run that is refused before `begin` leaves nothing in the store.
 
-    Raises:   as `RunInStore`.
+    Raises:   as `RunInStore`; NotStored at the end.
     """
     with contextlib.ExitStack() as stack:
         store = RunInStore(cfg, stack)

@@ -16,7 +16,7 @@ from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.hf.mesh_load import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
-from jaxpar.runtime.files import new_folder
+from jaxpar.runtime.files import atomic, new_folder
 from tests.convert import tiny
 
 VALUES = tiny.MODELS["llama3_2"]
@@ -353,7 +353,7 @@ def test_where_a_link_points_the_folder_is_made(there, tmp_path):
     if there:
         to.mkdir()
     new_folder.refuse_used("RUN", link)
-    with new_folder.new_folder(link) as temporary:
+    with atomic.new_folder(link) as temporary:
         assert temporary.parent == to.parent
         (temporary / "file").touch()
     assert link.is_symlink() and (to / "file").is_file() and (link / "file").is_file()

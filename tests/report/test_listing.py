@@ -47,8 +47,8 @@ def test_json_has_the_same_runs_in_full_precision(folder, capsys):
 def test_a_damaged_run_is_named_and_left_out(folder, capsys):
     (folder / "runs/a/config.json").write_text("{")
     runs.main([])
-    out = capsys.readouterr().out
-    assert "left out   " in out and "runs/a/config.json" in out and "runs/sweep/b" in out
+    out, said = capsys.readouterr()
+    assert "left out   " in said and "runs/a/config.json" in said and "runs/sweep/b" in out
 
 
 @pytest.mark.parametrize(("name", "said"), [("none", "is not a folder"), ("runs/empty", "no run")])

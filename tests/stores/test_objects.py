@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.stores import objects, steps
+from jaxpar.stores import client, objects, steps
 from jaxpar.stores.objects import ATTEMPTS, Altered, Conflict, Content, Missing, StoreError
 from tests.stores.server import objects_at
 
@@ -56,13 +56,13 @@ def test_passing_errors_of_the_server_are_retried(s3, store, status, tmp_path):
 
 def test_errors_that_stay_are_reported_with_the_number_of_attempts(s3, store):
     s3.failing(99, 503)
-    with pytest.raises(StoreError, match=f"s3://.*: writing x failed {ATTEMPTS} times: .*503"):
+    with pytest.raises(StoreError, match=f"writing x failed {ATTEMPTS} times in .* s: .*503"):
         store.write("x", b"")
     assert len(s3.requests) == ATTEMPTS + 1  # and the bucket's
 
 
 def test_a_request_without_an_answer_is_sent_again(s3, address, monkeypatch):
-    monkeypatch.setattr(objects, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.3)
     store = objects_at(address)
     s3.failing(1, 1.0, "GET")
     with pytest.raises(Missing):

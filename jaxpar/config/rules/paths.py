@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, replace, value_of
 
 #: What a path to an object store or a web page begins with; `Path` drops the second slash.
 _SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -37,6 +37,33 @@ def check_path(field: str, name: str, fix: str) -> None:
         raise ConfigError(field, name, rule, fix)
 
 
+def normalized(name: str) -> str:
+    """Return a path as its user means it, or an address as it is. Every path enters through this.
+
+    `~` is the home folder; doubled and trailing slashes and "." are left out. ".." is followed as
+    the system does, through symbolic links: such a path becomes absolute. Others stay relative, and
+    keep the names of links. TensorStore refuses paths that are not normalized.
+
+    What cannot be a path stays as it is, for `check_path`.
+    """
+    if not name or "\0" in name or _SCHEME.match(name):
+        return name
+    path = os.path.expanduser(name)
+    parts = path.split("/")
+    if ".." in parts:
+        last = len(parts) - parts[::-1].index("..")
+        try:
+            path = os.path.join(os.path.realpath("/".join(parts[:last])), *parts[last:])
+        except ValueError:  # no valid Unicode
+            return name
+    return os.path.normpath(path)
+
+
+def absolute(path: str | Path) -> Path:
+    """Return `normalized` of a path, absolute."""
+    return Path(os.path.abspath(normalized(str(path))))
+
+
 def refuse_address(field: str, name: str, fix: str) -> None:
     """Raises:   ConfigError for an address, such as s3://bucket/run, where a path is needed.
 
@@ -44,7 +71,8 @@ def refuse_address(field: str, name: str, fix: str) -> None:
     """
     if scheme := _SCHEME.match(name):
         rule = f"must be a path: {scheme[1]}:// is not supported"
-        raise ConfigError(field, name, rule, f"{fix}, or a folder where it is mounted")
+        other = "leave out file://" if scheme[1] == "file" else "a folder where it is mounted"
+        raise ConfigError(field, name, rule, f"{fix}, or {other}")
 
 
 def check_run_folder(field: str, name: str, fix: str) -> None:
@@ -113,6 +141,11 @@ def is_address(text: str) -> bool:
     return text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
+def is_prefix(text: str) -> bool:
+    """Whether a text can be the prefix of an address."""
+    return all(_PART.fullmatch(part) for part in text.split("/"))
+
+
 def read_address(field: str, text: str) -> Address:
     """Read the address of a run.
 
@@ -121,7 +154,7 @@ def read_address(field: str, text: str) -> Address:
     """
     found = _ADDRESS.fullmatch(text)
     prefix = (found[3] or "").rstrip("/") if found else ""
-    if found is None or not all(_PART.fullmatch(part) for part in prefix.split("/")):
+    if found is None or not is_prefix(prefix):
         rule = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, of letters, digits and ._=+@,-"
         raise ConfigError(field, text, rule, "use, for example, s3://my-bucket/runs/first")
     if len(prefix) > MAX_PREFIX:
@@ -154,6 +187,21 @@ def check_path_or_address(field: str, name: str, fix: str) -> None:
         read_address(field, name)
     else:
         check_path(field, name, fix)
+
+
+#: Fields that hold a path, or may hold one.
+PATH_FIELDS = (
+    *("run.dir", "run.init_from"),
+    *("data.path", "data.held_out", "data.cache_dir", "distill.teacher", "distill.cache"),
+)
+
+
+def with_paths(cfg: Config) -> Config:
+    """Return a config that was given by a user, with `normalized` paths."""
+    given = {path: value_of(cfg, path) for path in PATH_FIELDS}
+    texts = {path: text for path, text in given.items() if isinstance(text, str)}
+    changed = {path: new for path, text in texts.items() if (new := normalized(text)) != text}
+    return replace(cfg, **changed) if changed else cfg
 
 
 def with_store(cfg: Config) -> Config:

@@ -19,7 +19,8 @@ from jaxpar.convert.megatron.checkpoint import AGAIN, open_checkpoint
 from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_experts, num_layers
 from jaxpar.convert.run_arrays import open_run
 from jaxpar.model.flops import num_params
-from jaxpar.runtime.files.new_folder import new_folder, refuse_used, require_space
+from jaxpar.runtime.files.atomic import new_folder
+from jaxpar.runtime.files.new_folder import refuse_used, require_space
 
 
 def open_source(folder: str | Path) -> PublishedModel:

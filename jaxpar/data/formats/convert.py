@@ -1,7 +1,6 @@
 """Convert tokens between formats in bounded memory: `python -m jaxpar.data convert`."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folde
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_made_by, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
 
 
@@ -277,12 +277,12 @@ def _check_outputs(files: list[Path], inputs: Sequence[TokenDataset], overwrite:
 @contextmanager
 def _complete(files: list[Path]) -> Iterator[list[Path]]:
     """Yield temporary files that are renamed together at the end, or deleted if the block fails."""
-    parts = [file.with_name(f".{file.name}.{os.getpid()}.partial") for file in files]
+    parts = [atomic.temporary_name(file) for file in files]
     files[0].parent.mkdir(parents=True, exist_ok=True)
     try:
         yield parts
         for part, file in zip(parts, files, strict=True):
-            part.replace(file)
+            atomic.publish(part, file)
     finally:
         for part in parts:
             part.unlink(missing_ok=True)

@@ -10,11 +10,12 @@ folder is deleted, the next start repeats the pass.
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxpar.runtime.files import atomic
 
 #: Pieces to hash at each start, including the first and last bytes: 1 MiB in total.
 PIECES, PIECE_BYTES = 256, 4096
@@ -68,13 +69,7 @@ def keep(name: str, found: Found) -> None:
     """Cache arrays and strings; do nothing if the cache cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder(), suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, **found)
-            os.replace(temporary, folder() / f"{name}.npz")
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with atomic.new_file(folder() / f"{name}.npz") as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **found)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return

@@ -86,7 +86,7 @@ class TokenDataset:
             tokens = StreamedTokens.open(folder, split, meta, workers, offsets)
         else:
             tokens = known
-        return cls(
+        found = cls(
             path=folder,
             split=split,
             vocab_size=meta.vocab_size,
@@ -97,6 +97,9 @@ class TokenDataset:
             meta=meta,
             targets=_map_targets(folder, split, sizes),
         )
+        if opened(folder) is not None:  # perhaps copied by another program, or through a proxy
+            found.check_offsets()
+        return found
 
     @property
     def name(self) -> str:

@@ -1,7 +1,6 @@
 """Write dataset folders, which appear only when they are complete."""
 
 import hashlib
-import os
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from jaxpar.data.formats.meta import (
 from jaxpar.data.formats.readers import Piece
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.runtime.files import atomic
 
 #: Tokens to buffer before a write, so that counting them by vocabulary is efficient.
 FLUSH_TOKENS = 1 << 20
@@ -203,7 +203,7 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
     check_path("--output", str(output), "use a folder of this computer")
     target = Path(output).expanduser().resolve()
     _check_target(target, overwrite)
-    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    staging = atomic.temporary_name(target)
     try:
         staging.mkdir(parents=True)
     except OSError as error:
@@ -220,15 +220,15 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
 
 def _replace(target: Path, staging: Path) -> None:
     if not target.exists():
-        staging.rename(target)
+        atomic.publish(staging, target)
         return
     # A folder can only be renamed over an empty one.
-    retired = staging.with_suffix(".replaced")
-    target.rename(retired)
+    retired = atomic.temporary_name(target)
+    atomic.move(target, retired)
     try:
-        staging.rename(target)
+        atomic.publish(staging, target)
     except BaseException:
-        retired.rename(target)
+        atomic.move(retired, target)
         raise
     shutil.rmtree(retired, ignore_errors=True)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.rules.paths import Address, cache_folder, is_address, read_address
+from jaxpar.config.rules.paths import Address, absolute, cache_folder, is_address, read_address
 from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, PREPARE, STREAM_FILE
 from jaxpar.data.stored.array import StoredArray
-from jaxpar.data.stored.writing import PARTS, read_parts
+from jaxpar.data.stored.writing import PARTS, keep_parts, kept_parts, read_parts
+from jaxpar.runtime import progress as units
+from jaxpar.runtime.processes.peers import log
 from jaxpar.stores.cache import AFTER, PartCache
 from jaxpar.stores.cached import CachedObject
 from jaxpar.stores.folders import update_copy
@@ -19,6 +21,12 @@ from jaxpar.stores.objects import Missing, Objects, Stamp
 
 #: Files that stay in the store.
 LARGE = ".bin"
+
+#: Bytes of a file that is read once at a start, if nothing else tells whether it is intact.
+CHECKED_BYTES = 64 << 30
+
+#: Says what to do about a larger one.
+NOT_VERIFIED = "Write the dataset with `prepare --output ADDRESS`, which adds it"
 
 
 class StoredFolder:
@@ -62,13 +70,33 @@ class StoredFolder:
                 rule = f"{name} {state}, but {META_FILE} records {size:,} bytes"
                 raise ConfigError("data.path", str(self.address), rule, fix)
             digests = read_parts(self._objects, name + PARTS, size, sha256)
+            digests = digests or kept_parts(self.path / (name + PARTS), size, sha256)
             stored = CachedObject(self._objects, name, size, stamp, self._cache, digests)
             self._cache.claimed += size
-            if self._cache.claimed <= self._cache.limit * AFTER:
+            fits = self._cache.claimed <= self._cache.limit * AFTER
+            if not digests:
+                self._check(stored, name, sha256, fits)
+            if fits:
                 # Each process begins elsewhere, so that together they fetch each part once.
                 stored.fetch_all(os.getpid() * 2_654_435_761 % max(stored.num_parts, 1))
             self._arrays[name] = StoredArray(stored, dtype)
         return self._arrays[name]
+
+    def _check(self, stored: CachedObject, name: str, sha256: str, fits: bool) -> None:
+        """Compare what another program has copied with meta.json, once for a cache.
+
+        Raises:   ConfigError("data.path", ...) if it differs; StoreError.
+        """
+        what = f"{self.address}/{name}, {units.size(stored.size)}"
+        if not fits or stored.size > CHECKED_BYTES:
+            log(f"WARNING    {what}, is not verified: there is no {name}{PARTS}. {NOT_VERIFIED}")
+            return
+        log(f"checking   {what}: there is no {name}{PARTS}, so all of it is read once")
+        if (digests := stored.check(sha256)) is None:
+            rule = f"{name} has other content than {META_FILE} records (sha256 {sha256[:16]})"
+            fix = "copy the dataset again, or prepare it again"
+            raise ConfigError("data.path", str(self.address), rule, fix)
+        keep_parts(self.path / (name + PARTS), sha256, digests)
 
     def close(self) -> None:
         """End what is fetched in the background."""
@@ -87,13 +115,11 @@ def local(cfg: Config, field: str, path: str) -> str:
     """
     if not is_address(path):
         return path
-    folder = Path(cfg.data.cache_dir or cache_folder("data")).expanduser().absolute()
+    folder = absolute(cfg.data.cache_dir or cache_folder("data"))
     try:
         cache = _cache(folder / "parts")
     except OSError as error:
-        where = cfg.data.cache_dir or str(folder)
-        rule = f"cannot be written: {error.strerror}"
-        raise ConfigError("data.cache_dir", where, rule, "use another folder") from error
+        raise _unusable(folder, error) from error
     if (limit := int(cfg.data.cache_gib * 2**30)) != cache.limit:
         cache.limit = limit
         cache.remove_oldest()
@@ -101,9 +127,17 @@ def local(cfg: Config, field: str, path: str) -> str:
     known = (one for one in _opened.values() if one.address == address)
     stored = next((one for one in known if one.path.parent == folder), None)
     if stored is None:
-        stored = StoredFolder(address, field, cache)
+        try:
+            stored = StoredFolder(address, field, cache)
+        except PermissionError as error:
+            raise _unusable(folder, error) from error
         _opened[stored.path] = stored
     return str(stored.path)
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    rule = f"cannot be written: {error.strerror}"
+    return ConfigError("data.cache_dir", str(folder), rule, "use another folder")
 
 
 def opened(folder: Path) -> StoredFolder | None:

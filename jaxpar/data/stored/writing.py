@@ -1,5 +1,6 @@
 """Writes a dataset to a store: complete or absent, with the digests of the parts of its tokens."""
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import cache_folder, read_address
 from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, STREAM_FILE
 from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.files import atomic
 from jaxpar.stores.cache import DIGEST_BYTES
 from jaxpar.stores.cached import PART_BYTES, digests_of
 from jaxpar.stores.folders import FILES, InUse, upload_folder
@@ -60,7 +62,7 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
-    held = [found.name for found in objects.names()]
+    held = [found.name for found in objects.names(exact=True)]
     ours = {*DATASET_FILES, *(name + PARTS for name in DATASET_FILES), FILES}
     if foreign := [name for name in held if name not in ours]:
         rule = f"contains {foreign[0]!r}, which is not part of a dataset"
@@ -84,9 +86,28 @@ def read_parts(objects: Objects, name: str, size: int, sha256: str) -> bytes:
         content, _ = objects.read(name)
     except Missing:
         return b""
-    expected = HEAD_BYTES + -(-size // PART_BYTES) * DIGEST_BYTES
-    if len(content) != expected or content[:HEAD_BYTES].hex() != sha256:
+    if not _are_parts(content, size, sha256):
         rule = f"has the digests of another file than {name.removesuffix(PARTS)}"
         fix = f"prepare the dataset again, or delete {name}"
         raise RunError(f"{objects.address}/{name} {rule}. Fix: {fix}")
     return content[HEAD_BYTES:]
+
+
+def _are_parts(content: bytes, size: int, sha256: str) -> bool:
+    expected = HEAD_BYTES + -(-size // PART_BYTES) * DIGEST_BYTES
+    return len(content) == expected and content[:HEAD_BYTES].hex() == sha256
+
+
+def kept_parts(file: Path, size: int, sha256: str) -> bytes:
+    """Return the digests that `keep_parts` has kept; empty if there are none of this content."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return b""
+    return content[HEAD_BYTES:] if _are_parts(content, size, sha256) else b""
+
+
+def keep_parts(file: Path, sha256: str, digests: bytes) -> None:
+    """Keep the digests of what was verified on this host; do nothing if it cannot be written."""
+    with contextlib.suppress(OSError):
+        atomic.write(file, bytes.fromhex(sha256) + digests)

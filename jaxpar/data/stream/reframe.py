@@ -1,7 +1,6 @@
 """Copies text into Zstandard files of small frames, which can be read from many places."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from jaxpar.data.formats.readers import (
 )
 from jaxpar.data.prepare.documents import InputFile, find_sources
 from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.option_classes import check_ranges
 
 #: Bytes of text in a frame; a line is in one frame.
@@ -108,10 +108,5 @@ def _frames(lines: Iterator[bytes]) -> Iterator[bytes]:
 @contextmanager
 def _complete(target: Path) -> Iterator[BinaryIO]:
     """Yield a file that is renamed to `target` at the end, or deleted if the block fails."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic.new_file(target) as temporary, temporary.open("wb") as file:
+        yield file

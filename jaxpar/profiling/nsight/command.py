@@ -22,6 +22,7 @@ from pathlib import Path
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called, read_config
 from jaxpar.config.rules.limits import Range
+from jaxpar.config.rules.paths import absolute
 from jaxpar.profiling.nsight import counters
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.gpus import xla_flags
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     options, step = read_command(argv)
     program = find_ncu(options.ncu)
     with tempfile.TemporaryDirectory(prefix="ncu-") as folder:
-        report = Path(options.report or Path(folder) / "kernel.ncu-rep").absolute()
+        report = absolute(options.report or Path(folder) / "kernel.ncu-rep")
         log = Path(folder) / "log.txt"
         print("compiling   the step, without ncu", flush=True)
         compile_step(step)

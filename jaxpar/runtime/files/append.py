@@ -9,6 +9,8 @@ import weakref
 from io import RawIOBase
 from pathlib import Path
 
+from jaxpar.config.rules.paths import absolute
+
 #: Errors of a disk that is full, over quota or failing. Other errors are raised.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -129,7 +131,7 @@ _open_files: weakref.WeakSet[Lines] = weakref.WeakSet()
 def abandon(folder: Path) -> None:
     """Write nothing more to the open files in a folder, because another process writes it now."""
     for file in list(_open_files):
-        if folder.absolute() in file.path.absolute().parents:
+        if absolute(folder) in absolute(file.path).parents:
             file.abandon()
 
 

@@ -1,8 +1,24 @@
-"""Atomic writes: a file is replaced completely or not at all."""
+"""The only way in which a file or folder is replaced: completely or not at all.
 
+What is written appears under its name after its content has reached the disk, and the name reaches
+the disk before the call returns. So after a power failure there is the old content or the new one,
+never an empty file. `tests/meta/test_atomic.py` refuses any other rename.
+
+Temporary files begin with "." and end with ".tmp". They are created as any file is: the kernel
+applies the umask.
+"""
+
+import contextlib
+import errno
 import os
-import tempfile
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+#: Errors of a flush that mean lost data. Some file systems cannot flush folders, or do not allow
+#: them to be opened: they report others.
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 def write(path: Path | str, content: bytes) -> None:
@@ -15,20 +31,93 @@ def write(path: Path | str, content: bytes) -> None:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        _replace(Path(os.path.realpath(target)), content)  # keep symbolic links
+        with new_file(target) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _replace(target: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+@contextlib.contextmanager
+def new_file(path: Path | str, durable: bool = True) -> Iterator[Path]:
+    """Yield an empty temporary file that becomes `path` if the block succeeds.
+
+    Otherwise it is deleted. A symbolic link is kept: the file that it leads to is replaced.
+
+    Args:     durable: flush to the disk. False for caches, whose files have checksums.
+    Raises:   OSError.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = temporary_name(target)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp sets 0o600
-        os.replace(temporary, target)
+        yield temporary
+        publish(temporary, target, durable)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes `folder` if the block succeeds.
+
+    Otherwise it is deleted. `folder` must not exist then, or be empty.
+
+    Raises:   OSError.
+    """
+    target = Path(os.path.realpath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        publish(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a name, next to a path, that no other call returns."""
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.tmp")
+
+
+def publish(complete: Path, path: Path, durable: bool = True) -> None:
+    """Flush a complete file or folder to the disk, and rename it to `path` on the same disk.
+
+    Raises:   OSError; then `path` is as it was.
+    """
+    if durable:
+        _flush_all(complete)
+    os.replace(complete, path)
+    if durable:
+        _flush(path.parent)
+
+
+def move(path: Path, to: Path) -> None:
+    """Rename a file or folder, whose content stays, on the same disk. Raises:   OSError."""
+    os.replace(path, to)
+    for folder in {path.parent, to.parent}:
+        _flush(folder)
+
+
+def _flush_all(place: Path) -> None:
+    """Flush a file, or all that is in a folder, to the disk."""
+    for folder, _, names in os.walk(place):
+        for name in names:
+            _flush(Path(folder, name))
+        _flush(Path(folder))
+    if not place.is_dir():
+        _flush(place)
+
+
+def _flush(path: Path) -> None:
+    """Raises:   OSError if data was lost."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in _LOST:
+            raise

@@ -1,10 +1,7 @@
-"""A folder that a program makes: it appears only when it is complete."""
+"""Checks of a folder that a program is to make (`atomic.new_folder`)."""
 
-import contextlib
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config import ConfigError
@@ -49,24 +46,3 @@ def require_space(argument: str, path: Path, num_bytes: int) -> None:
     if free < num_bytes:
         rule = f"needs {size(num_bytes)} of disk space, but {size(free)} are free"
         raise ConfigError(argument, str(path), rule, "free space, or use another folder")
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder next to `folder`; rename it at the end, or remove it on failure.
-
-    Follows `folder` if it is a link.
-    """
-    folder = folder.resolve()
-    parent = folder.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=parent))
-    try:
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        yield temporary
-        if folder.exists():
-            folder.rmdir()  # empty, as checked before
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

@@ -126,7 +126,7 @@ def _keep_shard(
             for row in range(len(opened.checks)):
                 opened.checks[row] = opened.check_of(row)
             opened.checks.flush()
-            partial.rename(target)
+            atomic.publish(partial, target)
 
     peers.all_or_none(f"{name} begins", seconds, begin)
     opened = TeacherFile(about, source, number, partial, "r+")
