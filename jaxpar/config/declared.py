@@ -65,7 +65,7 @@ def convert[T](kind: type[T], value: Any, what: str = "it") -> T:
         raise Misshapen(f"{what} has format version {shown}, and this jaxpar reads {wanted}")
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:  # ValidationError is a ValueError
         words = printable(str(error))[:_MAX_WORDS].replace("`", "").replace("$.", "")
         raise Misshapen(f"{what} has another form: {words}") from None
 
@@ -75,8 +75,13 @@ def version_of(kind: type) -> int:
     return int(getattr(kind, "VERSION", 1))
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return the text of a value of a declared type, with the version of its format."""
+def to_builtins(value: Any) -> dict[str, Any]:
+    """Return a value of a declared type as JSON's types, with the version of its format."""
     fields = msgspec.to_builtins(value)
     assert isinstance(fields, dict)
-    return json.dumps({"version": version_of(type(value)), **fields}, indent=indent)
+    return {"version": version_of(type(value)), **fields}
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return the text of a value of a declared type, with the version of its format."""
+    return json.dumps(to_builtins(value), indent=indent)

@@ -4,7 +4,7 @@ The runs with the lowest held-out loss come first; those without any follow, by 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,22 @@ class Summary:
         ]
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in a folder, itself included, in order of their names."""
-    if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
+def find_runs(
+    folder: Path, leave_out: Callable[[Path, OSError], None], depth: int = DEPTH
+) -> Iterator[Path]:
+    """Yield the folders of runs in a folder, itself included, in order of their names.
+
+    Args:     leave_out: called with a folder that cannot be read.
+    """
+    try:
+        is_run = all((folder / name).is_file() for name in ("metrics.jsonl", "config.json"))
+        children = sorted(p for p in folder.iterdir() if p.is_dir()) if not is_run and depth else []
+    except OSError as error:
+        return leave_out(folder, error)
+    if is_run:
         yield folder
-        return
-    if depth:
-        for child in sorted(path for path in folder.iterdir() if path.is_dir()):
-            yield from find_runs(child, depth - 1)
+    for child in children:
+        yield from find_runs(child, leave_out, depth - 1)
 
 
 def summaries(runs: Sequence[RunRead]) -> list[Summary]:

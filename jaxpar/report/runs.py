@@ -126,8 +126,17 @@ class RunRead:
 def read_run(folder: str) -> RunRead:
     """Read the folder of a run, which may still be in progress.
 
-    Raises:   ConfigError if the folder is not a run's.
+    Raises:   ConfigError if the folder is not a run's, or a file of it cannot be read.
     """
+    try:
+        return _read_run(folder)
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        fix = "make it readable for this user, or leave the run out"
+        raise ConfigError("RUN", str(error.filename or folder), rule, fix) from error
+
+
+def _read_run(folder: str) -> RunRead:
     path = Path(folder)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"

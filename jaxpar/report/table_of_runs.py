@@ -1,5 +1,6 @@
 """The table of runs in a terminal."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,20 +42,24 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
         if not Path(name).is_dir():
             fix = "give a folder with runs, such as runs"
             raise ConfigError("FOLDER", name, "is not a folder", fix)
-        places |= dict.fromkeys(map(str, listing.find_runs(Path(name))))
+        places |= dict.fromkeys(map(str, listing.find_runs(Path(name), _leave_out)))
     runs = []
     for place in places:
         try:
             with stage(f"reading {place}"):
                 runs.append(_read(place))
         except ConfigError as error:
-            print(f"left out   {error}")
+            print(f"left out   {error}", file=sys.stderr)
     if not runs:
         rule = f"has no run in it, up to {listing.DEPTH} folders deep"
         raise ConfigError(
             "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.quickstart"
         )
     return runs
+
+
+def _leave_out(folder: Path, error: OSError) -> None:
+    print(f"left out   {folder} cannot be read: {error.strerror}", file=sys.stderr)
 
 
 def _read(place: str) -> RunRead:
