@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import (
@@ -18,17 +18,19 @@ from jaxpar.config import (
     ConfigError,
     LoraConfig,
     ModelConfig,
+    declared,
     default_of,
     flag,
     replace,
     value_of,
 )
-from jaxpar.config.json_reader import read_json_object
+from jaxpar.config.declared import Count
+from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values, of_earlier_versions
-from jaxpar.data.skips import are_ranges
+from jaxpar.data.skips import Range
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime.processes import peers
 
@@ -81,15 +83,24 @@ METADATA = "_CHECKPOINT_METADATA"
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
 
 
+class BestEntry(TypedDict, total=False):
+    """Fields of `best.Best`."""
+
+    what: str
+    step: Count
+    value: float | None
+    stale: Count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """The metadata of a checkpoint."""
 
-    step: int
+    step: Count
     """Optimizer steps taken."""
-    tokens_seen: int
+    tokens_seen: Count
     """Tokens trained on so far."""
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     """The resolved config, by section and field."""
     dataset: str
     """Fingerprint of the dataset; NO_DATASET for imported weights, which have no moments."""
@@ -97,11 +108,11 @@ class Saved:
     """Versions of jaxpar and jax."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of each array, by name; empty if an earlier version saved none."""
-    skipped_batches: list[list[int]] = field(default_factory=list)
+    skipped_batches: list[Range] = field(default_factory=list)
     """Ranges of batches that the run skips, as (first, count)."""
-    rewinds: int | None = None
+    rewinds: Count | None = None
     """Number of rewinds so far; None if an earlier version did not count them."""
-    best: dict[str, Any] = field(default_factory=dict)
+    best: BestEntry = field(default_factory=BestEntry)
     """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
@@ -335,10 +346,20 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
             raise integrity.Damaged(where, ["its metadata is missing"])
         rule = f"the checkpoint of step {step} was not written by jaxpar"
         raise ConfigError("run.dir", str(run_dir), rule, "use a run of jaxpar")
-    known = {f.name for f in fields} & set(about)
-    found = Saved(step=step, **{name: about[name] for name in known})
-    if not _well_formed(found):
-        raise integrity.Damaged(where, ["its metadata has values of the wrong type"])
+    try:
+        return saved_of(about | {"step": step}, "its metadata")
+    except UnreadableJson as error:
+        raise integrity.Damaged(where, [str(error)]) from error
+
+
+def saved_of(about: Mapping[str, Any], what: str) -> Saved:
+    """Return the metadata of a checkpoint from its JSON. Args: what: its name in errors.
+
+    Raises:   Misshapen.
+    """
+    found = declared.convert(Saved, about, what)
+    if not found.config.keys() >= _SECTIONS or (found.best and "what" not in found.best):
+        raise declared.Misshapen(f"{what} has a config or a best evaluation without its fields")
     return dataclasses.replace(found, config=of_earlier_versions(found.config))
 
 
@@ -349,31 +370,6 @@ def _no_checkpoint(run_dir: str | Path) -> ConfigError:
 
 #: Sections that the config of every version has.
 _SECTIONS = {"model", "train", "data", "parallel"}
-
-
-def _well_formed(saved: Saved) -> bool:
-    """Whether the metadata has values of the types that `Saved` describes."""
-    objects = saved.config, saved.versions, saved.fingerprints, saved.asked
-    if not all(isinstance(value, dict) for value in objects):
-        return False
-    texts = [saved.dataset, *saved.versions.values(), *saved.fingerprints.values()]
-    numbers = [saved.tokens_seen, 0 if saved.rewinds is None else saved.rewinds]
-    return (
-        all(isinstance(section, dict) for section in saved.config.values())
-        and saved.config.keys() >= _SECTIONS
-        and all(isinstance(text, str) for text in texts)
-        and all(isinstance(number, int) for number in numbers)
-        and are_ranges(saved.skipped_batches)
-        and _is_best(saved.best)
-    )
-
-
-def _is_best(value: Any) -> bool:
-    """Whether a value has the form of `best.Best`, or is empty."""
-    types = {"what": str, "step": int, "value": float | None, "stale": int}
-    if not isinstance(value, dict) or value.keys() - types.keys():
-        return False
-    return not value or all(isinstance(value.get(name, ()), kind) for name, kind in types.items())
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:

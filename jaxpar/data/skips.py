@@ -1,13 +1,14 @@
 """Batches that a run skips after a rewind, and the batch that each step then uses."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from jaxpar.config import ConfigError
-from jaxpar.config.json_reader import read_json_object
+from msgspec import Meta, Struct
+
+from jaxpar.config import ConfigError, declared
+from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.runtime.files import atomic
 
 #: File in the run folder, once batches are skipped. Checkpoints contain it, too.
@@ -65,19 +66,19 @@ class SkippedBatches:
         return self.and_also([(first, count)], self.rewinds + 1)
 
 
-#: Limit on a batch's number and on the length of a range: steps are int32 on the devices.
-_MAX_BATCHES = 2**31 - 1
+#: A batch's number or the length of a range: steps are int32 on the devices.
+type BatchCount = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+#: A range of batches, as (first, count).
+type Range = Annotated[list[BatchCount], Meta(min_length=2, max_length=2)]
 
 
-def are_ranges(value: Any) -> bool:
-    """Whether a value read from JSON is a list of ranges of batches, as (first, count)."""
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
-    )
+class SkipsFile(Struct, frozen=True, kw_only=True):
+    """The content of SKIPPED_FILE."""
 
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_BATCHES
+    windows: list[Range]
+    rewinds: BatchCount | None = None
+    """None if an earlier version did not count them."""
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
@@ -89,12 +90,9 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
     if not file.is_file():
         return SkippedBatches()
     try:
-        said = read_json_object(file, what="it")
-        ranges, rewinds = said.get("windows"), said.get("rewinds")
-        if ranges is None or not are_ranges(ranges) or not (rewinds is None or _is_count(rewinds)):
-            raise ValueError("it must hold ranges of batches, as pairs of integers")
-        return SkippedBatches().and_also(ranges, rewinds)
-    except ValueError as error:
+        found = declared.read(SkipsFile, file, what="it")
+        return SkippedBatches().and_also(found.windows, found.rewinds)
+    except UnreadableJson as error:
         rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
         fix = 'write {"windows": [[FIRST, COUNT], ...]} to it, as in the log, '
         fix += "or delete it: checkpoints after a rewind contain it, too"
@@ -104,5 +102,5 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write the skipped batches of a run atomically."""
     run_dir.mkdir(parents=True, exist_ok=True)  # it may have been deleted
-    text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
-    atomic.write(run_dir / SKIPPED_FILE, text.encode())
+    content = SkipsFile(windows=list(map(list, skipped.ranges)), rewinds=skipped.rewinds)
+    atomic.write(run_dir / SKIPPED_FILE, (declared.to_json(content) + "\n").encode())

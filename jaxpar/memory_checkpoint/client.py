@@ -1,19 +1,21 @@
 """Asks the piece server of a host: for the names of its files, for bytes, and to take a file."""
 
 import contextlib
-import json
+import hmac
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from jaxpar.config import declared
+from jaxpar.config.printable import printable
+from jaxpar.memory_checkpoint import messages
+from jaxpar.memory_checkpoint.messages import MAX_ANSWER, MAX_PROOF, Answer, Greeting, Request
+from jaxpar.runtime.processes.token import RunToken
 
 #: Seconds to connect, and without any progress, after which a host counts as lost.
 CONNECT_SECONDS, STALLED_SECONDS = 10.0, 60.0
-
-#: Longest line of the protocol.
-MAX_LINE = 1 << 20
 
 #: Bytes that are sent by one call.
 PIECE = 16 << 20
@@ -26,12 +28,15 @@ class HostLost(OSError):
 class PieceClient:
     """A connection to the server of a host. Threads may share it.
 
-    A request is a line of JSON, and so is the answer. Bytes of a file follow the answer to "read",
-    and the request "write" once it is granted.
+    A request is a line of JSON, and so is the answer (`messages.py`). Bytes of a file follow the
+    answer to "read", and the request "write" once it is granted.
     """
 
-    def __init__(self, address: str):
-        """Args:     address: host:port. Raises:   HostLost."""
+    def __init__(self, address: str, token: RunToken):
+        """
+        Args:     address: host:port. token: of the run.
+        Raises:   HostLost; also if the server does not have the token.
+        """
         self.address, self._lock = address, threading.RLock()
         host, _, port = address.rpartition(":")
         try:
@@ -41,15 +46,31 @@ class PieceClient:
             self._file = self._socket.makefile("rb")
         except (OSError, ValueError) as error:
             raise HostLost(f"{address}: {error}") from error
+        try:
+            self._prove(token)
+        except HostLost:
+            self.close()
+            raise
+
+    def _prove(self, token: RunToken) -> None:
+        """Show the server that this is a peer, and check that it is one. Raises:   HostLost."""
+        with self._or_lost():
+            greeting = declared.read(Greeting, self._file.readline(MAX_PROOF))
+            shown = messages.proof(token, greeting)
+            self._socket.sendall(messages.line(shown))
+            expected = messages.server_signature(token, greeting.nonce, shown)
+        answer = self._answer(MAX_PROOF)
+        if not hmac.compare_digest(answer.signature.encode(), expected.encode()):
+            raise HostLost(f"{self.address} {messages.OTHER_TOKEN}")
 
     def files(self) -> dict[str, int]:
         """Return the bytes of each complete file of the host, by name. Raises:   HostLost."""
         with self._lock:
-            return dict(self._ask({"do": "list"})["files"])
+            return self._ask(Request(do="list")).files
 
     def read(self, name: str, begin: int, memory: memoryview) -> None:
         """Read bytes of a file, from `begin` on, as many as fit. Raises:   HostLost."""
-        request = {"do": "read", "name": name, "begin": begin, "size": memory.nbytes}
+        request = Request(do="read", name=name, begin=begin, size=memory.nbytes)
         with self._lock, self._or_lost():
             self._ask(request)
             done = 0
@@ -63,22 +84,24 @@ class PieceClient:
         """Send a file, under its name. Raises:   HostLost; also if the host has no room for it."""
         with self._lock, open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            self._ask({"do": "write", "name": path.name, "size": size})
+            self._ask(Request(do="write", name=path.name, size=size))
             with self._or_lost():
                 self._socket.sendfile(file)
             self._answer()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Request) -> Answer:
         with self._or_lost():
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.sendall(messages.line(request))
         return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, most: int = MAX_ANSWER) -> Answer:
         with self._or_lost():
-            line = self._file.readline(MAX_LINE)
-            answer = json.loads(line) if line else {"error": "the connection was closed"}
-        if "error" in answer:
-            raise HostLost(f"{self.address}: {answer['error']}")
+            line = self._file.readline(most)
+            if not line:
+                raise HostLost(f"{self.address}: the connection was closed")
+            answer = declared.read(Answer, line, max_bytes=most)
+        if answer.error:
+            raise HostLost(f"{self.address}: {printable(answer.error)}")
         return answer
 
     @contextlib.contextmanager

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.checkpoint import integrity
-from jaxpar.checkpoint.saved import Saved, starting_step
+from jaxpar.checkpoint.saved import Saved, saved_of, starting_step
 from jaxpar.config import Config
-from jaxpar.config.serialize import of_earlier_versions
+from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.data.skips import SkippedBatches, read_skipped
 from jaxpar.memory_checkpoint.boxes import Box, covers
 from jaxpar.memory_checkpoint.client import HostLost, PieceClient
@@ -100,7 +100,7 @@ class Hosts:
         """Return the calling thread's connection to a host: threads read at the same time."""
         key = host, threading.get_ident()
         if key not in self._clients:
-            client = PieceClient(self._place.peers[host])
+            client = self._place.connected(self._place.peers[host])
             self._clients[key] = self._open.enter_context(client)
         return self._clients[key]
 
@@ -143,33 +143,36 @@ def _look(cfg: Config, place: MemoryPlace) -> list[FoundCopy]:
         for group, names in sorted(by_group.items(), reverse=True):
             if on_disk is not None and group.step <= on_disk:
                 continue
-            whole, indices = [], []
-            for name, at in names.items():
-                opened = next(hosts.open(name, at), None)
-                if opened is not None:
-                    indices.append(opened.index)
-                    whole.append(name)
-            why = _unfit(cfg, group, indices)
-            if why:
+            opened = {
+                name: next(_described(hosts.open(name, at)), None) for name, at in names.items()
+            }
+            whole = {name: one for name, one in opened.items() if one is not None}
+            indices = [index for index, _ in whole.values()]
+            saved = next((saved for _, saved in whole.values()), None)
+            if saved is None:
+                continue  # a warning names each file that is not intact
+            if why := _unfit(cfg, group, indices, saved):
                 integrity.warn(f"the copy of step {group.step} in memory is not used: {why}")
                 continue
-            saved = _saved_of(indices[0])
             found.append(FoundCopy(group, saved, {name: tuple(names[name]) for name in whole}))
     return found
 
 
-def _saved_of(index: PieceIndex) -> Saved:
-    saved = Saved(**index.about)
-    return dataclasses.replace(saved, config=of_earlier_versions(saved.config))
+def _described(files: Iterable[StoredPieces]) -> Iterator[tuple[PieceIndex, Saved]]:
+    """Yield the index and the metadata of each file whose metadata can be read."""
+    for file in files:
+        try:
+            yield file.index, saved_of(file.index.about, f"the metadata in {file.where}")
+        except UnreadableJson as error:
+            integrity.warn(f"copies in memory: {error}; this file is not used")
 
 
-def _unfit(cfg: Config, group: Group, indices: list[PieceIndex]) -> str:
+def _unfit(cfg: Config, group: Group, indices: list[PieceIndex], saved: Saved) -> str:
     """Return why a run cannot resume from a copy; empty if it can."""
-    if not indices:
-        return "no file of it is intact"
+    if any(index.arrays != indices[0].arrays for index in indices):
+        return "its files are of different arrays"
     if missing := missing_parts(indices):
         return f"{len(missing)} of {len(indices[0].arrays)} arrays are not complete: {missing[0]}"
-    saved = _saved_of(indices[0])
     known = read_skipped(Path(cfg.run.dir))
     then = SkippedBatches().and_also(saved.skipped_batches, saved.rewinds)
     if known != then:

@@ -10,7 +10,6 @@ Imports no JAX.
 """
 
 import functools
-import json
 import math
 import mmap
 import os
@@ -18,12 +17,16 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from msgspec import Meta
 
+from jaxpar.config import declared
+from jaxpar.config.declared import Count, Name
+from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.memory_checkpoint.boxes import Box
 from jaxpar.memory_checkpoint.client import PieceClient
 
@@ -36,6 +39,9 @@ ALIGNMENT = 64
 #: Threads that compute checksums.
 THREADS = min(8, os.cpu_count() or 1)
 
+#: Most bytes of an index.
+MAX_INDEX = 256 << 20
+
 _MAGIC, _TAIL = b"jaxparm1", struct.Struct("<8sQI")
 
 
@@ -47,20 +53,20 @@ class DamagedPieces(Exception):
 class ArrayType:
     """An array of the state."""
 
-    name: str
+    name: Name
     """As in a checkpoint: "params/layers/wq"."""
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Name
+    shape: Annotated[tuple[Count, ...], Meta(max_length=32)]
 
 
 @dataclass(frozen=True)
 class ArrayPiece:
     """A part of an array, and where its bytes are in the file, in C order."""
 
-    array: int
+    array: Count
     """Index into `PieceIndex.arrays`."""
     box: Box
-    begin: int
+    begin: Count
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,12 +81,21 @@ class PieceIndex:
     arrays: tuple[ArrayType, ...]
     """All arrays of the state, also those of which the file has no piece."""
     pieces: tuple[ArrayPiece, ...]
-    num_bytes: int
+    num_bytes: Count
     """Bytes before the index."""
-    checksums: tuple[int, ...] = ()
+    checksums: tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...] = ()
     """CRC-32 of each block."""
     about: dict[str, Any] = field(default_factory=dict)
     """Metadata of the state."""
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            if piece.array >= len(self.arrays):
+                raise ValueError("a piece is of no array")
+            shape = self.arrays[piece.array].shape
+            within = (0 <= b <= e <= n for (b, e), n in zip(piece.box, shape, strict=False))
+            if len(piece.box) != len(shape) or not all(within) or piece.begin > self.num_bytes:
+                raise ValueError(f"a piece of {self.arrays[piece.array].name} is outside it")
 
 
 def place_pieces(
@@ -116,7 +131,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def write_index(fd: int, index: PieceIndex) -> None:
     """Write the index behind the pieces, and cut the file there. Raises:   OSError."""
-    text = json.dumps(asdict(index)).encode()
+    text = declared.to_json(index).encode()
     content = text + _TAIL.pack(_MAGIC, len(text), zlib.crc32(text))
     at, view = index.num_bytes, memoryview(content)
     while view:
@@ -194,6 +209,8 @@ class StoredPieces:
         first, last = 0, rows
         if box and piece.box:
             first, last = (edge - piece.box[0][0] for edge in box[0])
+        if piece.begin + rows * row > self.index.num_bytes:
+            raise DamagedPieces(f"a piece in {self.where} is longer than the file")
         content = self._bytes(piece.begin + first * row, piece.begin + last * row)
         return np.frombuffer(content, np.uint8).reshape(last - first, row)
 
@@ -227,18 +244,15 @@ def _read_index(source: ByteSource) -> PieceIndex:
     if tail < 0:
         raise damaged
     magic, length, checksum = _TAIL.unpack(source.view(tail, source.size))
-    if magic != _MAGIC or length > tail:
+    if magic != _MAGIC or length > min(tail, MAX_INDEX):
         raise damaged
     text = source.view(tail - length, tail)
     if zlib.crc32(text) != checksum:
         raise damaged
-    said = json.loads(bytes(text))
-    arrays = tuple(ArrayType(a["name"], a["dtype"], tuple(a["shape"])) for a in said["arrays"])
-    pieces = tuple(
-        ArrayPiece(p["array"], tuple((begin, end) for begin, end in p["box"]), p["begin"])
-        for p in said["pieces"]
-    )
-    sums = tuple(said["checksums"])
-    if said["num_bytes"] != tail - length or len(sums) != -(-said["num_bytes"] // BLOCK):
+    try:
+        index = declared.read(PieceIndex, bytes(text), what=source.where, max_bytes=MAX_INDEX)
+    except UnreadableJson as error:
+        raise DamagedPieces(str(error)) from error
+    if index.num_bytes != tail - length or len(index.checksums) != -(-index.num_bytes // BLOCK):
         raise damaged
-    return PieceIndex(arrays, pieces, said["num_bytes"], sums, said["about"])
+    return index

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.memory_checkpoint.client import PieceClient
+from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token
 
 #: Variables that a launcher sets for the processes of a run. For the launcher itself, FOLDER is
 #: where it makes the folder, in place of SHARED_MEMORY.
@@ -115,11 +117,18 @@ class MemoryPlace:
     peers: tuple[str, ...]
     """Address of each host's server, host:port; empty if the run is on one host."""
     host: int
+    token: RunToken | None = None
+    """Of the run, for these servers."""
 
     @property
     def num_hosts(self) -> int:
         """The number of hosts."""
         return max(len(self.peers), 1)
+
+    def connected(self, address: str) -> PieceClient:
+        """Return a new connection to the server of another host. Raises:   HostLost."""
+        assert self.token is not None  # checked with the peers
+        return PieceClient(address, self.token)
 
 
 def place_of(cfg: Config, env: Mapping[str, str] = os.environ) -> MemoryPlace | None:
@@ -143,7 +152,11 @@ def place_of(cfg: Config, env: Mapping[str, str] = os.environ) -> MemoryPlace | 
     folder = Path(env[FOLDER])
     if not folder.is_dir():
         raise ConfigError(FOLDER, str(folder), "is not a folder", "let the launcher set it")
-    return MemoryPlace(folder, peers, int(host))
+    token = given_token(env)
+    if peers and token is None:
+        rule = "is needed to read the copies of other hosts"
+        raise ConfigError(TOKEN_FILE, "", rule, f"let the launcher set it, or use {_never()}")
+    return MemoryPlace(folder, peers, int(host), token)
 
 
 def _never() -> str:

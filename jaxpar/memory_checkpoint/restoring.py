@@ -122,7 +122,8 @@ class CopiedPieces:
         """Return pieces, with their files, that cover boxes of an array. Raises:   LostPieces."""
         with self._lock:
             while True:
-                there = self._by_array.get(name, {})
+                rank = len(boxes[0])
+                there = {b: at for b, at in self._by_array.get(name, {}).items() if len(b) == rank}
                 if all(covers(there, box) for box in boxes):
                     return [files[0] for files in there.values()]
                 if not self._closed:

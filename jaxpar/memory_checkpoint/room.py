@@ -30,6 +30,8 @@ class CopyPlan:
     """Other hosts to which pieces are sent, at most."""
     needed: int
     """Bytes that the host needs."""
+    received: int = 0
+    """Bytes of one copy that the host receives from others."""
 
     @property
     def receivers(self) -> list[str]:
@@ -57,7 +59,8 @@ def plan_copies(cfg: Config, place: MemoryPlace, like: Any, seconds: float) -> C
     sent = sum(single for host, (single, _) in of_hosts if host in senders)
     needed = AT_A_TIME * (own + sent)
     peers.all_or_none("room for copies", seconds, lambda: check_room(cfg, place.folder, needed))
-    return CopyPlan(place, pieces, hosts.index(place.host) == peers.rank(), copies, needed)
+    first_here = hosts.index(place.host) == peers.rank()
+    return CopyPlan(place, pieces, first_here, copies, needed, sent)
 
 
 def check_room(cfg: Config, folder: Path, needed: int) -> None:

@@ -16,9 +16,10 @@ from jax.experimental import multihost_utils
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.saving import metadata_of_run
-from jaxpar.config import Config
+from jaxpar.config import Config, declared
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.client import HostLost, PieceClient
+from jaxpar.memory_checkpoint.client import HostLost
+from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Limits
 from jaxpar.memory_checkpoint.places import (
     MIRRORED,
     OWN,
@@ -29,12 +30,16 @@ from jaxpar.memory_checkpoint.places import (
 )
 from jaxpar.memory_checkpoint.room import AT_A_TIME, CopyPlan, free_bytes
 from jaxpar.memory_checkpoint.slots import Slot
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
 
 #: Seconds to wait for the other processes at the start.
 WAIT_SECONDS = 3600.0
+
+#: Bytes of the indices of the files that a host receives, at most.
+_ROOM = 64 << 20
 
 #: Errors of a copy that do not end the run.
 _OF_COPIES = (OSError, MemoryError)
@@ -79,7 +84,11 @@ class MemoryCheckpointer:
                 keep = lambda file: file is not None and file.group == restored  # noqa: E731
                 delete_files(self._folder, kind, keep)
         own = secrets.token_hex(4)
-        self._session = peers.exchange("session of copies", own, WAIT_SECONDS)[0]
+        self.session = peers.exchange("session of copies", own, WAIT_SECONDS)[0]
+        if plan.first_here and plan.received:
+            # Before the first copy, for which all processes meet: no host receives any before.
+            limits = limits_of(self.session, cfg.train.num_steps, plan.received)
+            atomic.write(self._folder / LIMITS_FILE, declared.to_json(limits).encode())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="memory checkpoint")
         rank = peers.rank()
         self._slots = [Slot(self._folder, plan.pieces, rank, i) for i in range(AT_A_TIME)]
@@ -132,7 +141,7 @@ class MemoryCheckpointer:
         about = self._about | {"skipped_batches": skipped.ranges, "rewinds": skipped.rewinds}
         about |= metadata_of(tree, tokens_seen)
         about |= {} if best is None else {"best": dataclasses.asdict(best)}
-        group, self._number = Group(step, self._session, self._number), self._number + 1
+        group, self._number = Group(step, self.session, self._number), self._number + 1
         try:
             slot.copy(tree)
         except _OF_COPIES as error:
@@ -166,7 +175,7 @@ class MemoryCheckpointer:
         assert file is not None
         for to in [] if file.shared else self._plan.receivers:
             try:
-                with PieceClient(to) as client:
+                with self._plan.place.connected(to) as client:
                     client.write(path)
                 sent += path.stat().st_size
             except HostLost as error:
@@ -216,7 +225,7 @@ class MemoryCheckpointer:
         def keep(file: PieceFile | None) -> bool:
             if file is None:
                 return True  # somebody is writing it
-            mine = file.group.session == self._session
+            mine = file.group.session == self.session
             return mine and file.group.number >= copy.group.number
 
         delete_files(self._folder, MIRRORED, keep)
@@ -224,7 +233,7 @@ class MemoryCheckpointer:
 
     def _is_not_earlier(self, file: PieceFile | None) -> bool:
         """Whether a file is of this session, whose processes rename their files themselves."""
-        return file is None or file.group.session == self._session
+        return file is None or file.group.session == self.session
 
     def _drop(self, copy: _Copy) -> None:
         """Drop a copy that is not complete in all processes."""
@@ -268,6 +277,16 @@ class MemoryCheckpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def limits_of(session: str, num_steps: int, received: int) -> Limits:
+    """Return what a host takes from others, with some room for indices.
+
+    Args:     received: bytes of the pieces of one copy that it receives.
+    """
+    most = received + received // 100 + _ROOM
+    # The last copy, the one being written, and one before that is being deleted.
+    return Limits(session=session, last_step=num_steps, file_bytes=most, all_bytes=3 * most)
 
 
 def metadata_of(tree: Any, tokens_seen: int) -> dict[str, Any]:

@@ -8,20 +8,26 @@
 XProf and TensorBoard accept the folder as `--logdir`.
 """
 
-import dataclasses
 import gzip
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from jaxpar.config.json_reader import read_json_object
+from msgspec import Meta
+
+from jaxpar.config import declared
+from jaxpar.config.declared import Name
+from jaxpar.config.json_reader import UnreadableJson
 
 FACTS_FILE = "profile.json"
 HLO_FILE = "step.hlo.txt.gz"
 
 _NAME = re.compile(r"step_(\d{8,})")
+
+
+type Several = Annotated[int, Meta(ge=1, le=1 << 62)]
+type Flops = Annotated[float, Meta(ge=0, lt=1e30)]
 
 
 @dataclass(frozen=True)
@@ -33,17 +39,17 @@ class ProfileFacts:
     14 H K per pair of a query and a key, forward and backward; None for sliding windows.
     """
 
-    first_step: int
-    num_steps: int
-    processes: int
-    devices: int
-    device_kind: str
-    mesh: str
-    tokens: int
-    flops: float
-    attention_flops: float | None
-    memory: dict[str, int]
-    versions: dict[str, str]
+    first_step: Several
+    num_steps: Several
+    processes: Several
+    devices: Several
+    device_kind: Name
+    mesh: Name
+    tokens: Several
+    flops: Flops
+    attention_flops: Flops | None
+    memory: dict[Name, Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]]
+    versions: dict[Name, Name]
 
     @property
     def attention_flops_per_device(self) -> float | None:
@@ -69,36 +75,15 @@ def trace_folder(folder: Path) -> Path:
 
 def write_facts(folder: Path, facts: ProfileFacts) -> None:
     """Write profile.json."""
-    text = json.dumps(dataclasses.asdict(facts), indent=2) + "\n"
-    (folder / FACTS_FILE).write_text(text, "utf-8")
+    (folder / FACTS_FILE).write_text(declared.to_json(facts, indent=2) + "\n", "utf-8")
 
 
 def read_facts(folder: Path) -> ProfileFacts | None:
     """Read profile.json; None if it is missing, damaged or from another version."""
     try:
-        values: dict[str, Any] = read_json_object(folder / FACTS_FILE)
-        facts = ProfileFacts(**values)
-    except (OSError, ValueError, TypeError):
+        return declared.read(ProfileFacts, folder / FACTS_FILE)
+    except (OSError, UnreadableJson):
         return None
-    return facts if _sound(facts) else None
-
-
-def _sound(facts: ProfileFacts) -> bool:
-    """Return whether the values have their types and valid ranges."""
-    counts = (facts.first_step, facts.num_steps, facts.processes, facts.devices, facts.tokens)
-    flops = (facts.flops, 0 if facts.attention_flops is None else facts.attention_flops)
-    texts, tables = (facts.device_kind, facts.mesh), (facts.memory, facts.versions)
-    return (
-        all(_is_number(n, int) and n > 0 for n in counts)
-        and all(_is_number(n, int | float) and n >= 0 for n in flops)
-        and all(isinstance(text, str) for text in texts)
-        and all(isinstance(table, dict) for table in tables)
-        and all(_is_number(n, int) for n in facts.memory.values())
-    )
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def write_hlo(folder: Path, text: str) -> None:

@@ -7,9 +7,7 @@ held-out loss comes last among the runs with its tokens, by training loss.
 """
 
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,22 +76,22 @@ class Summary:
         ]
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+def find_runs(
+    folder: Path, leave_out: Callable[[Path, OSError], None], depth: int = DEPTH
+) -> Iterator[Path]:
     """Yield the folders of runs in a folder, itself included, in order of their names.
 
-    A folder that cannot be read is named on a line, and left out.
+    Args:     leave_out: called with a folder that cannot be read.
     """
     try:
-        names = set(os.listdir(folder))
-        if {"metrics.jsonl", "config.json"} <= names:
-            yield folder
-            return
-        children = sorted(path for name in names if (path := folder / name).is_dir())
+        is_run = all((folder / name).is_file() for name in ("metrics.jsonl", "config.json"))
+        children = sorted(p for p in folder.iterdir() if p.is_dir()) if not is_run and depth else []
     except OSError as error:
-        print(f"left out   {folder}: {error.strerror}", file=sys.stderr)
-        return
-    for child in children if depth else ():
-        yield from find_runs(child, depth - 1)
+        return leave_out(folder, error)
+    if is_run:
+        yield folder
+    for child in children:
+        yield from find_runs(child, leave_out, depth - 1)
 
 
 def summaries(runs: Sequence[RunRead]) -> list[Summary]:

@@ -128,15 +128,14 @@ class RunRead:
 def read_run(folder: str) -> RunRead:
     """Read the folder of a run, which may still be in progress.
 
-    Raises:   ConfigError if the folder is not a run's, or cannot be read.
+    Raises:   ConfigError if the folder is not a run's, or a file of it cannot be read.
     """
     try:
         return _read_run(folder)
     except OSError as error:
-        if error.filename is None:
-            raise
-        rule = f"cannot be read: {error.filename}: {error.strerror}"
-        raise ConfigError("RUN", folder, rule, "change its permissions") from error
+        rule = f"cannot be read: {error.strerror or error}"
+        fix = "make it readable for this user, or leave the run out"
+        raise ConfigError("RUN", str(error.filename or folder), rule, fix) from error
 
 
 def _read_run(folder: str) -> RunRead:

@@ -42,7 +42,7 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
         if not Path(name).is_dir():
             fix = "give a folder with runs, such as runs"
             raise ConfigError("FOLDER", name, "is not a folder", fix)
-        places |= dict.fromkeys(map(str, listing.find_runs(Path(name))))
+        places |= dict.fromkeys(map(str, listing.find_runs(Path(name), _leave_out)))
     runs = []
     for place in places:
         try:
@@ -56,6 +56,10 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
             "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.quickstart"
         )
     return runs
+
+
+def _leave_out(folder: Path, error: OSError) -> None:
+    print(f"left out   {folder} cannot be read: {error.strerror}", file=sys.stderr)
 
 
 def _read(place: str) -> RunRead:

@@ -1,7 +1,6 @@
 """The command line of `python -m jaxpar.sweep`, and what it prints."""
 
 import dataclasses
-import itertools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -95,8 +94,6 @@ def read_command(
         if _given(path, overrides):
             rule = "is in the grid, and given for all runs as well"
             raise ConfigError(path, "", rule, "use one of both")
-    if options.slurm:
-        _require_no_spaces(points)
     refuse_address("--folder", options.folder or "", "use --folder runs/sweep")
     folder = options.folder or f"runs/sweep-{Path(options.config).stem}"
     common = [*overrides]
@@ -113,20 +110,14 @@ def _given(path: str, overrides: Sequence[str]) -> bool:
     return path in names
 
 
-def _require_no_spaces(points: Sequence[SweepPoint]) -> None:
-    """Raises:   ConfigError for a value that the lines of a job array cannot have."""
-    for flag in itertools.chain(*(point.flags for point in points)):
-        if len(flag.split()) > 1:
-            raise ConfigError("--grid", flag, "has a space", "leave --slurm out, or rename it")
-
-
 def sweep(told: Sweep, log: Callable[[str], None] = print) -> int:
     """Run a sweep, or print its job array. Returns the exit code."""
     if told.slurm:
         runs = [[*p.flags, f"--run.dir={told.folder.run_dir(p)}"] for p in told.points]
-        told.folder.open(told.base, told.axes)
         common = [told.name, *told.common]
-        print(job_array(sys.executable, common, runs, str(told.folder.path)), end="")
+        script = job_array(sys.executable, common, runs, str(told.folder.path))
+        told.folder.open(told.base, told.axes)
+        print(script, end="")
         return exit_codes.EXIT_OK
     told.folder.open(told.base, told.axes)
     log(f"sweep      {len(told.points)} runs over {', '.join(told.axes)}, in {told.folder.path}")

@@ -3,9 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jaxpar.config import Config, ConfigError
+import msgspec
+
+from jaxpar.config import Config, ConfigError, declared
+from jaxpar.config.declared import Name
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.serialize import to_json
 from jaxpar.report.outline import outline
@@ -15,6 +18,17 @@ from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.sweeps.grid import SweepPoint
 
 FILE = "sweep.json"
+
+
+class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of FILE."""
+
+    axes: list[Name]
+    """The fields of the grid."""
+    config: dict[str, dict[str, Any]]
+    """What all runs have in common."""
+    ended: dict[str, Annotated[int, msgspec.Meta(ge=0, le=255)]] = {}
+    """Exit codes by the name of a run."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +51,26 @@ class SweepFolder:
         Args:     base: the config without the values of the grid, whose fields are `axes`.
         Raises:   ConfigError if it is another sweep's, or cannot be written.
         """
-        about = {"axes": axes, "config": _without(json.loads(to_json(base)), axes)}
+        about = SweepFile(axes=axes, config=_without(json.loads(to_json(base)), axes))
         before = self._read()
-        if before:
+        if before is not None:
             self._require_same(before, about)
-            about["ended"] = before.get("ended", {})
+            about = msgspec.structs.replace(about, ended=before.ended)
         with create_in(self.path):
             self._write(about)
 
     def ended(self, point: SweepPoint, code: int) -> None:
         """Record the exit code of a run."""
         about = self._read()
-        about.setdefault("ended", {})[point.name] = code
-        self._write(about)
+        if about is not None:  # else it has been deleted
+            self._write(msgspec.structs.replace(about, ended={**about.ended, point.name: code}))
 
     def state(self, point: SweepPoint) -> str:
         """Return "finished", "diverged", "started" or "new"."""
         run_dir = self.run_dir(point)
-        if self._read().get("ended", {}).get(point.name) == EXIT_NUMERICS and run_dir.is_dir():
+        about = self._read()
+        ended = about.ended.get(point.name) if about is not None else None
+        if ended == EXIT_NUMERICS and run_dir.is_dir():
             return "diverged"
         last, num_steps = last_step(run_dir), _num_steps(run_dir, point.cfg)
         saves = bool(point.cfg.checkpoint.every)
@@ -70,11 +86,11 @@ class SweepFolder:
         found = [bool(e.get("from_cache")) for e in events if e.get("event") == "compiled"]
         return found.count(False), found.count(True)
 
-    def _require_same(self, before: dict[str, Any], about: dict[str, Any]) -> None:
-        then, now = _flat(before.get("config", {})), _flat(about["config"])
+    def _require_same(self, before: SweepFile, about: SweepFile) -> None:
+        then, now = _flat(before.config), _flat(about.config)
         changed = [p for p in {**then, **now} if then.get(p) != now.get(p)]
-        if before.get("axes") != about["axes"]:
-            rule = f"has a sweep of {', '.join(before.get('axes', []))}"
+        if before.axes != about.axes:
+            rule = f"has a sweep of {', '.join(before.axes)}"
         elif changed:
             told = ", ".join(f"{path} {then.get(path)!r}" for path in changed[:10])
             rule = f"has a sweep of another config, with {told}"
@@ -82,18 +98,19 @@ class SweepFolder:
             return
         raise ConfigError("--folder", str(self.path), rule, "use another --folder")
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> SweepFile | None:
         path = self.path / FILE
-        if not path.is_file():
-            return {}
         try:
-            return read_json_object(path)
-        except UnreadableJson as error:
-            fix = "use another --folder"
-            raise ConfigError("--folder", str(self.path), f"has {error}", fix) from error
+            return declared.read(SweepFile, path, what="it")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnreadableJson) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            rule, fix = f"has a {FILE} that cannot be used: {why}", "use another --folder"
+            raise ConfigError("--folder", str(self.path), rule, fix) from error
 
-    def _write(self, about: dict[str, Any]) -> None:
-        atomic.write(self.path / FILE, (json.dumps(about, indent=2) + "\n").encode())
+    def _write(self, about: SweepFile) -> None:
+        atomic.write(self.path / FILE, (declared.to_json(about, indent=2) + "\n").encode())
 
 
 def _num_steps(run_dir: Path, cfg: Config) -> int:

@@ -1,7 +1,11 @@
 """Prints a sweep as a Slurm job array, with one run in each task."""
 
+import itertools
 import shlex
 from collections.abc import Sequence
+
+from jaxpar.config import ConfigError
+from jaxpar.config.printable import printable
 
 SCRIPT = """\
 #!/bin/bash
@@ -17,13 +21,12 @@ SCRIPT = """\
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={folder}/slurm-%a.out
+#SBATCH --output={output}
 
 set -u
-runs=(
+case "$SLURM_ARRAY_TASK_ID" in
 {runs}
-)
-read -ra flags <<< "${{runs[$SLURM_ARRAY_TASK_ID]}}"
+esac
 srun --kill-on-bad-exit=1 {python} -u -m jaxpar.train {common} "${{flags[@]}}"
 code=$?
 # 75: preempted and saved. The run resumes.
@@ -37,15 +40,25 @@ def job_array(
 ) -> str:
     """Return the script.
 
-    Args:     common: the config, and the flags of all runs. runs: the flags of each run, without
-              spaces in them. folder: for the tasks' output.
+    Args:     common: the config, and the flags of all runs. runs: the flags of each run.
+              folder: for the tasks' output.
+    Raises:   ConfigError for a text that a line of the script cannot have.
     """
-    lines = "\n".join(f"  {shlex.quote(' '.join(flags))}" for flags in runs)
+    texts = (python, *common, *itertools.chain.from_iterable(runs))
+    for name, text in (("--folder", folder), *(("--slurm", text) for text in texts)):
+        if printable(text) != text:
+            rule = "has a control character, which a batch script cannot have"
+            raise ConfigError(name, text, rule, "leave --slurm out, or rename it")
+    if "\\" in folder:
+        rule = "has a backslash, after which Slurm does not number the outputs of tasks"
+        raise ConfigError("--folder", folder, rule, "use another --folder with --slurm")
+    cases = (f"  {i}) flags=({shlex.join(flags)}) ;;" for i, flags in enumerate(runs))
     return SCRIPT.format(
         count=len(runs),
         last=len(runs) - 1,
-        folder=folder,
-        runs=lines,
+        # Slurm reads quotes as a shell does, and then replaces %a.
+        output=shlex.quote(f"{folder.replace('%', '%%')}/slurm-%a.out"),
+        runs="\n".join(cases),
         python=shlex.quote(python),
         common=shlex.join(common),
     )

@@ -7,6 +7,7 @@ MEMORY_FOLDER=PATH names another folder. Needs room there for three times the st
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -17,18 +18,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, declared, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.memory_checkpoint.finding import find
+from jaxpar.memory_checkpoint.messages import LIMITS_FILE
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.memory_checkpoint.restoring import restore
 from jaxpar.memory_checkpoint.room import plan_copies
 from jaxpar.memory_checkpoint.server import PieceServer
-from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
+from jaxpar.memory_checkpoint.writing import MemoryCheckpointer, limits_of
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.processes.token import RunToken
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import make_mesh
@@ -58,6 +61,8 @@ def measure(cfg: Config, places: Sequence[MemoryPlace]) -> None:
     plan = plan_copies(cfg, places[0], state.abstract_logical(cfg, mesh).saved, 60)
     fingerprints((now := step(now)).saved)  # compiled before the first step of a run
     with MemoryCheckpointer(cfg, plan, None, silent) as memory:
+        limits = limits_of(memory.session, cfg.train.num_steps, plan.pieces.num_bytes)
+        (places[1].folder / LIMITS_FILE).write_text(declared.to_json(limits))
         found: dict[str, Any] = {}
         memory.record = lambda event, **more: found.update(more)
         began = time.perf_counter()
@@ -112,9 +117,11 @@ def main(argv: Sequence[str]) -> int:
         for host in hosts:
             for kind in (OWN, MIRRORED):
                 (host / kind).mkdir(parents=True)
-        with PieceServer(hosts[0], "127.0.0.1") as one, PieceServer(hosts[1], "127.0.0.1") as two:
+        token = RunToken(secrets.token_hex())
+        servers = [PieceServer(host, "127.0.0.1", token) for host in hosts]
+        with servers[0] as one, servers[1] as two:
             peers = tuple(f"127.0.0.1:{server.port}" for server in (one, two))
-            places = [MemoryPlace(host, peers, i) for i, host in enumerate(hosts)]
+            places = [MemoryPlace(host, peers, i, token) for i, host in enumerate(hosts)]
             measure(with_tiny_data(cfg, folder), places)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint.saving import metadata_of_run
-from jaxpar.config import Config
+from jaxpar.config import Config, declared
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.memory_checkpoint.client import PieceClient
 from jaxpar.memory_checkpoint.layout import ProcessPieces, pieces_of
+from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Limits
 from jaxpar.memory_checkpoint.places import (
     MIRRORED,
     OWN,
@@ -25,7 +26,16 @@ from jaxpar.memory_checkpoint.places import (
 from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.memory_checkpoint.writing import metadata_of
+from jaxpar.runtime.processes.token import RunToken
 from jaxpar.step.state import TrainState, snapshot
+
+TOKEN = RunToken("the token of all tests")
+
+
+def accept(folder: Path, session: str, size: int = 1 << 60, steps: int = 10**9) -> None:
+    """Let a host take files of a session from others."""
+    limits = Limits(session=session, last_step=steps, file_bytes=size, all_bytes=2 * size)
+    (folder / LIMITS_FILE).write_text(declared.to_json(limits))
 
 
 class FakeHosts:
@@ -39,7 +49,7 @@ class FakeHosts:
         return FakeHosts(self.folders[:count], self.peers[:count])
 
     def place(self, host: int) -> MemoryPlace:
-        return MemoryPlace(self.folders[host], self.peers, host)
+        return MemoryPlace(self.folders[host], self.peers, host, TOKEN)
 
     def copy(
         self,
@@ -58,6 +68,8 @@ class FakeHosts:
         about = metadata_of_run(cfg, skipped, {}) | metadata_of(tree, 100)
         devices = sorted(jax.tree.leaves(tree)[0].sharding.device_set, key=lambda one: one.id)
         process_of = lambda device: devices.index(device) * processes // len(devices)  # noqa: E731
+        for folder in self.folders:
+            accept(folder, group.session)
         hosts = [process * self.count // processes for process in range(processes)]
         found = []
         for process, host in enumerate(hosts):
@@ -72,7 +84,7 @@ class FakeHosts:
                 for path in paths:
                     file = read_name(path.name)
                     if file is not None and not file.shared:
-                        with PieceClient(self.peers[(host + ahead) % self.count]) as client:
+                        with PieceClient(self.peers[(host + ahead) % self.count], TOKEN) as client:
                             client.write(path)
             found.append(pieces)
         return found
@@ -100,7 +112,7 @@ def folders_of(folder: Path, count: int) -> list[Path]:
 def fake_hosts(folder: Path, count: int) -> Iterator[FakeHosts]:
     with contextlib.ExitStack() as stack:
         folders = folders_of(folder, count)
-        servers = [stack.enter_context(PieceServer(one, "127.0.0.1")) for one in folders]
+        servers = [stack.enter_context(PieceServer(one, "127.0.0.1", TOKEN)) for one in folders]
         yield FakeHosts(folders, [f"127.0.0.1:{server.port}" for server in servers])
 
 

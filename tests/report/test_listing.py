@@ -44,11 +44,45 @@ def test_json_has_the_same_runs_in_full_precision(folder, capsys):
     assert found[1]["differs"]["model.tie_embeddings"] is True
 
 
-def test_a_damaged_run_is_named_and_left_out(folder, capsys):
-    (folder / "runs/a/config.json").write_text("{")
+@pytest.mark.parametrize(
+    "name", ["config.json", "manifest.json", "metrics.jsonl", "events.jsonl", "samples.jsonl"]
+)
+def test_a_run_that_cannot_be_read_is_named_and_left_out(folder, capsys, name):
+    (folder / "runs/a" / name).unlink(missing_ok=True)
+    (folder / "runs/a" / name).symlink_to("/proc/self/mem")  # reading it is an error for everybody
+    runs.main(["--json"])
+    said = capsys.readouterr()
+    assert {run["name"] for run in json.loads(said.out)} == {"runs/sweep/b", "runs/sweep/c"}
+    assert len(said.err.splitlines()) == 1 and "left out   " in said.err and "runs/a" in said.err
+    with pytest.raises(ConfigError, match=r"runs/a.*cannot be read: ") as error:
+        read_run("runs/a")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"train": 5}', '{"train": null}'])
+def test_a_damaged_run_is_named_and_left_out(folder, capsys, content):
+    (folder / "runs/a/config.json").write_text(content)
     runs.main([])
-    out, said = capsys.readouterr()
-    assert "left out   " in said and "runs/a/config.json" in said and "runs/sweep/b" in out
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1
+    assert "left out   " in said.err and "runs/a/config.json" in said.err
+    assert "runs/sweep/b" in said.out
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_left_out(folder, capsys, monkeypatch):
+    real = type(folder).iterdir
+
+    def refused(path):
+        if path.name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    (folder / "runs/private").mkdir()
+    monkeypatch.setattr(type(folder), "iterdir", refused)
+    runs.main([])
+    said = capsys.readouterr()
+    assert "runs/sweep/b" in said.out
+    assert said.err == "left out   runs/private cannot be read: Permission denied\n"
 
 
 @pytest.mark.parametrize(("name", "said"), [("none", "is not a folder"), ("runs/empty", "no run")])

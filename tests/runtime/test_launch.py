@@ -21,7 +21,7 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
-from jaxpar.runtime.processes.children import Failure, failure_of
+from jaxpar.runtime.processes.children import Failure, LastWords, failure_of
 from jaxpar.training import loop, start
 from tests.ranks import alive, wait_for
 
@@ -180,8 +180,8 @@ def test_all_that_end_well_are_waited_for():
 # ------------------------------------------------------------------------------- failures
 
 
-def words(time: float, error: str, step: int = 7) -> dict:
-    return {"time": time, "error": error, "step": step}
+def words(time: float, error: str, step: int = 7) -> LastWords:
+    return LastWords(time=time, error=error, step=step)
 
 
 FAILURES = [
@@ -369,4 +369,4 @@ def test_last_words_that_cannot_be_read_are_none(tmp_path):
     for rank, text in enumerate(("[" * 100_000, '{"time": Infinity}', "{}", "[]", '{"time": "x"}')):
         (tmp_path / "ranks" / f"{rank}.json").write_text(text)
     (tmp_path / "ranks" / "7.json").write_text('{"time": 5, "step": 3}')
-    assert children.last_words(tmp_path, 1.0) == {7: {"time": 5, "step": 3}}
+    assert children.last_words(tmp_path, 1.0) == {7: LastWords(time=5, step=3)}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from jaxpar.config.config_file import load_config
 from jaxpar.runtime import exit_codes
 from jaxpar.sweeps import running
 from jaxpar.sweeps.command import read_command, sweep
+from jaxpar.sweeps.folder import FILE
 from jaxpar.sweeps.grid import MAX_RUNS, points_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,32 +170,79 @@ def test_what_is_missing_or_comes_twice(option):
         read_command(["quickstart", *option])
 
 
-def test_a_slurm_array_runs_each_point(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["sweep", "a b", 'it\'s $(touch x) `y` "z" 100%a #1', "-x"])
+def test_a_slurm_array_runs_each_point(tmp_path, capsys, name):
     """The script, with programs in place of Slurm's."""
-    folder = tmp_path / "sweep"
-    args = ["quickstart", "--slurm", "--folder", str(folder), "--grid", f"{LR}=1e-3,2e-3"]
+    folder = tmp_path / name
+    args = ["quickstart", "--slurm", "--folder", str(folder)]
+    args += ["--grid", f"{LR}=1e-3,2e-3", "data.path=a b"]
     assert sweep(read_command([*args, "--train.num-steps=3"])) == exit_codes.EXIT_OK
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-1\n" in script and folder.is_dir()
-    for name, text in (("srun", 'echo "$@"; exit 75'), ("scontrol", 'echo scontrol "$@"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    output = next(line for line in script.splitlines() if line.startswith("#SBATCH --output="))
+    pattern = shlex.split(output.removeprefix("#SBATCH "))
+    assert pattern == [f"--output={str(folder).replace('%', '%%')}/slurm-%a.out"]
+    srun = "printf '%s\\n' \"$@\"; exit 75"
+    for program, text in (("srun", srun), ("scontrol", 'echo scontrol "$@"')):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / program).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     env |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    assert done.returncode == 75 and not done.stderr
-    ran, requeued = done.stdout.splitlines()
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 75 and not done.stderr and not (tmp_path / "x").exists()
+    *ran, requeued = done.stdout.splitlines()
     assert requeued == "scontrol requeue 7_1"
-    assert ran.split()[-6:] == [
+    assert ran[-6:] == [
         "jaxpar.train",
         "quickstart",
         "--train.num-steps=3",
-        "--optimizer.schedule_as_input=True",
         f"--{LR}=2e-3",
-        f"--run.dir={folder}/learning_rate=0.002",
+        "--data.path=a b",
+        f"--run.dir={folder}/learning_rate=0.002,path=a_b",
     ]
-    with pytest.raises(ConfigError, match="has a space"):
-        read_command(["quickstart", "--slurm", "--grid", "data.path=a b"])
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--folder", "a\nb"], r"--folder = 'a\\nb': has a control character"),
+        (["--folder", "a\x1bb"], "has a control character"),
+        (["--folder", "a\\b"], "has a backslash"),
+        (["--data.path", "a\n#SBATCH --uid=0"], "has a control character"),
+    ],
+)
+def test_what_a_batch_script_cannot_have_is_refused(tmp_path, monkeypatch, more, told):
+    monkeypatch.chdir(tmp_path)
+    asked = read_command(["quickstart", "--slurm", "--grid", f"{LR}=1e-3", *more])
+    with pytest.raises(ConfigError, match=told):
+        sweep(asked)
+    assert not list(tmp_path.iterdir())
+
+
+MISSHAPEN = [
+    b"",
+    b"5",
+    b"[" * 100_000,
+    b'{"axes": 5, "config": {}}',
+    b'{"axes": ["train.seed"], "config": null}',
+    b'{"axes": ["train.seed"], "config": {"train": 1}}',
+    b'{"axes": [], "config": {}, "ended": []}',
+    b'{"axes": [], "config": {}, "ended": {"x": "y"}}',
+    b'{"axes": [], "config": {}, "ended": {"x": 1e400}}',
+    b'{"axes": [], "config": {}, "version": 2}',
+    b'{"config": {}}',
+]
+
+
+@pytest.mark.parametrize("content", MISSHAPEN)
+def test_a_sweep_file_of_another_form_is_refused(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+    args = ["quickstart", "--folder", str(tmp_path), "--grid", f"{LR}=1e-3"]
+    with pytest.raises(ConfigError, match=rf"has a {FILE} that cannot be used: it ") as error:
+        sweep(read_command(args))
+    assert "\n" not in str(error.value) and (tmp_path / FILE).read_bytes() == content
 
 
 @pytest.mark.slow

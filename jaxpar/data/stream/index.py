@@ -6,20 +6,22 @@ SPLIT.parts.bin     PART [parts], in the order of the tokens
 SPLIT.starts.bin    int64 [parts]: the first token of each, which is a file of its own for searches
 """
 
-import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import numpy as np
+from msgspec import Struct
 
-from jaxpar.config import ConfigError
-from jaxpar.config.json_reader import read_json_object
+from jaxpar.config import ConfigError, declared
+from jaxpar.config.declared import Count, Name
 from jaxpar.data.formats.meta import FRAMES_FILE, STREAM_FILE, parts_file, starts_file
 from jaxpar.data.formats.remembered import sampled_hash
 
-FORMAT, VERSION = "jaxpar-stream", 1
+FORMAT: Literal["jaxpar-stream"] = "jaxpar-stream"
+VERSION = 1
 
 #: Pieces of 4 KiB of each file whose hash is compared when a dataset is opened.
 SAMPLES = 16
@@ -43,10 +45,21 @@ PART = np.dtype(
 class StreamFile:
     """A file of text."""
 
-    path: str
-    size: int
-    samples: str
+    path: Name
+    size: Count
+    samples: Name
     """Hash of SAMPLES pieces of it."""
+
+
+class StreamJson(Struct, frozen=True, kw_only=True):
+    """The content of stream.json."""
+
+    VERSION: ClassVar[int] = VERSION
+
+    format: Literal["jaxpar-stream"]
+    text_field: Name
+    sha256: dict[Name, Name]
+    files: tuple[StreamFile, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +92,10 @@ def check_of(part: np.ndarray, ids: np.ndarray) -> int:
 def write_index(index: StreamIndex) -> None:
     """Write stream.json and frames.npy."""
     np.save(index.folder / FRAMES_FILE, index.frames)
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "text_field": index.text_field,
-        "sha256": index.sha256,
-        "files": [asdict(file) for file in index.files],
-    }
-    (index.folder / STREAM_FILE).write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+    content = StreamJson(
+        format=FORMAT, text_field=index.text_field, sha256=index.sha256, files=index.files
+    )
+    (index.folder / STREAM_FILE).write_text(declared.to_json(content, indent=1) + "\n", "utf-8")
 
 
 def read_index(folder: Path) -> StreamIndex:
@@ -96,15 +105,12 @@ def read_index(folder: Path) -> StreamIndex:
     """
     path = folder / STREAM_FILE
     try:
-        values = read_json_object(path, what="it")
-        if (values["format"], values["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
-        files = tuple(StreamFile(**file) for file in values["files"])
+        found = declared.read(StreamJson, path, what="it")
         frames = np.load(folder / FRAMES_FILE, allow_pickle=False)
         if frames.ndim != 2 or frames.shape[1] != 5 or frames.dtype != np.int64:
             raise ValueError(f"{FRAMES_FILE} has {frames.dtype} {list(frames.shape)}")
-        return StreamIndex(folder, values["text_field"], files, frames, dict(values["sha256"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
+        return StreamIndex(folder, found.text_field, found.files, frames, found.sha256)
+    except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise  # which may be transient
         rule = f"{path} is not the index of a streamed dataset ({error})"

@@ -13,43 +13,57 @@ import functools
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta
 
-from jaxpar.config import Config, ConfigError, flag, value_of
-from jaxpar.config.json_reader import read_json_object
+from jaxpar.config import Config, ConfigError, declared, flag, value_of
+from jaxpar.config.declared import Name
+from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.data.formats.meta import token_dtype
 
 FIELD = "distill.cache"
 FORMAT, VERSION = "jaxpar-teacher", 1
 ABOUT_FILE = "about.json"
 
+#: Most bytes of about.json.
+MAX_ABOUT = 1 << 20
+
 #: Bytes of a shard to aim at.
 SHARD_BYTES = 256 << 20
+
+
+type Size = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
 class About:
     """What a cache is of."""
 
-    teacher: str
+    VERSION: ClassVar[int] = VERSION
+
+    teacher: Name
     """Hash of the teacher's model and weights."""
-    teacher_name: str
+    teacher_name: Name
     """Its folder and step, for messages."""
-    sources: tuple[str, ...]
+    sources: tuple[Name, ...]
     """Fingerprints of the datasets."""
-    sequences: tuple[int, ...]
+    sequences: tuple[Annotated[int, Meta(ge=1, lt=1 << 48)], ...]
     """The number of sequences of each."""
-    seq_len: int
+    seq_len: Size
     document_mask: bool
-    vocab_size: int
-    top_k: int
-    temperature: float
-    rows: int
+    vocab_size: Size
+    top_k: Size
+    temperature: Annotated[float, Meta(gt=0, le=1e6)]
+    rows: Size
     """Sequences of a shard; the last of a source may have fewer."""
+
+    def __post_init__(self) -> None:
+        if len(self.sources) != len(self.sequences):
+            raise ValueError("sources and sequences differ in number")
 
     def shards(self, source: int) -> int:
         """Return the number of shards of a source."""
@@ -108,19 +122,19 @@ def read_about(folder: Path) -> About | None:
     if not path.is_file():
         return None
     try:
-        values = read_json_object(path, what="it")
-        if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
-            raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-        lists = {name: tuple(values[name]) for name in ("sources", "sequences")}
-        return About(**{**values, **lists})
-    except (ValueError, TypeError, KeyError) as error:
-        rule = f"{path} does not describe a teacher's tokens ({error})"
+        values = read_json_object(path, what="it", max_bytes=MAX_ABOUT)
+        if values.get("format") != FORMAT:
+            raise declared.Misshapen(f"its format is not {FORMAT}")
+        return declared.convert(About, values)
+    except (OSError, UnreadableJson) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        rule = f"{path} does not describe a teacher's tokens ({why})"
         raise ConfigError(FIELD, str(folder), rule, "copy the folder again") from error
 
 
 def about_to_json(about: About) -> str:
     """Return the text of about.json."""
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(about)}, indent=2) + "\n"
+    return json.dumps({"format": FORMAT, **declared.to_builtins(about)}, indent=2) + "\n"
 
 
 class TeacherCache:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jaxpar.config.json_reader import read_json_object
+import msgspec
+
+from jaxpar.config import declared
+from jaxpar.config.declared import Count
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.signals import heeded
 
@@ -31,6 +33,9 @@ SETTLE_SECONDS = 1.0
 FOLLOW_SECONDS = 60.0
 
 _PR_SET_PDEATHSIG = 1
+
+#: Most bytes of the last words of a process.
+MAX_WORDS = 1 << 20
 
 #: Signals from outside, which are unrelated to what the run was doing.
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -58,6 +63,15 @@ class Failure:
         plain = lambda text: re.sub(r"0x[0-9a-f]+|\d+", "#", text)  # noqa: E731
         mine, theirs = (self.code, self.step), (other.code, other.step)
         return mine == theirs and plain(self.error) == plain(other.error)
+
+
+class LastWords(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has written when it ended (`watchdog.last_words`)."""
+
+    time: float
+    """By `time.time`."""
+    step: Count | None = None
+    error: str = "see its output"
 
 
 def end_with_parent(parent: int, libc: ctypes.CDLL | None = None) -> None:
@@ -167,7 +181,7 @@ class Children:
                 time.sleep(POLL_SECONDS)
 
 
-def failure_of(ended: Mapping[int, int], words: Mapping[int, dict[str, Any]]) -> Failure:
+def failure_of(ended: Mapping[int, int], words: Mapping[int, LastWords]) -> Failure:
     """Return the failure that caused the others.
 
     Args:     ended: as returned by `Children.wait`, with at least one failure. words: last words by
@@ -181,7 +195,7 @@ def failure_of(ended: Mapping[int, int], words: Mapping[int, dict[str, Any]]) ->
     outside = [rank for rank in bad if -ended[rank] in OUTSIDE]
     if outside:
         return _failure(outside[0], ended[outside[0]], words)
-    spoken = sorted((words[rank]["time"], rank) for rank in bad if rank in words)
+    spoken = sorted((words[rank].time, rank) for rank in bad if rank in words)
     rank = spoken[0][1] if spoken else bad[0] if bad else next(iter(ended))
     return _failure(rank, ended[rank], words)
 
@@ -201,28 +215,26 @@ def why_final(failure: Failure, previous: Failure | None, spent: int, restarts: 
     return ""
 
 
-def _failure(rank: int, code: int, words: Mapping[int, dict[str, Any]]) -> Failure:
-    said = words.get(rank, {})
-    if code < 0:
-        said = {"error": f"killed by {signal.Signals(-code).name}"}
-    default = (
-        "the others did not end" if code in (0, exit_codes.EXIT_PREEMPTED) else "see its output"
-    )
+def _failure(rank: int, code: int, words: Mapping[int, LastWords]) -> Failure:
+    well = code in (0, exit_codes.EXIT_PREEMPTED)
+    said = words.get(rank) if code >= 0 else None
+    error = "the others did not end" if well else "see its output"
+    error = f"killed by {signal.Signals(-code).name}" if code < 0 else error
     return Failure(
         rank=rank,
         code=code if code >= 0 else 128 - code,
-        step=said.get("step"),
-        error=str(said.get("error", default)).partition("\n")[0],
+        step=said.step if said else None,
+        error=(said.error if said else error).partition("\n")[0],
     )
 
 
-def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+def last_words(run_dir: Path, since: float) -> dict[int, LastWords]:
     """Return the last words in RUN/ranks since a time (of `time.time`), by rank."""
     found = {}
     for file in (run_dir / "ranks").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            words = read_json_object(file)
-            if words["time"] >= since:
+        with contextlib.suppress(OSError, ValueError):
+            words = declared.read(LastWords, file, max_bytes=MAX_WORDS)
+            if words.time >= since:
                 found[int(file.stem)] = words
     return found
 

@@ -18,6 +18,7 @@ from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
 from jaxpar.runtime.processes.hosts.store import Service
 from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.token import token_of
 from tests.ranks import alive, free_port, wait_for
 
 #: Says which rank it is, takes a step in rank 0, and ends as a file of the run's folder says.
@@ -58,7 +59,8 @@ class Hosts:
         asked = LaunchOptions(rendezvous=self.address, **self.options)
         own = {"name": name, "address": "127.0.0.1", "devices": 1, "processes": 1}
         limit = asked.heartbeat_seconds
-        membership = Membership(self.address, str(self.run_dir), own, limit)
+        token = token_of(self.run_dir, {})
+        membership = Membership(self.address, str(self.run_dir), own, limit, token)
         sizes = {"run.dir": str(self.run_dir), "run.cpu_devices": 1, "model.vocab_size": 512}
         agent = Agent(asked, [], replace(Config(), **sizes), [], membership)
 

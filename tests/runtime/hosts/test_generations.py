@@ -19,7 +19,7 @@ from jaxpar.runtime.processes.hosts.liveness import Liveness
 
 
 def host(name: str, **more) -> Host:
-    own = {"life": f"life of {name}", "address": f"10.0.0.{ord(name)}", "port": 5000}
+    own = {"life": f"life of {name}", "address": f"10.0.0.{ord(name[0])}", "port": 5000}
     return Host(**{"name": name, "devices": 2, "processes": 1, "ready": 1} | own | more)
 
 
@@ -54,7 +54,7 @@ def test_members_have_ranks_in_their_order():
 
 def test_what_the_store_holds_is_read_back():
     over = Over(kind="lost", text="lost b", hosts=("b",), silent=3.2)
-    formed = generation("ab", restarts=dataclasses.asdict(Restarts(spent=2, error="boom")))
+    formed = generation("ab", restarts=Restarts(spent=2, error="boom"))
     texts = {
         "host/a": host("a").as_text(),
         "generation/1": formed.as_text(),
@@ -64,7 +64,43 @@ def test_what_the_store_holds_is_read_back():
     found = generations.view(texts, {"a"})
     assert found.hosts == {"a": host("a")} and found.latest == formed and found.over == over
     assert found.ends == {1: End(code=17, text="bad")}
-    assert Restarts(**formed.restarts).spent == 2
+    assert found.latest.restarts.spent == 2
+
+
+UNREADABLE = {
+    "host/x": "{",
+    "host/deep": "[" * 100_000,
+    "host/deeper": '{"name": ' * 100_000,
+    "host/a number": "5",
+    "host/another name": host("b").as_text(),
+    "host/later": host("later").as_text().replace('"version": 1', '"version": 2'),
+    "host/ready": host("ready").as_text().replace('"ready": 1', '"ready": "x"'),
+    "host/true": host("true").as_text().replace('"ready": 1', '"ready": true'),
+    "host/negative": host("negative").as_text().replace('"ready": 1', '"ready": -1'),
+    "host/large": host("large").as_text().replace('"ready": 1', f'"ready": {1 << 80}'),
+    "host/port": host("port").as_text().replace('"port": 5000', '"port": 65536'),
+    "host/NaN": host("NaN").as_text().replace('"ready": 1', '"ready": NaN'),
+    "note/x": "hi",
+    "host": "hi",
+    "": "",
+    "generation/x": "{}",
+    "generation/2": generation("ab").as_text(),
+    "generation/1": generation("ab").as_text().replace('"counts": [1, 1]', '"counts": [1]'),
+    "generation/-1": "{}",
+    f"over/{'9' * 30}": Over(kind="lost", text="").as_text(),
+    "over/1": Over(kind="lost", text="").as_text().replace('"lost"', '"dropped"'),
+    "end/1": "[]",
+    "end/2": '{"code": 1000, "text": ""}',
+}
+
+
+@pytest.mark.parametrize("key", UNREADABLE)
+def test_what_cannot_be_read_is_passed_over(key):
+    later = host("a").as_text().replace("{", '{"a_later_field": [1, {}], ', 1)
+    found = generations.view({"host/a": later, key: UNREADABLE[key]}, {"a"})
+    assert found.hosts == {"a": host("a")} and list(found.unread) == [key]
+    assert not found.generations and not found.overs and not found.ends
+    assert "\n" not in found.unread[key] and len(found.unread[key]) < 300
 
 
 def test_those_that_trained_before_keep_their_order():

@@ -155,7 +155,7 @@ class Agent:
 
     def _with_newcomers(self, seen: StoreView, generation: Generation) -> Over | None:
         """Return that hosts can join, once the generation has taken a step."""
-        if seen.hosts[generation.members[0]].stepped != generation.number:
+        if not seen.has_stepped(generation):
             return None
         new = generations.newcomers(seen, generation, self.least, self.most, self.fits)
         text = f"{', '.join(new)} can join"
@@ -198,7 +198,7 @@ class Agent:
             self.here.say(stepped=generation.number)
             report(self.progress.told(generation, step))
             self.progress = None
-        elif first != self.name and seen.hosts[first].stepped == generation.number:
+        elif first != self.name and seen.has_stepped(generation):
             report(self.progress.told(generation, None))
             self.progress = None
 
@@ -233,7 +233,8 @@ class Agent:
             self.coordinator = Service(generation.coordinator, generation.processes)
         self.progress = Progress(self.run_dir, self.formation.over_since)
         self.formation.started(generation)
-        hosts = len({seen.hosts[m].address for m in generation.members})
+        known = seen.hosts
+        hosts = len({known[m].address if m in known else m for m in generation.members})
         self.trainers = trainers
         copies = self.copies.variables(generation, self.here.own) if self.copies else {}
         trainers.start(self.args, self.gpus, hosts, copies)

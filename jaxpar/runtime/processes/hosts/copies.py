@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from jaxpar.runtime.processes.hosts.generations import Generation, Host
 from jaxpar.runtime.processes.launcher import CopiesInMemory
+from jaxpar.runtime.processes.token import RunToken
 
 
 class ServesPieces(Protocol):
@@ -24,15 +25,15 @@ class ServesPieces(Protocol):
         """Start its process, again if it has ended."""
 
 
-#: Makes a server of a folder's files, on an address.
-type MakesServer = Callable[[Path, str], AbstractContextManager[Any]]
+#: Makes a server of a folder's files, on an address, for those who have the run's token.
+type MakesServer = Callable[[Path, str, RunToken], AbstractContextManager[Any]]
 
 
 class Copies:
     """The copies on this host."""
 
-    def __init__(self, memory: CopiesInMemory, server: ServesPieces):
-        self.memory, self._server = memory, server
+    def __init__(self, memory: CopiesInMemory, server: ServesPieces, token: RunToken):
+        self.memory, self._server, self._token = memory, server, token
 
     @property
     def port(self) -> int:
@@ -46,4 +47,5 @@ class Copies:
     def variables(self, generation: Generation, own: Host) -> dict[str, str]:
         """Return the variables of this host's processes in a generation."""
         self._server.ensure()
-        return self.memory.environment(generation.pieces, generation.members.index(own.name))
+        index = generation.members.index(own.name)
+        return self.memory.environment(generation.pieces, index) | self._token.environment()

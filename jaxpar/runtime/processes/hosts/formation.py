@@ -128,7 +128,7 @@ class Formation:
         self, before: Generation, over: Over, lost: Sequence[str], saved: int
     ) -> tuple[Restarts, End | None]:
         """Count a restart. Returns:  the counts, and the end of the run if there is no restart."""
-        past = Restarts(**before.restarts)
+        past = before.restarts
         spent = 0 if saved > past.saved else past.spent
         if over.kind == "stopped" and not over.hosts:
             text = f"generation {before.number} has stopped"
@@ -159,15 +159,17 @@ class Formation:
         if generation.processes > 1:
             text += f"; {generation.processes} processes, coordinator {generation.coordinator}"
         if generation.spare:
-            both = [seen.hosts[name] for name in (*generation.members, *generation.spare)]
+            named = (*generation.members, *generation.spare)
+            both = [seen.hosts[name] for name in named if name in seen.hosts]
             why = options.obstacle(agent.cfg, sum(host.devices for host in both))
             why = "the most are training" if number == agent.most else f"with more, {why}"
             text += f"; spare: {', '.join(generation.spare)} ({why})"
         if generation.resumed:
             saved = self._newest([])
             where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            copy = self._newest([seen.hosts[name] for name in generation.members])
+            members = [seen.hosts[name] for name in generation.members if name in seen.hosts]
+            copy = self._newest(members)
             text += f"; from step {copy}, in memory" if copy > saved else f"; {where}"
-            spent = Restarts(**generation.restarts).spent
+            spent = generation.restarts.spent
             text += f"; restart {spent} of {agent.options.restarts}" if spent else ""
         return text

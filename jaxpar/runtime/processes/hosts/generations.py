@@ -8,16 +8,31 @@ The store has, for a run:
     end/G             the exit code of the run, which ended with generation G (`End`)
 
 The last three are written once. Any launcher may write them, and the first one counts, so that
-launchers that see different things still do the same.
+launchers that see different things still do the same. An entry that this version cannot read is
+passed over: launchers of a run may have different versions.
 """
 
-import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
+from msgspec import Meta
+
+from jaxpar.config import declared
+from jaxpar.config.declared import Count, Misshapen, Name, Port
+from jaxpar.config.json_reader import UnreadableJson
+from jaxpar.config.numerals import only_digits
 from jaxpar.runtime.processes.hosts.addresses import joined
+from jaxpar.runtime.processes.hosts.link import MAX_BYTES
+
+#: A step of the run; -1: none.
+type Step = Annotated[int, Meta(ge=-1, le=1 << 62)]
+
+#: A number of processes or devices of a host.
+type Several = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+type ExitCode = Annotated[int, Meta(ge=-255, le=255)]
+type Seconds = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,41 +40,41 @@ class _Entry:
     """A value of the store, as JSON."""
 
     def as_text(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return declared.to_json(self)
 
     @classmethod
-    def of(cls, text: str) -> Self:
-        told: dict[str, Any] = json.loads(text)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()})
+    def of(cls, text: str, what: str = "it") -> Self:
+        """Raises:   UnreadableJson for another form, or another version of it."""
+        return declared.read(cls, text.encode(), what=what, max_bytes=MAX_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host(_Entry):
     """What a launcher says of its host."""
 
-    name: str
-    life: str
+    name: Name
+    life: Name
     """Differs each time that a launcher starts: a host that comes back is another one."""
-    address: str
-    port: int
+    address: Name
+    port: Port
     """A free port of this host, for the coordinator of the next generation."""
-    devices: int
-    processes: int
-    ready: int
+    devices: Several
+    processes: Several
+    ready: Count
     """The first generation that the host could be in: it runs no processes of earlier ones."""
     leaving: bool = False
     """It was asked to stop, and takes part in no further generation."""
-    done: int = 0
+    done: Count = 0
     """The generation whose processes have all ended here with code 0."""
     left: bool = False
     """Its launcher ends."""
-    piece_port: int = 0
+    piece_port: Port = 0
     """Where it serves copies of the state in its memory; 0: nowhere."""
-    in_memory: int = -1
+    in_memory: Step = -1
     """The step of the latest copy of which it has a piece; -1 without any."""
-    stepped: int = 0
+    stepped: Count = 0
     """The generation whose first step is done, as its first host tells."""
-    count: int = 0
+    count: Count = 0
     """Rises with each rewrite, as a sign of life."""
 
 
@@ -67,40 +82,46 @@ class Host(_Entry):
 class Restarts:
     """What decides whether a failed run starts again, handed from generation to generation."""
 
-    spent: int = 0
+    spent: Count = 0
     """Restarts after failures since the last new checkpoint."""
-    saved: int = -1
+    saved: Step = -1
     """The latest checkpoint when the generation began."""
-    code: int = 0
-    step: int | None = None
+    code: ExitCode = 0
+    step: Step | None = None
     error: str = ""
     """Of the last failure."""
-    rank: int = 0
+    rank: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(_Entry):
     """The hosts that train together, and how their processes connect."""
 
-    number: int
-    members: tuple[str, ...]
-    lives: tuple[str, ...]
-    counts: tuple[int, ...]
+    number: Count
+    members: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    lives: tuple[Name, ...]
+    counts: tuple[Several, ...]
     """Processes of each member."""
-    coordinator: str
+    coordinator: Name
     """host:port, at the first member's."""
     resumed: bool
     """There was a generation before: it goes on from the latest checkpoint."""
     why: str
-    restarts: Mapping[str, Any] = field(default_factory=dict)
+    restarts: Restarts = field(default_factory=Restarts)
     lost: tuple[str, ...] = ()
     """Hosts that the generation before has lost."""
     pieces: tuple[str, ...] = ()
     """host:port of each member's server of pieces; empty if the run keeps no copies."""
     spare: tuple[str, ...] = ()
     """Hosts that are ready too, and not members."""
-    silent: float = 0.0
+    silent: Seconds = 0.0
     """Seconds without a sign of life after which they were declared lost."""
+
+    def __post_init__(self) -> None:
+        if not len(self.members) == len(self.lives) == len(self.counts):
+            raise ValueError("members, lives and counts differ in number")
+        if len(self.pieces) not in (0, len(self.members)):
+            raise ValueError("pieces and members differ in number")
 
     @property
     def processes(self) -> int:
@@ -123,19 +144,19 @@ class Over(_Entry):
     text: str
     hosts: tuple[str, ...] = ()
     """The lost hosts, or those that join."""
-    silent: float = 0.0
-    code: int = 0
+    silent: Seconds = 0.0
+    code: ExitCode = 0
     """Of a failure, with step, error and rank, as in `children.Failure`."""
-    step: int | None = None
+    step: Step | None = None
     error: str = ""
-    rank: int = 0
+    rank: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class End(_Entry):
     """The run has ended."""
 
-    code: int
+    code: ExitCode
     text: str
 
 
@@ -148,6 +169,8 @@ class StoreView:
     generations: Mapping[int, Generation]
     overs: Mapping[int, Over]
     ends: Mapping[int, End]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Why an entry is passed over, by key."""
 
     @property
     def latest(self) -> Generation | None:
@@ -165,7 +188,16 @@ class StoreView:
     def absent(self, generation: Generation) -> list[str]:
         """Return the members that are not alive, or that have started again since."""
         lives = zip(generation.members, generation.lives, strict=True)
-        return [m for m, life in lives if m not in self.alive or self.hosts[m].life != life]
+        return [m for m, life in lives if m not in self.alive or self.life_of(m) != life]
+
+    def life_of(self, name: str) -> str:
+        """Return the life of a host; empty if the store has no entry of it."""
+        return self.hosts[name].life if name in self.hosts else ""
+
+    def has_stepped(self, generation: Generation) -> bool:
+        """Return whether the first step of a generation is done, as its first host says."""
+        first = self.hosts.get(generation.members[0])
+        return first is not None and first.stepped == generation.number
 
     def left_by(self, generation: Generation) -> list[str]:
         """Return the members that are absent, or that have given the generation up."""
@@ -176,19 +208,43 @@ class StoreView:
 
 
 def view(texts: Mapping[str, str], alive: Collection[str]) -> StoreView:
-    """Read the texts of the store. Args: alive: names of hosts, from `Liveness`."""
-    parts: dict[str, dict[str, str]] = {"host": {}, "generation": {}, "over": {}, "end": {}}
+    """Read the texts of the store. Entries that cannot be read are passed over.
+
+    Args:     alive: names of hosts, from `Liveness`.
+    """
+    kinds = {"host": Host, "generation": Generation, "over": Over, "end": End}
+    found: dict[str, dict[str, _Entry]] = {kind: {} for kind in kinds}
+    unread: dict[str, str] = {}
     for key, text in texts.items():
         kind, _, name = key.partition("/")
-        parts[kind][name] = text
-    numbered = lambda kind, form: {int(n): form.of(t) for n, t in parts[kind].items()}  # noqa: E731
+        try:
+            if kind not in kinds:
+                raise Misshapen("it is no key of this version")
+            entry = kinds[kind].of(text)
+            if isinstance(entry, Host | Generation) and name != _name(entry):
+                raise Misshapen("it is of another name")
+            if kind != "host" and not _is_number(name):
+                raise Misshapen("it is of no generation")
+            found[kind][name] = entry
+        except UnreadableJson as error:
+            unread[key] = str(error)
+    numbered = lambda kind: {int(n): entry for n, entry in found[kind].items()}  # noqa: E731
     return StoreView(
-        hosts={name: Host.of(text) for name, text in parts["host"].items()},
+        hosts=found["host"],  # type: ignore[arg-type]
         alive=alive,
-        generations=numbered("generation", Generation),
-        overs=numbered("over", Over),
-        ends=numbered("end", End),
+        generations=numbered("generation"),  # type: ignore[arg-type]
+        overs=numbered("over"),  # type: ignore[arg-type]
+        ends=numbered("end"),  # type: ignore[arg-type]
+        unread=unread,
     )
+
+
+def _name(entry: Host | Generation) -> str:
+    return entry.name if isinstance(entry, Host) else str(entry.number)
+
+
+def _is_number(name: str) -> bool:
+    return only_digits(name) and len(name) < 19
 
 
 def in_order(hosts: Sequence[Host], before: Generation | None) -> list[Host]:
@@ -230,7 +286,7 @@ def next_generation(
         pieces=tuple(joined(h.address, h.piece_port) for h in members if h.piece_port),
         resumed=before is not None,
         why=over.text if over is not None else "start",
-        restarts=dataclasses.asdict(restarts),
+        restarts=restarts,
         silent=over.silent if over is not None else 0.0,
     )
 

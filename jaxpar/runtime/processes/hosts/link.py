@@ -22,6 +22,9 @@ from jaxpar.runtime.processes.hosts.service import NO_HEARTBEAT
 #: Seconds to wait for the service at the start; the launcher starts another link after that.
 CONNECT_SECONDS = 5
 
+#: Most bytes of an entry; a larger one is read as an empty text.
+MAX_BYTES = 16 << 20
+
 
 def main(argv: Sequence[str]) -> int:
     """Answer requests until standard input closes."""
@@ -72,8 +75,13 @@ def answered(client: Any, prefix: str, request: Mapping[str, Mapping[str, str]])
                 raise
     for key, text in request["set"].items():
         client.key_value_set(f"{prefix}/{key}", text, allow_overwrite=True)
-    found = client.key_value_dir_get(f"{prefix}/")
-    return {key.removeprefix(f"{prefix}/"): text for key, text in found}
+    found = client.key_value_dir_get_bytes(f"{prefix}/")
+    return {key.removeprefix(f"{prefix}/"): _as_text(content) for key, content in found}
+
+
+def _as_text(content: bytes) -> str:
+    """Return a text of the store, in which strangers may write anything."""
+    return content.decode(errors="replace") if len(content) <= MAX_BYTES else ""
 
 
 def _plain(error: Exception) -> str:

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
@@ -21,6 +22,7 @@ from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
 from jaxpar.runtime.processes.hosts.store import Service
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.processes.launcher import CopiesInMemory, report, shares_of_gpus
+from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token, token_of
 
 type OnSignals = Callable[[Callable[[signal.Signals], None]], None]
 
@@ -61,8 +63,10 @@ def run(
 
     Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
               nowhere. makes_server: serves these to other hosts.
-    Raises:   ConfigError for GPUs that cannot be shared, and addresses that the others cannot use.
+    Raises:   ConfigError for GPUs that cannot be shared, addresses that the others cannot use, and
+              a token that is missing or cannot be read.
     """
+    token = _token(cfg)
     gpus = shares_of_gpus(asked.num_processes) if not cfg.run.cpu_devices else []
     each = cfg.run.cpu_devices * asked.num_processes
     devices = each or (len(visible.visible_gpu_ids()) if gpus else asked.num_processes)
@@ -76,11 +80,11 @@ def run(
         own |= {"name": asked.host_name or socket.gethostname(), "processes": asked.num_processes}
         copies = None
         if memory is not None:
-            server = until_the_end.enter_context(makes_server(memory.folder, own["address"]))
-            copies = Copies(memory, server)
+            server = makes_server(memory.folder, own["address"], token)
+            copies = Copies(memory, until_the_end.enter_context(server), token)
             own["piece_port"] = copies.port
         run = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
-        here = Membership(asked.rendezvous, run, own, asked.heartbeat_seconds)
+        here = Membership(asked.rendezvous, run, own, asked.heartbeat_seconds, token)
         until_the_end.callback(here.close)
         agent = Agent(asked, args, cfg, gpus, here, copies)
         on_signals(agent.stop)
@@ -90,6 +94,15 @@ def run(
         if service is not None:
             _linger(here, asked)
         return code
+
+
+def _token(cfg: Config) -> RunToken:
+    """Return the run's token. Raises:   ConfigError."""
+    if cfg.run.store and given_token() is None:
+        rule = "is needed with --nodes and run.store: the hosts need share no folder to find it in"
+        fix = "put the same secret on every host, and set it to the file's path"
+        raise ConfigError(TOKEN_FILE, "", rule, fix)
+    return token_of(Path(cfg.run.dir))
 
 
 def _address(asked: LaunchOptions, stopped: list[signal.Signals]) -> str:
