@@ -37,6 +37,7 @@ from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import Callbacks
 from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
+from jaxpar.training.frozen.chosen import choose_together, to_json
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
@@ -64,8 +65,13 @@ class Trainer:
             cfg, self._environment = rendezvous.join(cfg)
         prepare_quickstart(cfg)
         self._asked = cfg
-        self._use(Run(elastic.choose_layout(cfg, self._seconds), in_folder=False))
+        self._use(self._opened(cfg, in_folder=False))
         self._own_steps: set[int] = set()
+
+    def _opened(self, cfg: Config, in_folder: bool) -> Run:
+        laid_out = elastic.choose_layout(cfg, self._seconds)
+        chosen = choose_together(laid_out, self._seconds, in_folder=in_folder)
+        return Run(laid_out, in_folder=in_folder, chosen=chosen)
 
     def _use(self, run: Run) -> None:
         self._run = run
@@ -90,7 +96,7 @@ class Trainer:
     def init(self) -> TrainState:
         """Return the state before the first step. Tests the attention kernels first."""
         if self._run.first_step is not None:  # of `load`
-            self._use(Run(elastic.choose_layout(self._asked, self._seconds), in_folder=False))
+            self._use(self._opened(self._asked, in_folder=False))
         return self._run.start()
 
     def load(self) -> TrainState:
@@ -102,7 +108,7 @@ class Trainer:
         if checkpoint.starting_step(cfg) is None:
             fix = "init() a state, or use the run.dir of a run"
             raise ConfigError("run.dir", cfg.run.dir, "contains no finished checkpoint", fix)
-        self._use(Run(elastic.choose_layout(cfg, self._seconds)))
+        self._use(self._opened(cfg, in_folder=True))
         state = self._run.start()
         self._own_steps |= set(checkpoint.saved_steps(self.cfg.run.dir))
         return state
@@ -167,7 +173,11 @@ class Trainer:
         with (
             self._folder(),
             checkpoint.Checkpointer(
-                run.cfg, peers.log, run.loader.skipped, asked=run.asked
+                run.cfg,
+                peers.log,
+                run.loader.skipped,
+                asked=run.asked,
+                weights_from=to_json(run.weights_from),
             ) as saver,
         ):
             saver.save(state, step, run.loader.sizes_of_steps.tokens_before(step))
