@@ -19,6 +19,7 @@ later steps, such updates change all gradients; Adam's eps is increased to keep 
 (`small_config.steady`). `verification/traces.py` makes the traces that are compared.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -27,6 +28,7 @@ from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import take_source
+from jaxpar.config.validate import check
 from jaxpar.convert.shape import model_from
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
@@ -49,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parse_options(argv)
     base = load_config(options.config)
     asked = parse_overrides(base, overrides, PROGRAM, model_from=model_from)
+    # On one device, since each mesh is checked by itself.
+    check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
     cfg = small_config.float32(without_schedules(asked))
     meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
@@ -65,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
     with jax.default_matmul_precision("highest"):
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
         wrong = print_table(rows, options.steps, max(map(len, configs)))
-    print("\n".join(wrong) if wrong else f"{len(configs)} of {len(configs)} agree")
+    others = len(meshes) - len(configs)
+    agree = f"{len(configs)} of {len(meshes)} agree" + f"; {others} not compared" * bool(others)
+    print("\n".join(wrong) if wrong else agree)
     return exit_codes.EXIT_ERROR if wrong else exit_codes.EXIT_OK
 
 

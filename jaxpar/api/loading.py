@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.api.arguments import check_generation, require_type, texts
 from jaxpar.config import Config, ConfigError, config_file
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.rules.paths import with_paths
@@ -18,15 +19,20 @@ from jaxpar.report.outline import outline
 from jaxpar.training.vocabulary import with_vocabulary
 
 
-def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Load and check a config, as `python -m jaxpar.train NAME --section.field value ...` does.
 
     Args:     name: of a config that comes with jaxpar, of a .py file, or of a run folder.
               overrides: values by field: {"train.num_steps": 100, "parallel.data": 2}.
     Raises:   ConfigError that names the field, its value, the rule and a fix.
     """
-    args = [f"--{path}={value}" for path, value in (overrides or {}).items()]
-    cfg = parse_overrides(config_file.load_config(name), args, "", model_from=model_from)
+    require_type("CONFIG", name, (str, Path), "the name of a config", '"quickstart"')
+    texts([str(name)], "CONFIG", '"quickstart"')
+    overrides, fix = {} if overrides is None else overrides, 'overrides={"train.num_steps": 100}'
+    require_type("overrides", overrides, Mapping, "values by field", fix)
+    texts([*overrides, *map(str, overrides.values())], "overrides", fix)
+    args = [f"--{path}={value}" for path, value in overrides.items()]
+    cfg = parse_overrides(config_file.load_config(str(name)), args, "", model_from=model_from)
     cfg = with_paths(with_vocabulary(cfg))
     check(cfg)
     return cfg
@@ -39,6 +45,10 @@ def load_model(folder: str | Path, step: int | None = None, *, tensor: int = 1) 
               devices.
     Raises:   ConfigError if the folder contains no model; Damaged if the checkpoint is.
     """
+    _require_folder("folder", folder)
+    if step is not None:
+        require_type("step", step, int, "the step of a checkpoint, or None", "step=100")
+    require_type("tensor", tensor, int, "a number of devices", "tensor=1")
     say = functools.partial(print, file=sys.stderr, flush=True)
     return load(str(folder), step, tensor, say)
 
@@ -57,7 +67,8 @@ def generate(
     Returns:  the new text; a list of texts for several prompts.
     Raises:   ConfigError for a value that cannot work.
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    require_type("model", model, LoadedModel, "a model", "jaxpar.load_model(RUN)")
+    prompts = check_generation(prompt, max_tokens, sampling, stop)
     texts = continuations(model, prompts, sampling, max_tokens, stop)
     return texts[0] if isinstance(prompt, str) else texts
 
@@ -68,7 +79,13 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     Raises:   ConfigError if there is no such file.
     """
+    _require_folder("run_dir", run_dir)
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError("run_dir", str(run_dir), "has no metrics.jsonl", "use a run's folder")
     return [record for record in outline(path).records() if "step" in record]
+
+
+def _require_folder(name: str, value: str | Path) -> None:
+    require_type(name, value, (str, Path), "the path of a folder", '"runs/NAME"')
+    texts([str(value)], name, '"runs/NAME"')

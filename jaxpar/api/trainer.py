@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.api.arguments import check_batch, check_generation, check_state, require_type
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT
+from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
@@ -32,16 +35,20 @@ from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.diloco.overlap import same_program
 from jaxpar.step.diloco.schedule import under_way
-from jaxpar.step.state import TrainState, state_shardings, to_logical
+from jaxpar.step.state import TrainState, abstract_state, state_shardings, to_logical
 from jaxpar.step.train_step import StepMetrics
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import Callbacks
 from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
+from jaxpar.training.frozen.chosen import choose_together, to_json
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
 from jaxpar.training.vocabulary import with_vocabulary
+
+#: Whether `Trainer.train` is under way in this thread.
+_of_thread = threading.local()
 
 
 class Trainer:
@@ -57,6 +64,8 @@ class Trainer:
 
         Raises:   ConfigError as `python -m jaxpar.train`.
         """
+        fix = 'jaxpar.load_config("quickstart")'
+        require_type("cfg", cfg, Config, "a Config", fix)
         startup.begin_now()
         cfg = with_paths(fill_batch(with_vocabulary(cfg)))
         check(cfg)
@@ -65,14 +74,21 @@ class Trainer:
             cfg, self._environment = rendezvous.join(cfg)
         prepare_quickstart(cfg)
         self._asked = cfg
-        self._use(Run(elastic.choose_layout(cfg, self._seconds), in_folder=False))
+        self._use(self._opened(cfg, in_folder=False))
         self._own_steps: set[int] = set()
+
+    def _opened(self, cfg: Config, in_folder: bool) -> Run:
+        laid_out = elastic.choose_layout(cfg, self._seconds)
+        chosen = choose_together(laid_out, self._seconds, in_folder=in_folder)
+        return Run(laid_out, in_folder=in_folder, chosen=chosen)
 
     def _use(self, run: Run) -> None:
         self._run = run
         self._train_steps: dict[tuple[tuple[int, ...], int | None], FirstRunAlone] = {}
         self._evaluation: Evaluation | None = None
         self._outer_steps = OuterSteps(run.cfg, run.mesh)
+        self._abstract = abstract_state(run.cfg)
+        self._sizes = {(size.rows, size.length) for size in step_sizes(run.cfg).sizes}
 
     @property
     def _seconds(self) -> float:
@@ -91,7 +107,7 @@ class Trainer:
     def init(self) -> TrainState:
         """Return the state before the first step. Tests the attention kernels first."""
         if self._run.first_step is not None:  # of `load`
-            self._use(Run(elastic.choose_layout(self._asked, self._seconds), in_folder=False))
+            self._use(self._opened(self._asked, in_folder=False))
         return self._run.start()
 
     def load(self) -> TrainState:
@@ -103,7 +119,7 @@ class Trainer:
         if checkpoint.starting_step(cfg) is None:
             fix = "init() a state, or use the run.dir of a run"
             raise ConfigError("run.dir", cfg.run.dir, "contains no finished checkpoint", fix)
-        self._use(Run(elastic.choose_layout(cfg, self._seconds)))
+        self._use(self._opened(cfg, in_folder=True))
         state = self._run.start()
         self._own_steps |= set(checkpoint.saved_steps(self.cfg.run.dir))
         return state
@@ -114,6 +130,9 @@ class Trainer:
         Args:     num_steps: how many; None: up to `train.num_steps`.
         Returns:  an iterator over Batches of int32 [B, T], sharded over the mesh.
         """
+        check_state(state, self._abstract)
+        if num_steps is not None:
+            require_type("num_steps", num_steps, int, "a number of steps, or None", "num_steps=10")
         first = int(state.step)
         last = self.cfg.train.num_steps if num_steps is None else first + num_steps
         with contextlib.closing(self._run.loader.prefetched(first)) as batches:
@@ -127,7 +146,11 @@ class Trainer:
 
         Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
                   may still be computed when this returns; `float` waits for them.
+        Raises:   ConfigError for the state or the batch of another config, and for tokens beyond
+                  the vocabulary in a batch of NumPy arrays.
         """
+        check_state(state, self._abstract)
+        check_batch(batch, self._sizes, self.cfg.model.vocab_size)
         cfg, fragment = self.cfg, None
         if cfg.diloco.overlap and (due := under_way(int(state.step), cfg)) is not None:
             fragment = same_program(cfg, due)
@@ -168,7 +191,11 @@ class Trainer:
         with (
             self._folder(),
             checkpoint.Checkpointer(
-                run.cfg, peers.log, run.loader.skipped, asked=run.asked
+                run.cfg,
+                peers.log,
+                run.loader.skipped,
+                asked=run.asked,
+                weights_from=to_json(run.weights_from),
             ) as saver,
         ):
             saver.save(state, step, run.loader.sizes_of_steps.tokens_before(step))
@@ -198,7 +225,7 @@ class Trainer:
 
         Raises:   ConfigError in a run of several processes, among others.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = check_generation(prompt, max_tokens, sampling, stop)
         texts = continuations(self._model(state), prompts, sampling, max_tokens, stop)
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -230,11 +257,20 @@ class Trainer:
         Args:     callbacks: functions by their names in `Callbacks`: on_step, on_evaluation,
                   on_save, on_start, on_end.
         Returns:  whether the run has reached its last step; `load` returns its state.
-        Raises:   ConfigError, SaveFailed, and whatever a callback raises.
+        Raises:   ConfigError, SaveFailed, and whatever a callback raises; RunError within a
+                  callback of `train`.
         """
+        if getattr(_of_thread, "trains", False):
+            fix = "return from the callback first, or train in another thread"
+            raise exit_codes.RunError(f"train() was called by a callback of train(). Fix: {fix}.")
         known = [field.name for field in dataclasses.fields(Callbacks)]
         for name in callbacks.keys() - set(known):
             raise ConfigError("callbacks", name, "is not one", f"use one of {', '.join(known)}")
         startup.begin_now()
-        code = run_to_end(self._asked, self._environment, Callbacks(**callbacks))
+        calls = Callbacks(**callbacks)
+        _of_thread.trains = True
+        try:
+            code = run_to_end(self._asked, self._environment, calls)
+        finally:
+            _of_thread.trains = False
         return code == exit_codes.EXIT_OK

@@ -16,6 +16,7 @@ from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.checkpoint.inspection import require_whole
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
+from jaxpar.checkpoint.resumable import check_resumable
 from jaxpar.checkpoint.saved import (
     AVERAGED,
     MODEL_FIELDS,
@@ -24,7 +25,6 @@ from jaxpar.checkpoint.saved import (
     Saved,
     Weights,
     changed_fields,
-    check_resumable,
     first_whole,
     folder,
     load_config,

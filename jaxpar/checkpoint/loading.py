@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.of_replicas import exchange, feedback, replicas
+from jaxpar.checkpoint.resumable import check_resumable
 from jaxpar.checkpoint.saved import (
     AVERAGED,
     LORA_FIELDS,
@@ -22,7 +23,6 @@ from jaxpar.checkpoint.saved import (
     Weights,
     by_path,
     check_fields,
-    check_resumable,
     folder,
     none_whole,
     read_saved,

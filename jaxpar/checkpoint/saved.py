@@ -1,4 +1,4 @@
-"""Metadata of a run's checkpoints: which exist, what they contain, whether a run may resume.
+"""Metadata of a run's checkpoints: which exist, and what they contain.
 
 Reads only names and small files, so that a program can decide before it writes anything.
 """
@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import (
@@ -19,19 +19,12 @@ from jaxpar.config import (
     LoraConfig,
     ModelConfig,
     declared,
-    default_of,
-    flag,
-    replace,
-    value_of,
 )
 from jaxpar.config.declared import Count
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
-from jaxpar.config.lists.mixture import stages
-from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import Range
-from jaxpar.data.sources import fingerprint
 from jaxpar.runtime.processes import peers
 
 #: Fields of the model that may change when a run resumes.
@@ -58,12 +51,6 @@ STORAGE_FIELDS = (
     *(f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")),
     "optimizer.moment_block",
 )
-
-#: Fields that may not change during a run: the meaning of the moments, and the order of the data.
-RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
-
-#: Fields that decide the sizes of steps. A run may change them for steps to come.
-SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
 
 #: The weights of a checkpoint: those that are trained, or their moving average.
 type Weights = Literal["trained", "ema"]
@@ -92,6 +79,14 @@ class BestEntry(TypedDict, total=False):
     stale: Count
 
 
+class WeightsEntry(TypedDict, total=False):
+    """Fields of `training.frozen.chosen.Chosen`."""
+
+    run: Required[str]
+    step: Count | None
+    weights: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """The metadata of a checkpoint."""
@@ -116,6 +111,9 @@ class Saved:
     """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
+    weights_from: dict[str, WeightsEntry] | None = None
+    """The weights that the run takes from other runs (`training/frozen/chosen.py`), by field; None
+    if an earlier version did not record them."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
@@ -256,60 +254,6 @@ def first_whole[S, T](
             if at != steps[-1] and peers.rank() == 0:
                 integrity.warn(f"{error}. {instead}; nothing was moved.")
     raise none_whole(run_dir, found)
-
-
-def check_resumable(cfg: Config, saved: Saved) -> None:
-    """Refuse another model, optimizer or order of the data. The mesh and all else may change.
-
-    Raises:   ConfigError that names the first field that differs; also for imported weights.
-    """
-    if saved.dataset == NO_DATASET:
-        rule = f"contains imported weights in {saved}, without an optimizer state to resume"
-        raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
-    fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
-    if cfg.data.shuffle != "auto":  # which is the order of the saved run
-        fixed += ("data.shuffle",)
-    if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
-        fixed += ("train.global_batch_size",)
-    check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
-    _check_sizes(cfg, saved)
-    now = fingerprint(cfg)
-    if now != saved.dataset:
-        rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
-        field = "mixture" if cfg.data.mixture else "path"
-        then = saved.config["data"].get("mixture") or saved.config["data"]["path"]
-        fix = f"use a new run.dir, or set it back to {then}"
-        raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
-    _check_stages(cfg, saved)
-
-
-def _check_sizes(cfg: Config, saved: Saved) -> None:
-    """Raises:   ConfigError if steps before the saved one had another size."""
-    then = by_path(saved.config)
-    fields = {path: then.get(path, default_of(path)) for path in SIZE_FIELDS}
-    batches = saved.step + sum(count for _, count in saved.skipped_batches)
-    past, now = (list(step_sizes(one).until(batches)) for one in (replace(cfg, **fields), cfg))
-    if past != now:
-        changed = [path for path in SIZE_FIELDS if value_of(cfg, path) != fields[path]]
-        path = next((one for one in changed if one in (BATCHES, LENGTHS)), changed[0])
-        rule = f"changes the size of steps before step {saved.step}, after which {saved} continues"
-        before = " ".join(flag(one, fields[one]) for one in changed)
-        fix = f"use {before}, or change only later steps"
-        raise ConfigError(path, value_of(cfg, path), rule, fix)
-
-
-def _check_stages(cfg: Config, saved: Saved) -> None:
-    """Raises:   ConfigError if sources had other weights before the saved step."""
-    path = "data.mixture_schedule"
-    then = saved.config["data"].get("mixture_schedule", "")
-    past, now = (
-        [stage for stage in stages(one) if stage.step < saved.step]
-        for one in (replace(cfg, **{path: then}), cfg)
-    )
-    if past != now:
-        rule = f"changes weights before step {saved.step}, after which {saved} continues"
-        fix = f"use {flag(path, then)}, or change only later steps"
-        raise ConfigError(path, cfg.data.mixture_schedule, rule, fix)
 
 
 def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:

@@ -39,7 +39,10 @@ class SaveFailed(exit_codes.RunError):
 
 
 def metadata_of_run(
-    cfg: Config, skipped: SkippedBatches, asked: Mapping[str, Any]
+    cfg: Config,
+    skipped: SkippedBatches,
+    asked: Mapping[str, Any],
+    weights_from: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the fields of `Saved` that depend on no step.
 
@@ -51,6 +54,7 @@ def metadata_of_run(
         "skipped_batches": skipped.ranges,
         "rewinds": skipped.rewinds,
         "asked": dict(asked),
+        "weights_from": dict(weights_from),
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
     }
 
@@ -79,6 +83,7 @@ class Checkpointer:
         asked: Mapping[str, Any] = MappingProxyType({}),
         host: HostCopy | None = None,
         own: Path | None = None,
+        weights_from: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Open the run's folder, creating it if necessary.
 
@@ -87,13 +92,14 @@ class Checkpointer:
                   "save failed". asked: as in `Saved`. host: memory for copies of the state. None:
                   the first save allocates it, and `close` frees it. own: a folder in place of the
                   run's, in which this process saves its shards, and no other process anything.
+                  weights_from: as in `Saved`.
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._log, self._record, self._host = cfg, log, record, host
         self._dir = folder(own or cfg.run.dir)
         #: Whether this process is the one that writes to its folder what is written once.
         self._is_first = own is not None or jax.process_index() == 0
-        self._about = metadata_of_run(cfg, skipped, asked)
+        self._about = metadata_of_run(cfg, skipped, asked, weights_from)
         self._best = _KeepBest()
         context = ocp.Context()
         # Weights hardly compress: zstd made them 8% smaller and saves six to ten times slower.

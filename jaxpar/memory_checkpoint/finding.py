@@ -59,12 +59,9 @@ def find(cfg: Config, place: MemoryPlace | None) -> list[FoundCopy]:
     seconds = cfg.cluster.slow_seconds or 1e6
 
     def look() -> str:
-        found = _look(cfg, place) if peers.rank() == 0 else []
-        return json.dumps([dataclasses.asdict(one) for one in found])
+        return json.dumps([dataclasses.asdict(one) for one in _look(cfg, place)])
 
-    own = peers.all_or_none("copies in memory", seconds, look)
-    said = json.loads(peers.exchange("chosen copies in memory", own, seconds)[0])
-    return [_as_found(one) for one in said]
+    return [_as_found(one) for one in json.loads(peers.of_first("copies in memory", look, seconds))]
 
 
 def _as_found(said: dict) -> FoundCopy:

@@ -69,14 +69,15 @@ class MemoryCheckpointer:
         restored: Group | None,
         log: Callable[[str], None],
         asked: Mapping[str, Any] = MappingProxyType({}),
+        weights_from: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Delete what earlier processes of the run have left, except the copy that was restored.
 
         Args:     restored: the copy from which the run resumed. log:
-                  called in every process, also from a thread. asked: as in `Saved`.
+                  called in every process, also from a thread. asked, weights_from: as in `Saved`.
         """
         self._cfg, self._plan, self._log = cfg, plan, log
-        self._about = metadata_of_run(cfg, SkippedBatches(), asked)
+        self._about = metadata_of_run(cfg, SkippedBatches(), asked, weights_from)
         self._restored = restored
         self._folder = plan.place.folder
         if plan.first_here:

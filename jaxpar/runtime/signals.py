@@ -87,15 +87,29 @@ def output_may_be_lost() -> Iterator[None]:
 
     The reader is a terminal that was closed; or, after a request to stop, another program, which
     the same signal may have ended. What is printed then goes nowhere.
+
+    Contexts may overlap, in one thread or in several: the last one to end restores the streams.
     """
-    streams = sys.stdout, sys.stderr
-    ours = [_Lenient(stream) for stream in streams]
-    sys.stdout, sys.stderr = ours
+    used: list[_Lenient] = []
+    with _SWITCHING:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            lenient = stream if isinstance(stream, _Lenient) else _Lenient(stream)
+            lenient.users += 1
+            setattr(sys, name, lenient)
+            used.append(lenient)
     try:
         yield
     finally:
-        if (sys.stdout, sys.stderr) == tuple(ours):
-            sys.stdout, sys.stderr = streams
+        with _SWITCHING:
+            for name, lenient in zip(("stdout", "stderr"), used, strict=True):
+                lenient.users -= 1
+                if not lenient.users and getattr(sys, name) is lenient:
+                    setattr(sys, name, lenient.wrapped)
+
+
+#: Held while standard streams are replaced.
+_SWITCHING = threading.Lock()
 
 
 def tolerate_lost_readers() -> None:
@@ -111,19 +125,25 @@ class _Lenient:
     """A text stream that ignores that its reader is gone."""
 
     def __init__(self, stream: TextIO):
-        self._stream, self.stopping = stream, False
+        self.wrapped, self.stopping = stream, False
+        #: The number of contexts that need it.
+        self.users = 0
         # What `terminal.console` draws on; without it, the stream itself.
         inner = getattr(stream, "unescaped", None)
-        self.unescaped: _Lenient = self if inner is None else _Lenient(inner)
+        self.unescaped: _Lenient
+        if inner is None:
+            self.unescaped = self
+        else:
+            self.unescaped = inner if isinstance(inner, _Lenient) else _Lenient(inner)
 
     def write(self, text: str) -> int:
         with self._without_reader():
-            self._stream.write(text)
+            self.wrapped.write(text)
         return len(text)
 
     def flush(self) -> None:
         with self._without_reader():
-            self._stream.flush()
+            self.wrapped.flush()
 
     @contextlib.contextmanager
     def _without_reader(self) -> Iterator[None]:
@@ -134,7 +154,7 @@ class _Lenient:
                 raise
             # The stream keeps what it could not write, and would fail again.
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+                os.dup2(nowhere.fileno(), self.wrapped.fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.wrapped, name)

@@ -15,22 +15,23 @@ from jaxpar.stores.objects import Objects
 from jaxpar.stores.sessions import last_session
 
 
-def run_at(field: str, text: str, checkpoints: bool = True) -> Path | None:
+def run_at(field: str, text: str, checkpoints: bool = True, step: int | None = None) -> Path | None:
     """Return the folder of a run, of which that of an address is copied to this host.
 
-    Args:     text: a path or an address. checkpoints: whether to copy the newest intact one.
+    Args:     text: a path or an address. checkpoints: whether to copy one. step: which; None: the
+              newest intact one.
     Returns:  None for an address without a run.
     Raises:   ConfigError for an address that cannot be used; as `for_reading`.
     """
-    return _run_at(field, text, checkpoints) if is_address(text) else Path(text)
+    return _run_at(field, text, checkpoints, step) if is_address(text) else Path(text)
 
 
 @functools.cache
-def _run_at(field: str, text: str, checkpoints: bool) -> Path | None:
+def _run_at(field: str, text: str, checkpoints: bool, step: int | None) -> Path | None:
     """As `run_at`, once for a process: the weights that it reads stay the same."""
     if not last_session(Objects(read_address(field, text), field)):
         return None
-    return for_reading(field, text, peers.log, checkpoints=checkpoints)
+    return for_reading(field, text, peers.log, step, checkpoints)
 
 
 def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> hub.Snapshot:

@@ -19,6 +19,7 @@ from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
 from jaxpar.training.evaluating.early_stop import Judge
+from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 
@@ -72,7 +73,14 @@ class BetweenSteps:
         self.batches = run.loader.prefetched(self.first)
         programs = self.ready.train_step
         saver = checkpoint.Checkpointer(
-            cfg, log, run.loader.skipped, self._event, run.asked, self.ready.host, run.own
+            cfg,
+            log,
+            run.loader.skipped,
+            self._event,
+            run.asked,
+            self.ready.host,
+            run.own,
+            weights.to_json(run.weights_from),
         )
         if run.mirror is not None:
             run.mirror.record_to(self._event)

@@ -49,11 +49,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
         return cfg
     jax.devices()  # JAX starts in all processes together, or not at all
 
-    def plan() -> str:
-        return json.dumps(_best(cfg)) if peers.rank() == 0 else ""
-
-    own = peers.all_or_none("layout", seconds, plan)
-    chosen = json.loads(peers.exchange("chosen layout", own, seconds)[0])
+    chosen = json.loads(peers.of_first("layout", lambda: json.dumps(_best(cfg)), seconds))
     peers.log(f"layout     {chosen['reason']}")
     return with_parallel(cfg, auto="", **chosen["fields"])
 

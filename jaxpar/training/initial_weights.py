@@ -14,9 +14,11 @@ from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.runtime import hub
+from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step import adapters
-from jaxpar.step.state import TrainState, init_state, state_of
+from jaxpar.step.state import TrainState, init_state, state_of, to_logical
 from jaxpar.stores.models import run_at
+from jaxpar.training.frozen.chosen import INITIAL, Chosen, folder_of, hash_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Origin:
 
     folder: Path
     step: int | None
-    """The step of a run's latest intact checkpoint; None for a published model."""
+    """The step of a run's checkpoint; None for a published model."""
     source: PublishedModel | None
     """The published model; None for a run."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -41,25 +43,26 @@ class Origin:
         return f"{self.named or self.folder}, step {self.step}"
 
 
-def find(cfg: Config) -> Origin | None:
-    """Find the weights that `run.init_from` names; None if it is empty.
+def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
+    """Find the chosen weights of `run.init_from`; None if there are none.
 
-    Raises:   ConfigError when the folder holds no model, or one that differs from `cfg.model`.
+    Raises:   ConfigError when the folder holds no model, or one that differs from `cfg.model`; as
+              `folder_of`.
     """
-    if not cfg.run.init_from:
+    if chosen is None:
         return None
-    named = cfg.run.init_from
-    folder = run_at("run.init_from", named)
-    if folder is not None and folder.is_dir() and checkpoint.saved_steps(folder):
-        load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
-        step, there = checkpoint.read_whole(folder, None, load)
-        return Origin(folder, step, None, there.lora, _changes(cfg, there), named)
+    named = chosen.run
+    if chosen.step is not None:
+        folder = folder_of(INITIAL, chosen)
+        there = checkpoint.load_config(folder, chosen.step)
+        return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
+    folder = run_at(INITIAL, named)
     published = folder is None or (folder / CONFIG_FILE).is_file() or hub.is_name(named)
     if not published:
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"
-        raise ConfigError("run.init_from", named, rule, fix)
-    source = open_source(named, "run.init_from")
+        raise ConfigError(INITIAL, named, rule, fix)
+    source = open_source(named, INITIAL)
     return Origin(source.folder, None, source, changes=_changes(cfg, source.config))
 
 
@@ -82,6 +85,12 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
+
+
+def digest_of(params: Any, cfg: Config) -> str:
+    """Return a hash of the values of parameters, the same on every mesh."""
+    logical = to_logical(TrainState((), params, ()), cfg).params
+    return hash_of(sorted(fingerprints({"params": logical}).items()))
 
 
 def _as_there(cfg: Config, there: Config) -> Config:

@@ -73,7 +73,9 @@ def train(run: Run, watch: Watchdog) -> int:
                 ready.memory.forget()
             run.copies.clear()
             run.bring_newest()
-            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
+            state, run.first_step = rewind(
+                run.cfg, run.mesh, run.loader, run.initial.again, found, log
+            )
             spent.goes_on_from(run.first_step or 0)
     events = read_events(run.dir)
     log(str(goodput(events)))

@@ -8,7 +8,7 @@ import jax
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.lists.step_sizes import in_words, step_sizes
-from jaxpar.config.serialize import to_json
+from jaxpar.config.serialize import to_json as text_of
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.mup.widths import in_words as in_words_of_mup
@@ -20,6 +20,7 @@ from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
+from jaxpar.training.frozen.chosen import to_json
 from jaxpar.training.run import Run
 
 
@@ -35,7 +36,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
     if jax.process_index() != 0:
         return
     run.dir.mkdir(parents=True, exist_ok=True)
-    run.records.write("config.json", to_json(run.cfg))
+    run.records.write("config.json", text_of(run.cfg))
     manifest = provenance.versions() | {
         "commit": provenance.checked_out_commit(),
         "mesh": describe(run.mesh),
@@ -50,6 +51,8 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
+    if run.weights_from:
+        manifest["weights_from"] = to_json(run.weights_from)
     if steps := recorded_steps(run.cfg):
         manifest["recorded_routing"] = {
             "files": [file_of(step) for step in steps],

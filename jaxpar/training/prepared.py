@@ -25,6 +25,7 @@ from jaxpar.step.state import (
     without_values,
 )
 from jaxpar.training.evaluating.evaluation import Evaluation
+from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.run import Run
 from jaxpar.training.step_programs import StepPrograms
 
@@ -102,5 +103,6 @@ def _memory(run: Run) -> Iterator[MemoryCheckpointer | None]:
         yield None
         return
     restored = run.copies[0].group if run.copies else None
-    with MemoryCheckpointer(run.cfg, run.memory, restored, log, run.asked) as memory:
+    taken = weights.to_json(run.weights_from)
+    with MemoryCheckpointer(run.cfg, run.memory, restored, log, run.asked, taken) as memory:
         yield memory

@@ -19,7 +19,7 @@ def rewind(
     cfg: Config,
     mesh: Mesh,
     loader: Loader,
-    origin: initial_weights.Origin | None,
+    origin: Callable[[], initial_weights.Origin | None],
     spike: exit_codes.Spike,
     log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
@@ -28,7 +28,7 @@ def rewind(
     `loader` skips the batches that led to the spike from now on. So does any run that resumes from
     this one: the list is written to the run folder first, and to every later checkpoint.
 
-    Args:     origin: of the initial weights, used if there is no checkpoint yet.
+    Args:     origin: finds the initial weights, used if there is no checkpoint yet.
     Returns:  the state, and the number of steps it has taken; None for the initial state.
     Raises:   BadNumerics after too many rewinds.
     """
@@ -52,11 +52,11 @@ def rewind(
 def initial_or_saved(
     cfg: Config,
     mesh: Mesh,
-    origin: initial_weights.Origin | None,
+    origin: Callable[[], initial_weights.Origin | None],
     saved: bool,
     log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
     """Return the latest intact state and its step; without a checkpoint, the initial and None."""
     if saved:
         return checkpoint.restore_latest(cfg, mesh)
-    return initial_weights.state(cfg, mesh, origin, log), None
+    return initial_weights.state(cfg, mesh, origin(), log), None

@@ -19,6 +19,7 @@ from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
 from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
+from jaxpar.data.teacher_cache.cache import FIELD as CACHE
 from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.execution.decisions import execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
@@ -46,8 +47,10 @@ from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
 from jaxpar.training.evaluating.held_out import open_held_out
+from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.frozen import reference_scores
-from jaxpar.training.frozen.teacher import Teacher, check_kept
+from jaxpar.training.frozen.initial import InitialWeights
+from jaxpar.training.frozen.teacher import Teacher
 from jaxpar.training.records import RunRecords
 from jaxpar.training.selftests.experts import test_experts
 from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
@@ -65,12 +68,14 @@ class Run:
         *,
         in_folder: bool = True,
         copies: Sequence[FoundCopy] = (),
+        chosen: weights.Choice | None = None,
     ):
         """
         Args:     cfg: checked; resolved here. start: returns the step of the checkpoint to resume
                   from, None to start from scratch. in_folder: False for a run that starts from
                   scratch, and neither reads nor writes its folder. copies: of the state in memory,
                   newer than the checkpoints, the newest first: it resumes from the first instead.
+                  chosen: the weights of other runs. None, in a run of one process: chosen here.
         Raises:   ConfigError for anything that would stop the run later.
         """
         self.startup = StartUp()
@@ -94,7 +99,10 @@ class Run:
         if in_folder:
             self.loader.skipped = read_skipped(self.dir)
         self.changed = self._resume_from(saved)
-        self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
+        #: The weights of other runs, which every checkpoint records.
+        self.weights_from = dict(weights.choose(self.cfg, saved) if chosen is None else chosen)
+        self.initial = InitialWeights(self.cfg, self.weights_from, saved)
+        self.origin = self.initial.origin
         self.teacher = self._teacher()
         self.kernels = choose_kernels(self.cfg, self.max_segments)
         self._of_sizes = list(self._kernels_of_sizes())
@@ -128,11 +136,16 @@ class Run:
 
     def _teacher(self) -> Teacher | None:
         """Return the teacher of a distillation; None if its files are in place of it."""
+        chosen = self.weights_from.get(weights.TEACHER)
         if isinstance(self.loader, TeacherCacheLoader):
-            log(f"teacher    {check_kept(self.cfg, self.loader.taught.about)}")
+            about = self.loader.taught.about
+            assert chosen is not None
+            if about.teacher != chosen.weights:
+                rule = f"is of other weights in {weights.process()} than in process 0"
+                raise ConfigError(CACHE, self.cfg.distill.cache, rule, "use one folder")
+            log(f"teacher    {about.teacher_name}, by {self.cfg.distill.cache}")
             return None
-        taught = self.cfg.distill.teacher
-        return Teacher(self.cfg, self.mesh, self.max_segments) if taught else None
+        return None if chosen is None else Teacher(self.cfg, self.mesh, self.max_segments, chosen)
 
     def _kernels_of_sizes(self) -> Iterator[tuple[int, Config, tuple[Choice, ...]]]:
         """Yield a step to come, its config and kernels, for each size of a microbatch."""
@@ -241,14 +254,18 @@ class Run:
         """
 
         def params() -> Any:
-            origin = initial_weights.find(self.cfg)
-            return initial_weights.state(self.cfg, self.mesh, origin, log).params
+            origin = self.initial.again()
+            made = initial_weights.state(self.cfg, self.mesh, origin, log).params
+            self.initial.check_published(made)
+            return made
 
+        if initial is not None:
+            self.initial.check_published(initial.params)
         loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
         given = params if initial is None else lambda: initial.params
         of_run = self.dir, self.execution, self.mesh, self.max_segments
         with stage("computing the log probabilities of the reference"):
-            reference_scores.prepare(loaders, *of_run, given, log)
+            reference_scores.prepare(loaders, *of_run, self.initial.identity, given, log)
 
     def _initial_or_saved(self) -> tuple[TrainState, str]:
         """Return the initial or restored state, and what was done, in words."""
@@ -278,8 +295,8 @@ class Run:
                 del self.copies[0]
         self.first_step = self.on_disk
         if self.first_step is None:
-            self.origin = initial_weights.find(self.cfg)
-            return initial_weights.state(self.cfg, self.mesh, self.origin, log), "nothing"
+            origin = self.initial.again()
+            return initial_weights.state(self.cfg, self.mesh, origin, log), "nothing"
         state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
         return state, "checkpoint"
 

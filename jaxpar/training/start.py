@@ -21,6 +21,7 @@ from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.state import abstract_logical
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import CallbackCalls, Callbacks
+from jaxpar.training.frozen.chosen import choose_together
 from jaxpar.training.loop import train
 from jaxpar.training.run import Run
 from jaxpar.training.stored import stored
@@ -34,12 +35,14 @@ def checked(cfg: Config) -> Run:
     with stage("opening the data and checking the run"):
         memory = peers.all_or_none("memory of hosts", seconds, lambda: place_of(laid_out))
         copies = find(laid_out, memory)
-        run = peers.all_or_none("checks", seconds, lambda: Run(laid_out, copies=copies))
+        chosen = choose_together(laid_out, seconds, copies)
+        make = lambda: Run(laid_out, copies=copies, chosen=chosen)  # noqa: E731
+        run = peers.all_or_none("checks", seconds, make)
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
     # Beside a store, each host may have its folder elsewhere.
     alike = replace(run.cfg, **{"run.dir": ""}) if run.cfg.run.store else run.cfg
-    about = lambda: f"{to_json(alike)} {run.first_step} {_origin(run)} {jax.__version__}"  # noqa: E731
+    about = lambda: f"{to_json(alike)} {run.first_step} {run.weights_from} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
@@ -47,11 +50,6 @@ def checked(cfg: Config) -> Run:
         logical = abstract_logical(run.cfg, run.mesh).saved
         run.memory = plan_copies(run.cfg, memory, logical, seconds)
     return run
-
-
-def _origin(run: Run) -> int | None:
-    """Return the step of the run that the weights come from, which may go on meanwhile."""
-    return run.origin.step if run.origin is not None else None
 
 
 def opened(run: Run, environment: list[str]) -> RunLock | None:

@@ -94,13 +94,14 @@ def resolve_meshes(
 ) -> dict[str, Config]:
     """Resolve the config of each mesh.
 
-    Skips default meshes that cannot run, and prints the reason unless they are only too large.
+    Leaves out default meshes that cannot run, and prints which, and why.
 
     Args:     given: the meshes come from the command line rather than from the defaults.
-    Raises:   ConfigError for a given mesh that cannot run, and for an error that all default meshes
-              have in common.
+    Raises:   ConfigError for a given mesh that cannot run, for an error that all default meshes
+              have in common, and if none is left.
     """
     configs: dict[str, Config] = {}
+    too_large: dict[str, int] = {}
     left_out: dict[str, ConfigError] = {}
     for name, parallel in meshes.items():
         needed = num_devices(parallel)
@@ -116,10 +117,18 @@ def resolve_meshes(
                 raise
             if needed <= available:
                 left_out[name] = error
+            else:
+                too_large[name] = needed
     if not configs and len(set(map(str, left_out.values()))) == 1:
         raise next(iter(left_out.values()))  # an error of the config, not of the mesh
     for name, why in left_out.items():
         print(f"skipped {name}: {why}")
+    if too_large:
+        most = max(too_large.values())
+        print(
+            f"skipped, with more than {available} devices: {'; '.join(too_large)}. "
+            f"Simulate them with --devices {most}"
+        )
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")
     return configs

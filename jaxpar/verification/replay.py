@@ -32,6 +32,7 @@ from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.train_step import StepMetrics, make_train_step
 from jaxpar.training import initial_weights
+from jaxpar.training.frozen.chosen import recorded_in
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
 
@@ -97,7 +98,8 @@ class Replay:
         runtime.start(self.cfg)
         require_devices(self.cfg)
         self.begin = checkpoint_before(folder, self.number)
-        self.run = Run(self.cfg, lambda _: self.begin or None)
+        chosen = None if self.begin else recorded_in(self.cfg, folder, taken_by)
+        self.run = Run(self.cfg, lambda _: self.begin or None, chosen=chosen)
         self.cfg = self.run.cfg
         if taken_by is not None:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))

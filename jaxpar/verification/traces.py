@@ -120,7 +120,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     @jax.jit
     def update(grads, opt_state, params, batch):
         trainable, frozen = split(params, specs)
-        if cfg.model.router_bias:
+        if cfg.model.router_bias and not cfg.lora.rank:  # with adapters, biases are frozen
             frozen = reference.balanced(frozen, reference.loads(params, batch, cfg), cfg)
         updates, opt_state = rule.update(grads, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)

@@ -1,9 +1,12 @@
 """`import jaxpar`: what it costs, what it has, and the page about it."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -11,7 +14,11 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar import Sampling
+from jaxpar.api.arguments import check_generation
 from jaxpar.api.trainer import Trainer
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.step.state import abstract_state
 from jaxpar.training.callbacks import Callbacks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,3 +178,127 @@ def test_what_is_refused(trainer_of):
         again.save(again.init())
     with pytest.raises(ZeroDivisionError):
         again.train(on_step=lambda step, metrics: 1 / 0)
+
+
+WRONG_ARGUMENTS = [
+    (lambda: jaxpar.load_config(5), "CONFIG = 5: must be the name of a config"),
+    (lambda: jaxpar.load_config(None), "CONFIG = None: must be"),
+    (lambda: jaxpar.load_config("\ud800"), "half a character"),
+    (lambda: jaxpar.load_config("quickstart", ["train.num_steps"]), "must be values by field"),
+    (lambda: jaxpar.load_config("quickstart", "train.num_steps=5"), "must be values by field"),
+    (lambda: jaxpar.load_config("quickstart", {5: 5}), "overrides = 5: must be a text"),
+    (lambda: jaxpar.load_config("quickstart", {"run.dir": "\udc80"}), "half a character"),
+    (lambda: jaxpar.Trainer("quickstart"), "cfg = 'quickstart': must be a Config"),
+    (lambda: jaxpar.Trainer({"train": {}}), "must be a Config"),
+    (lambda: jaxpar.load_model(5), "folder = 5: must be the path of a folder"),
+    (lambda: jaxpar.load_model("runs/x", "last"), "step = 'last': must be the step"),
+    (lambda: jaxpar.load_model("runs/x", True), "step = True"),
+    (lambda: jaxpar.read_metrics(None), "run_dir = None: must be the path of a folder"),
+    (lambda: jaxpar.generate("runs/x", "def "), "model = 'runs/x': must be a model"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS)
+def test_arguments_of_the_wrong_type(call, message):
+    with pytest.raises(jaxpar.ConfigError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 5}, "prompt = 5: must be a text, or a list"),
+        ({"prompt": ["a", None]}, "prompt = None: must be a text"),
+        ({"prompt": b"a"}, "prompt = 97: must be a text"),
+        ({"prompt": "\ud800"}, "half a character"),
+        ({"prompt": "a", "max_tokens": 2.5}, "max_tokens = 2.5: must be a whole number"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens = True"),
+        ({"prompt": "a", "sampling": "hot"}, "sampling = 'hot': must be a jaxpar.Sampling"),
+        ({"prompt": "a", "sampling": Sampling(temperature="hot")}, "temperature = 'hot'"),
+        ({"prompt": "a", "sampling": Sampling(top_k=2.5)}, "top_k = 2.5"),
+        ({"prompt": "a", "stop": 5}, "stop = 5: must be a list of tokens"),
+        ({"prompt": "a", "stop": "ab"}, r"stop = 'ab': must be a list.*stop=\[\"\.\"\]"),
+        ({"prompt": "a", "stop": [5]}, "stop = 5: must be a text"),
+    ],
+)
+def test_arguments_of_generate_of_the_wrong_type(arguments, message):
+    given = {"max_tokens": 4, "sampling": Sampling(), "stop": ()} | arguments
+    with pytest.raises(jaxpar.ConfigError, match=message):
+        check_generation(**given)
+
+
+def test_a_step_takes_only_what_belongs_to_it(trainer_of):
+    trainer = trainer_of(**{"evaluation.every": 0, "run.dir": "unused"})
+    state = trainer.init()
+    batch = next(trainer.batches(state, 1))
+    wider = abstract_state(trainer_of(**{"model.d_ff": 128, "run.dir": "unused"}).cfg)
+    host = jax.tree.map(np.asarray, batch)
+    wrong = {
+        r"\['w_(gate|up|down)'\].*: has float32.*this trainer's": (wider, batch),
+        "state = .*: must be a state of a trainer": (state.params, batch),
+        "is not in the state": (dataclasses.replace(state, params={}), batch),
+        r"of another trainer": (dataclasses.replace(state, ema=state.params), batch),
+        "batch = .*: must be a Batch": (state, host.tokens),
+        r"batch.tokens = \(4, 32\): must have the shape of int32 \[8, 32\]": (
+            *(state, jax.tree.map(lambda a: a[:4], host)),
+        ),
+        r"batch.labels = \(8, 16\)": (state, host.replace(labels=host.labels[:, :16])),
+        "batch.positions = 'int64': must be int32": (
+            *(state, host.replace(positions=host.positions.astype(np.int64))),
+        ),
+        "batch.tokens = 100000: must be from 0 to 271": (
+            *(state, host.replace(tokens=np.where(host.tokens > 0, 100_000, 0).astype("i4"))),
+        ),
+        "batch.tokens = -7": (state, host.replace(tokens=np.full_like(host.tokens, -7))),
+        "batch.labels = -2": (state, host.replace(labels=np.full_like(host.labels, -2))),
+    }
+    for message, (bad_state, bad_batch) in wrong.items():
+        with pytest.raises(jaxpar.ConfigError, match=message):
+            trainer.step(bad_state, bad_batch)
+    with pytest.raises(jaxpar.ConfigError, match="num_steps = 'all'"):
+        next(trainer.batches(state, "all"))
+
+
+def test_train_within_a_callback_is_refused_once(trainer_of, capsys):
+    trainer, errors = trainer_of(**{"train.num_steps": 2, "evaluation.every": 0}), []
+
+    def on_start(step):
+        for other in (trainer, trainer_of(**{"run.dir": "never"})):
+            with pytest.raises(RunError, match="called by a callback of train") as refused:
+                other.train()
+            errors.append(str(refused.value))
+
+    assert trainer.train(on_start=on_start)
+    assert len(errors) == 2 and "Recursion" not in capsys.readouterr().err
+    assert not Path("never").exists()
+
+
+def test_two_trainers_train_in_two_threads(config_file, only_devices, tmp_path):
+    """As alone. (One device each: on CPUs, collectives of two programs can wait for each other.)"""
+    fields = {"train.num_steps": 3, "evaluation.every": 0, "checkpoint.every": 0}
+    streams, folders = (sys.stdout, sys.stderr), [str(tmp_path / name) for name in "abc"]
+    with only_devices(1):
+        configs = [jaxpar.load_config(config_file, fields | {"run.dir": f}) for f in folders]
+        trainers = [Trainer(cfg) for cfg in configs]
+        assert trainers[2].train()
+        both = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = lambda step: both.wait(100)  # noqa: E731
+            done = [pool.submit(one.train, on_start=waiting) for one in trainers[:2]]
+            assert [one.result() for one in done] == [True, True]
+    losses = [[r["loss"] for r in jaxpar.read_metrics(f) if "loss" in r] for f in folders]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 3
+    assert (sys.stdout, sys.stderr) == streams
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, raises=TypeError, reason="`batches` do not have the teacher's tokens"
+)
+def test_a_step_with_a_live_teacher_is_that_of_the_loop(trainer_of, finished):
+    fields = {"train.num_steps": 2, "distill.teacher": str(finished), "distill.top_k": 4}
+    trainer = trainer_of(**fields, **{"evaluation.every": 0})
+    state = trainer.init()
+    for batch in trainer.batches(state):
+        state, metrics = trainer.step(state, batch)
+    assert float(metrics.distill_loss) >= 0

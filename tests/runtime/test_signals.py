@@ -11,6 +11,7 @@ import pytest
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.signals import StopRequest, output_may_be_lost
+from jaxpar.runtime.terminal import safe_streams
 
 NAMES = ["SIGTERM", "SIGINT", "SIGHUP"]
 
@@ -31,6 +32,25 @@ def closed_pipe() -> io.TextIOWrapper:
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w", buffering=1)
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_contexts_of_output_end_in_any_order(first_to_end):
+    """As those of two runs in two threads."""
+    streams, both = (sys.stdout, sys.stderr), [output_may_be_lost(), output_may_be_lost()]
+    for context in both:
+        context.__enter__()
+    print("printed once")
+    both.pop(first_to_end).__exit__(None, None, None)
+    assert sys.stdout is not streams[0] and sys.stderr is not streams[1]
+    both.pop().__exit__(None, None, None)
+    assert (sys.stdout, sys.stderr) == streams
+
+
+def test_a_lenient_stream_may_be_wrapped(capsys):
+    with output_may_be_lost(), safe_streams(), output_may_be_lost():
+        print("shown\x1b")
+    assert capsys.readouterr().out == "shown\\x1b\n"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,8 +12,9 @@ from jaxpar.config.validate import resolve
 from jaxpar.model import parameters
 from jaxpar.parallel import gradients
 from jaxpar.sharding import params
+from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import step_weights, train_step
-from jaxpar.verification import command, distances, small_config
+from jaxpar.verification import command, distances, small_config, traces
 from jaxpar.verification import meshes as verification_meshes
 
 #: As little as `--shrink` and overrides leave.
@@ -31,6 +32,43 @@ def test_meshes_agree(capsys):
     assert "weights after 2 steps" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
     assert "same bits" in row and row.endswith("ok")
+
+
+def test_what_has_too_many_devices_is_named(capsys):
+    cfg = small_config.float32(load_config("quickstart"))
+    meshes = verification_meshes.parse_meshes(command.DEFAULT_MESHES, cfg.parallel)
+    small = small_config.shrink(cfg, list(meshes.values()))
+    found = verification_meshes.resolve_meshes(small, meshes, 2, given=False)
+    said = capsys.readouterr().out
+    left_out = [name for name in meshes if name not in found]
+    assert 0 < len(found) < len(meshes) and all(name in said for name in left_out)
+    assert "with more than 2 devices" in said and said.endswith("--devices 16\n")
+    large = {name: meshes[name] for name in left_out}
+    with pytest.raises(ConfigError, match="no default mesh fits"):
+        verification_meshes.resolve_meshes(small, large, 1, given=False)
+
+
+def test_adapters_leave_the_biases_of_routers_alone():
+    """A step of the plain model has the same frozen weights as one of training."""
+    cfg = load_config("quickstart_moe")
+    fields = {"model.router_bias": True, "lora.rank": 2, "lora.targets": "q_proj,o_proj"}
+    fields |= {"train.balance_loss": 0.0, "model.router_score": "sigmoid"}
+    meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
+    small = small_config.shrink(small_config.float32(cfg), list(meshes.values()))
+    small = replace(small, **fields, **{"model.num_layers": 1, "parallel": meshes["data=2"]})
+    on_mesh = resolve(small_config.steady(small), 2)
+    batches = [traces.random_batch(on_mesh)]
+    plain = traces.reference_trace(on_mesh, batches, 1)
+    biases = [name for name in plain.init if name.endswith("router_bias")]
+    assert biases
+    for name in biases:
+        np.testing.assert_array_equal(plain.params[name], plain.init[name])
+    assert any((plain.params[n] != plain.init[n]).any() for n in plain.init if "lora_b" in n)
+    found = traces.mesh_trace(
+        on_mesh, make_mesh(on_mesh.parallel, jax.devices()[:2]), batches, 1, traces.QUICK_COMPILE
+    )
+    zero = distances.zero_gradients(on_mesh.model)
+    assert not distances.compare(found, plain, 1e-5, zero).mismatches()
 
 
 def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
@@ -151,6 +189,11 @@ def test_a_mesh_may_set_a_float():
         ),
         (["quickstart", "--mesh", "data=2,virtual_stages=99999"], "virtual_stages must be at most"),
         (["quickstart", "--model.d-modle", "8"], "is not a field"),
+        (["quickstart", "--model.layer-pattern", "XY"], r"model.layer_pattern = 'XY': must be of"),
+        (["quickstart", "--shrink", "--model.layer-pattern", "XY"], r"'XY': must be of the lette"),
+        (["quickstart", "--shrink", "--model.num-kv-heads", "0"], "num_kv_heads = 0: must be at"),
+        (["quickstart", "--shrink", "--model.head-dim", "0"], "head_dim = 0: must be at least"),
+        (["quickstart", "--shrink", "--data.seq-len", "0"], "seq_len = 0: must be at least"),
     ],
 )
 def test_bad_input_is_refused(arguments, message):

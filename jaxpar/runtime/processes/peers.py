@@ -23,7 +23,7 @@ _ROOT = "jaxpar"
 #: Host of each process, once they are connected.
 hosts: list[str] = []
 
-#: Numbers the calls of `any_process`.
+#: Numbers the calls of `any_process` and `of_first`.
 _questions = itertools.count()
 
 #: JAX's preemption manager, once the processes are connected.
@@ -160,6 +160,16 @@ def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
         status, _, reason = failed[process].partition(" ")
         raise PeerFailed(f"{name}: {process_name(process)}: {reason}", int(status))
     return result
+
+
+def of_first(what: str, work: Callable[[], str], seconds: float) -> str:
+    """Run `work` in process 0, and return its result in every process. All call this in order.
+
+    Raises:   as `all_or_none`.
+    """
+    name = f"{what}/{next(_questions)}"
+    own = all_or_none(name, seconds, lambda: work() if rank() == 0 else "")
+    return reports(f"{name}/found", own if rank() == 0 else None, seconds)[0]
 
 
 def check_same(what: str, value: Callable[[], str | bytes], seconds: float) -> None:

@@ -25,7 +25,8 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
-from jaxpar.training.frozen.teacher import Teacher, identity_of
+from jaxpar.training.frozen.chosen import choose_to_keep, of_first_process
+from jaxpar.training.frozen.teacher import Teacher
 from jaxpar.training.run import Run
 
 
@@ -43,7 +44,9 @@ def keep(cfg: Config, log: Callable[[str], None] = peers.log) -> None:
     folder, seconds = Path(cfg.distill.cache), cfg.cluster.slow_seconds or 1e6
     with stage("opening the data and checking the run"):
         live = replace(cfg, **{FIELD: ""})
-        run = peers.all_or_none("checks", seconds, lambda: Run(live, in_folder=False))
+        chosen = of_first_process(lambda: choose_to_keep(live, read_about(folder)), seconds)
+        make = lambda: Run(live, in_folder=False, chosen=chosen)  # noqa: E731
+        run = peers.all_or_none("checks", seconds, make)
     teacher = run.teacher
     assert teacher is not None  # distill.cache needs distill.teacher
     about = peers.all_or_none("cache", seconds, lambda: _about(run, teacher, folder))
@@ -76,7 +79,7 @@ def _about(run: Run, teacher: Teacher, folder: Path) -> About:
     each = batch * cfg.data.seq_len * d.top_k * 8
     sources = [source.dataset.fingerprint for source in loader.sources]
     wanted = About(
-        teacher=identity_of(teacher.folder),
+        teacher=teacher.chosen.weights,
         teacher_name=str(teacher),
         sources=tuple(sources),
         sequences=tuple(loader.sequences_per_epoch),

@@ -22,6 +22,7 @@ from jaxpar.data.pairs import places_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.processes import peers
 from jaxpar.step.forward import make_score_step
 
 
@@ -36,6 +37,7 @@ def prepare(
     ex: Execution,
     mesh: Mesh,
     max_segments: int,
+    weights: str,
     initial_params: Callable[[], Any],
     log: Callable[[str], None],
 ) -> None:
@@ -43,13 +45,16 @@ def prepare(
 
     All processes call it. Process 0 writes the files.
 
-    Args:     initial_params: makes the initial weights; called at most once, if a file is missing.
+    Args:     weights: identifies the initial weights. initial_params: makes them; called at most
+              once, in all processes, if one of them lacks a file.
     """
     params = None
     for loader in loaders:
-        path, identity = file_of(folder, loader.split), _identity(ex.cfg, loader)
+        path = file_of(folder, loader.split)
+        identity = _identity(ex.cfg, loader, weights)
         found = _read(path, identity, loader.dataset.num_tokens)
-        if found is None:
+        # Scoring is a collective, and each host may have its own folder.
+        if peers.any_process(found is None):
             params = initial_params() if params is None else params
             found = score(loader, ex, mesh, max_segments, params)
             if jax.process_index() == 0:
@@ -81,10 +86,10 @@ def score(
     return scores
 
 
-def _identity(cfg: Config, loader: PairLoader) -> str:
+def _identity(cfg: Config, loader: PairLoader, weights: str) -> str:
     """Return a hash of what the log probabilities depend on, up to rounding."""
     model = {name: str(value) for name, value in sorted(vars(cfg.model).items())}
-    parts = [loader.dataset.fingerprint, loader.split, cfg.run.init_from, cfg.train.seed, model]
+    parts = [loader.dataset.fingerprint, loader.split, weights, cfg.train.seed, model]
     parts += [cfg.dpo.too_long, cfg.dpo.too_long == "drop" and cfg.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

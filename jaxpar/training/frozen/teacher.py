@@ -6,9 +6,6 @@ The step receives them beside the tokens, and knows nothing of the teacher's mod
 """
 
 import dataclasses
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,32 +13,27 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, replace
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
-from jaxpar.config.serialize import to_json
-from jaxpar.data.teacher_cache.cache import About
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.step import adapters
 from jaxpar.step.forward import make_teacher_step
-from jaxpar.stores.models import run_at
+from jaxpar.training.frozen.chosen import Chosen, folder_of
 
 
 class Teacher:
     """A teacher on a mesh. `attach` gives its likeliest tokens to a batch."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int):
-        """Find the teacher's checkpoint and check its model; reads no weight.
+    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int, chosen: Chosen):
+        """Check the teacher's model; reads no weight.
 
-        Args:     cfg: of the student, resolved for the mesh.
-        Raises:   ConfigError if there is no such run, or its model does not fit the student.
+        Args:     cfg: of the student, resolved for the mesh. chosen: the teacher's checkpoint.
+        Raises:   ConfigError if its model does not fit the student; as `folder_of`.
         """
-        self._mesh, folder = mesh, run_at(FIELD, cfg.distill.teacher)
-        if folder is None or not (folder.is_dir() and checkpoint.saved_steps(folder)):
-            rule, fix = "is not a run with a checkpoint", "use the folder of a run"
-            raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
-        self.step, there = _found(folder)
-        self.folder, self._lora, self._named = folder, there.lora, cfg.distill.teacher
+        self._mesh, self.chosen, self._folder = mesh, chosen, folder_of(FIELD, chosen)
+        there = checkpoint.load_config(self._folder, chosen.step)
+        self._lora = there.lora
         self.cfg = config_of_teacher(cfg, there)
         d, self._top_k = cfg.distill, cfg.distill.top_k
         self._program = make_teacher_step(
@@ -50,12 +42,12 @@ class Teacher:
         self._params: Any = None
 
     def __str__(self) -> str:
-        return f"{self._named}, step {self.step}"
+        return str(self.chosen)
 
     def load(self) -> None:
         """Read the teacher's weights, merged with its adapters."""
         there = replace(self.cfg, lora=self._lora)
-        params = checkpoint.restore_params(self.folder, there, self._mesh, self.step)
+        params = checkpoint.restore_params(self._folder, there, self._mesh, self.chosen.step)
         self._params = adapters.merge(params, there, self._mesh)
 
     def attach(self, batch: Batch) -> Batch:
@@ -68,34 +60,3 @@ class Teacher:
             )
         ids, scores = self._program(self._params, batch)
         return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
-
-
-def _found(folder: Path) -> tuple[int, Config]:
-    """Return the step and the config of the latest intact checkpoint."""
-    load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
-    return checkpoint.read_whole(folder, None, load)
-
-
-def identity_of(folder: Path) -> str:
-    """Return a hash of a teacher's model and weights."""
-    step, there = _found(folder)
-    saved = checkpoint.read_saved(folder, step)
-    weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
-    model = json.loads(to_json(there))["model"]
-    return hashlib.sha256(json.dumps([weights, model]).encode()).hexdigest()
-
-
-def check_kept(cfg: Config, about: About) -> str:
-    """Check that a cache is of the teacher that a config names, if the teacher is there.
-
-    Returns:  the teacher, for the log.
-    Raises:   ConfigError if it is another one.
-    """
-    folder = run_at(FIELD, cfg.distill.teacher)
-    if folder is None or not (folder.is_dir() and checkpoint.saved_steps(folder)):
-        return f"{about.teacher_name}, by {cfg.distill.cache} alone"
-    if identity_of(folder) != about.teacher:
-        rule = f"has other weights than {about.teacher_name}, which {cfg.distill.cache} is of"
-        fix = "use that teacher, or keep what this one says in another folder"
-        raise ConfigError(FIELD, cfg.distill.teacher, rule, fix)
-    return f"{about.teacher_name}, by {cfg.distill.cache}"
