@@ -11,12 +11,12 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
+from tests.data.commands import main
 from tests.data.sequences import cut_sequences
 
 NO_TOKEN = "must be at (least 0|most 2,147,483,647)"

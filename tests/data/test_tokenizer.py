@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
 from jaxpar.data import TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.tokenizer import ByteTokenizer, read_tokenizer_json, train_bpe
+from tests.data.commands import main
 
 SAMPLE = ["def f(x):\n    return x + 1\n" * 50, "the quick brown fox " * 50]
 BPE = train_bpe(SAMPLE, 280)

@@ -15,7 +15,6 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import Loader
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.meta import META_FILE
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
@@ -25,6 +24,7 @@ from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
 from jaxpar.stores import cache, cached, folders
 from jaxpar.stores.cached import ObjectDamaged
+from tests.data.commands import main
 from tests.stores.server import objects_at
 
 LENGTH = 32
