@@ -76,7 +76,7 @@ def _summary(options: PrepareOptions | ChatOptions | PairOptions, meta: Meta) ->
             line += f" {size(split.num_bytes):>11} of text {ratio:>5.2f} bytes per token"
         lines.append(line)
     if meta.bad_rows:
-        lines.append(f"  {meta.bad_rows:,} bad rows left out; the first: {meta.first_bad_row}")
+        lines.append(f"  bad rows left out: {meta.bad_rows:,}; the first: {meta.first_bad_row}")
     lines += [
         f"  a document ends with {meta.eos_token}",
         f"  loss of predicting only token frequencies: {meta.unigram_entropy:.3f}",

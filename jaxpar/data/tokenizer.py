@@ -207,7 +207,8 @@ def read_tokenizer_json(
             raise ConfigError("--tokenizer", str(path), rule, f"select one with {eos_option}")
         return JsonTokenizer(json_text, eos)
     # An ordinary entry may have the same text: Gemma 3 and Qwen3 have an ordinary </s>.
-    special = {t["content"] for t in json.loads(json_text)["added_tokens"] or () if t["special"]}
+    added = json.loads(json_text).get("added_tokens") or ()
+    special = {token["content"] for token in added if token.get("special")}
     found = [token for token in KNOWN_EOS_TOKENS if token in special]
     if len(found) != 1:
         rule = f"must have exactly one end-of-text token, but has {len(found)}: {', '.join(found)}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxpar.config import ConfigError
 from jaxpar.data import __main__ as data
-from jaxpar.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from jaxpar.runtime.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
 
 
 def main(args: Sequence[str]) -> int:
@@ -15,4 +15,6 @@ def main(args: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return EXIT_OK

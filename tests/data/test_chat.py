@@ -244,4 +244,4 @@ def test_chat_on_the_command_line(chats, tmp_path, capsys):
     assert "  test " in capsys.readouterr().out
     (tmp_path / "x.txt").write_text("hello")
     assert main(["prepare-chat", "--input", str(tmp_path / "x.txt"), *args[3:]]) == 2
-    assert "is not JSON Lines" in capsys.readouterr().err
+    assert "is not one of .jsonl" in capsys.readouterr().err

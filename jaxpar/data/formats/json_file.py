@@ -51,8 +51,8 @@ def json_records(file: BinaryIO, path: Path, rows: Rows) -> Generator[tuple[Json
 def json_texts(file: BinaryIO, path: Path, rows: Rows) -> Iterator[JsonText]:
     """Yield the texts of the values of a JSON file in order, without parsing lines.
 
-    A file is an array if it begins with "[", indented values if its first line is "{", and
-    otherwise has a value per line.
+    A file is an array if it begins with "[", has indented values if its first line ends within an
+    object, and otherwise has a value per line.
 
     Raises:   as `json_records`, but lines may be no JSON.
     """
@@ -62,7 +62,9 @@ def json_texts(file: BinaryIO, path: Path, rows: Rows) -> Iterator[JsonText]:
         if first is None:
             return
         start = first.data.strip()
-        if start == b"{" or (start[:1] == b"[" and not _is_value(start)):
+        # A broken line is not expected to end in a mark after which JSON continues.
+        ends_within = start[:1] == b"[" or (start[:1] == b"{" and start[-1:] in b"{[:,")
+        if ends_within and not _is_value(start):
             yield from _values(stream, first, path)
             return
         second = next(lines, None)

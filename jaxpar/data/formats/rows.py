@@ -108,9 +108,9 @@ class Rows:
     def lines(self) -> Iterator[str]:
         """Yield a line about each kind of row that was left out."""
         if self.num_bad:
-            yield f"left out {self.num_bad:,} bad rows; the first: {self.first_bad}"
+            yield f"bad rows left out: {self.num_bad:,}; the first: {self.first_bad}"
         if self.num_blank:
-            yield f"left out {self.num_blank:,} documents without visible characters"
+            yield f"documents without visible characters left out: {self.num_blank:,}"
         for path, members in self.members.items():
             if members:
                 yield f"{path}: members not read: {members}"
