@@ -65,8 +65,12 @@ class Wanted(NamedTuple):
     text. Empty: all files with a reader."""
     fields: tuple[str, ...] = ("text",)
     """The fields of documents, for which a .json of a single object must have one."""
+    field_option: str = "--text-field"
+    """The option that names the first of them."""
     json_only: bool = False
-    """Whether only JSON is read. Then there is no option --extension."""
+    """Whether only JSON is read."""
+    by_name: bool = False
+    """Whether the command has no option --extension, so that files to read are named."""
 
     def reader(self, path: Path) -> Reader | None:
         """Return the reader of a file; None if it is not wanted."""
@@ -149,7 +153,7 @@ def _file(path: Path, wanted: Wanted) -> InputFile:
     """Return the source of a file that is named. Raises: ConfigError if it has no reader."""
     read = wanted.reader(path)
     if read is None:
-        fix = advice(path, wanted.kinds, not wanted.json_only)
+        fix = advice(path, wanted.kinds, not wanted.by_name)
         raise ConfigError("--input", str(path), f"is not one of {wanted.kinds}", fix)
     return InputFile(path, read, path.stat().st_size)
 
@@ -239,10 +243,11 @@ class _Folder:
     def _fix(self) -> str:
         """Return how to read the other files too, or to leave them out."""
         read = sorted({kind_of(source.path) for source in self._sources})
-        if self._wanted.json_only:
+        if self._wanted.by_name:
             names = {str(s.path.parent / f"*{kind_of(s.path)}") for s in self._sources}
             found = " ".join(sorted(names)[:4])
-            return f"name the files to read: --input {found}" if read else "use other files"
+            named = f"name the files to read: --input {found}"
+            return named if read else f"use JSON Lines with the field {self._wanted.fields[0]!r}"
         texts = {kind for kind, path in self._unread.items() if is_text(path)}
         fixes = []
         if texts:
@@ -250,7 +255,10 @@ class _Folder:
             fixes.append(f"read them as text with --extension {both}")
         if read:
             fixes.append(f"leave them out with --extension {' '.join(map(shlex.quote, read))}")
-        return ", or ".join(fixes) or f"convert them to one of {KINDS}"
+        if any(" without " in kind for kind in self._unread):
+            fixes.append(f"set the field of a document with {self._wanted.field_option}")
+        largest = max(self._unread, key=lambda kind: self._left_out.sizes[kind])
+        return ", or ".join(fixes) or advice(self._unread[largest], self._wanted.kinds, True)
 
 
 def kind_of(path: Path) -> str:

@@ -28,7 +28,7 @@ def find_json(
     """
     if not inputs:
         raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
-    return find_sources(inputs, Wanted(fields=fields, json_only=True), log)
+    return find_sources(inputs, Wanted(fields=fields, json_only=True, by_name=True), log)
 
 
 def read_records[Value](

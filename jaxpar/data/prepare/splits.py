@@ -138,11 +138,9 @@ def _above(ordered: Sequence[int], count: int, border: int) -> int:
 def in_words(borders: Borders, shares: Shares) -> str:
     """Return what `find_borders` or `text_borders` changed, as a line; "" for nothing."""
     if borders.cuts:
-        parts = [f"{shares.val:.3g}"] * bool(shares.val) + [f"{shares.test:.3g}"] * bool(
-            shares.test
-        )
-        which = " and ".join(_IN_WORDS[name] for name in borders.names[1:])
-        return f"one document: its end, {' and '.join(parts)} of it, is the {which} split"
+        share = {VAL: shares.val, TEST: shares.test}
+        parts = [f"{100 * share[name]:.3g}% as its {_IN_WORDS[name]}" for name in borders.names[1:]]
+        return f"the input is one document; its end is cut off: {' split, '.join(parts)} split"
     if borders != borders_of(shares):
         return "few documents: each split has at least one"
     return ""

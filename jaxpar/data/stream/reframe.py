@@ -50,7 +50,8 @@ def reframe(options: ReframeOptions, progress: PreparationProgress | None = None
     progress = progress or PreparationProgress()
     check_path("--output", options.output, "use a folder of this computer")
     rows = Rows(options.on_bad_row)
-    sources = find_sources(options.input, Wanted(fields=(options.text_field,)), progress.log)
+    wanted = Wanted(fields=(options.text_field,), by_name=True)
+    sources = find_sources(options.input, wanted, progress.log)
     targets = [_target(source, Path(options.output)) for source in sources]
     for target in targets:
         if target.exists() or targets.count(target) > 1:
@@ -90,7 +91,9 @@ def _lines(file: BinaryIO, source: InputFile, text_field: str, rows: Rows) -> It
                 yield line + b"\n"
             return
         text = ""
-        for piece in source.read(file, source.path, ReadOptions(text_field, rows=rows)):
+        for piece in source.read(
+            file, source.path, ReadOptions(text_field, partly=True, rows=rows)
+        ):
             text += piece.text
             if piece.last:
                 yield json.dumps({"text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
