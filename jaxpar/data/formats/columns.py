@@ -76,6 +76,7 @@ def _rows(
     row = 0
     try:
         for batch in batches():
+            _check_offsets(batch.column(0), pyarrow)
             for value in batch.column(0):
                 row += 1
                 try:
@@ -89,6 +90,16 @@ def _rows(
             raise
         where, reason = f"{path}, after row {row}", " ".join(str(error).split())
         raise input_error(where, f"is not readable {kind} ({reason})", "write it again") from error
+
+
+def _check_offsets(column: Any, pyarrow: Any) -> None:
+    """Check that values lie in the column: Arrow would read other memory of a damaged file.
+
+    Raises:   ArrowInvalid. Texts that are not UTF-8 are found by row.
+    """
+    as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    kind = as_bytes.get(column.type)
+    (column if kind is None else column.view(kind)).validate(full=True)
 
 
 def _text(value: Any, where: str, field: str) -> str:
