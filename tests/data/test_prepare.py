@@ -303,6 +303,24 @@ def test_separator_on_the_command_line(tmp_path, capsys):
     assert stored_documents(out, "train") == list("abcdef")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [("OSError(5, 'Input/output error')", 1, "Traceback"), ("KeyboardInterrupt", 130, "interrup")],
+)
+def test_other_errors_are_those_of_all_programs(error, code, said):
+    """A fault of the system has its traceback, and Ctrl-C has none."""
+    program = f"""
+import jaxpar.data.__main__ as data
+def fail(options): raise {error}
+data._run = fail
+data.run_program(data.main)
+"""
+    command = [sys.executable, "-c", program, "inspect", "x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stderr
+    assert code == 1 or "Traceback" not in done.stderr
+
+
 def test_exit_codes():
     """As a process: help, and an option that does not exist."""
     program = [sys.executable, "-m", "jaxpar.data"]

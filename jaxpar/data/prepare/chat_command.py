@@ -38,7 +38,8 @@ class ChatOptions:
     split: str = ""
     """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
     on_bad_row: Literal["error", "skip"] = ERROR
     """Whether a line that is no conversation ends the command, or is left out and counted."""
     overwrite: bool = False

@@ -116,8 +116,9 @@ def find_sources(
             elif path.is_dir():
                 sources += _Folder(path, wanted).sources(log or _silent)
             else:
+                rule = "is neither a file nor a folder" if path.exists() else "does not exist"
                 fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
-                raise ConfigError("--input", name, "does not exist", fix)
+                raise ConfigError("--input", name, rule, fix)
     return sources
 
 
@@ -183,7 +184,7 @@ class _Folder:
             read.add(kind_of(source.path), source.num_bytes)
         if len(read.counts) > 1 or self._left_out:
             log(f"{self._folder}: files to read: {read}")
-        for left_out, which in ((self._left_out, ""), (self._others, ", hidden or a cache")):
+        for left_out, which in ((self._left_out, ""), (self._others, ", hidden, a cache or no file")):
             if left_out:
                 log(f"{self._folder}: files not read{which}: {left_out}")
         return self._sources
@@ -213,6 +214,8 @@ class _Folder:
             elif path.is_symlink() and self._wanted.reader(path):
                 fix = "restore its target, or remove the link"
                 raise ConfigError("--input", str(path), "is a link to a missing file", fix)
+            else:
+                self._others.add("link or device", 0)
 
     def _add(self, path: Path) -> None:
         num_bytes, kind = path.stat().st_size, kind_of(path)

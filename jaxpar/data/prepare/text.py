@@ -73,7 +73,8 @@ class PrepareOptions:
     r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
     None: each file is a document."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
     stream: bool = False
     """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
     where it is."""
