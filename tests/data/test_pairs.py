@@ -118,7 +118,7 @@ def test_the_beginning_of_an_answer_may_be_given():
 #: Lines that would have the prompt twice, or another prompt.
 REFUSED = {
     "another prompt": conversations([said("user", "2 + 2?")], prompt="2+2?"),
-    "another conversation": conversations(TURNS, prompt="1+1?"),
+    "another conversation": conversations(TURNS, prompt="3+3?"),
     "another system message": conversations([OTHER, *PAIR.prompt], prompt=[SYSTEM, *PAIR.prompt]),
     "a system message alone": conversations([SYSTEM], prompt=PAIR.prompt),
     "a given beginning within": conversations(
@@ -134,6 +134,21 @@ REFUSED = {
         "chosen": [SYSTEM, *PAIR.prompt, *PAIR.chosen],
         "rejected": [OTHER, *PAIR.prompt, *PAIR.rejected],
     },
+    "other turns behind a system message": {
+        "prompt": [SYSTEM],
+        "chosen": [said("user", "1+1?"), *PAIR.chosen],
+        "rejected": [*PAIR.prompt, *PAIR.rejected],
+    },
+    "one system message": {
+        "prompt": [SYSTEM],
+        "chosen": [SYSTEM, *PAIR.prompt, *PAIR.chosen],
+        "rejected": [*PAIR.prompt, *PAIR.rejected],
+    },
+    "only systems in common": {
+        "chosen": [SYSTEM, said("user", "1+1?"), *PAIR.chosen],
+        "rejected": [SYSTEM, *PAIR.prompt, *PAIR.rejected],
+    },
+    "two systems": conversations([OTHER, *PAIR.prompt], prompt=[SYSTEM]),
     "texts": {"prompt": "What is it?", "chosen": "What is it? 4", "rejected": "What is it? 5"},
 }
 

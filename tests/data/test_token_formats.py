@@ -306,7 +306,9 @@ def test_shards_beside_a_small_split_are_not_left_out(tmp_path, monkeypatch):
     (tmp_path / "meta.pkl").write_bytes(b"")
     assert open_tokens(tmp_path).num_tokens == 40
     np.arange(70, dtype="<u2").tofile(tmp_path / "train_1.bin")
-    with pytest.raises(ConfigError, match=r"has 1 other .bin files of 140 bytes, which are") as error:
+    with pytest.raises(
+        ConfigError, match=r"has 1 other .bin files of 140 bytes, which are"
+    ) as error:
         open_tokens(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
     command = error.value.fix.partition("jaxpar.data ")[2].split()

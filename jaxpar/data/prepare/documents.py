@@ -65,8 +65,6 @@ class Wanted(NamedTuple):
     text. Empty: all files with a reader."""
     fields: tuple[str, ...] = ("text",)
     """The fields of documents, for which a .json of a single object must have one."""
-    field_option: str = "--text-field"
-    """The option that names the first of them."""
     json_only: bool = False
     """Whether only JSON is read."""
     by_name: bool = False
@@ -184,7 +182,10 @@ class _Folder:
             read.add(kind_of(source.path), source.num_bytes)
         if len(read.counts) > 1 or self._left_out:
             log(f"{self._folder}: files to read: {read}")
-        for left_out, which in ((self._left_out, ""), (self._others, ", hidden, a cache or no file")):
+        for left_out, which in (
+            (self._left_out, ""),
+            (self._others, ", hidden, a cache or no file"),
+        ):
             if left_out:
                 log(f"{self._folder}: files not read{which}: {left_out}")
         return self._sources
@@ -259,7 +260,7 @@ class _Folder:
         if read:
             fixes.append(f"leave them out with --extension {' '.join(map(shlex.quote, read))}")
         if any(" without " in kind for kind in self._unread):
-            fixes.append(f"set the field of a document with {self._wanted.field_option}")
+            fixes.append("set the field of a document with --text-field")
         largest = max(self._unread, key=lambda kind: self._left_out.sizes[kind])
         return ", or ".join(fixes) or advice(self._unread[largest], self._wanted.kinds, True)
 

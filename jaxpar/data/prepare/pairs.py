@@ -43,9 +43,6 @@ def read_pair(record: Any, fields: tuple[str, str, str], where: str) -> Pair:
     if asked is None or (isinstance(asked, str) and not asked.strip()):
         start = _common_start(*there)
         parts = [(of[:start], of[start:]) for of in there]
-        if not start:
-            rule = f"has no prompt: no field {prompt!r}, and the responses begin differently"
-            raise bad_row(where, rule, "name the field with --prompt-field")
     else:
         _check_texts(record, fields, where)
         before, most = _messages(record, prompt, "user", where), _common_start(*there)
@@ -55,6 +52,12 @@ def read_pair(record: Any, fields: tuple[str, str, str], where: str) -> Pair:
         ]
     _check_answered([response for _, response in parts], fields, where)
     (before, first), (other, second) = parts
+    if all(message["role"] == SYSTEM for message in before):
+        what = "turn in" if asked else "field"
+        rule = f"has no prompt: no {what} {prompt!r}, and the responses begin differently"
+        raise bad_row(where, rule, "name the field with --prompt-field")
+    if any(message["role"] == SYSTEM for message in first + second):
+        raise bad_row(where, "has a system message after the prompt", "remove it")
     if not _same(before, other):
         rule = f"has other messages before the response in {chosen!r} than in {rejected!r}"
         raise bad_row(where, rule, "use pairs of responses to one prompt")
@@ -76,9 +79,7 @@ def _after(
     num_system = next((i for i, m in enumerate(prompt) if m["role"] != SYSTEM), len(prompt))
     system, turns = prompt[:num_system], prompt[num_system:]
     if not turns:
-        start = len(system) if _same(found[: len(system)], system) else 0
-        end = max(most, start)
-        return system + found[start:end], found[end:]
+        return _with_system(system, found[:most], field, where), found[most:]
     for end in range(max(most, len(turns)), len(turns) - 1, -1):
         if _same(found[end - len(turns) : end], turns):
             return _with_system(system, found[:end], field, where), found[end:]
