@@ -1,30 +1,27 @@
 """Prepare datasets, convert and inspect them: `python -m jaxpar.data`."""
 
-import sys
 from collections.abc import Sequence
 
 import tyro
 
-from jaxpar.config import ConfigError, flag
+from jaxpar.config.command_line import as_called
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
-from jaxpar.data.formats.meta import PAIRS, Meta
+from jaxpar.data.formats.meta import Meta
 from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.next_step import train_command
 from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.stream.reframe import ReframeOptions, reframe
-from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.progress import size
 from jaxpar.runtime.stages import stage
 
 Options = (
     PrepareOptions | ChatOptions | PairOptions | ReframeOptions | ConvertOptions | InspectOptions
 )
-
-#: The exit code that shells report for a program ended by Ctrl-C.
-EXIT_INTERRUPTED = 130
 
 
 def read_command(args: Sequence[str]) -> Options:
@@ -48,25 +45,9 @@ def read_command(args: Sequence[str]) -> Options:
     )
 
 
-def main(args: Sequence[str]) -> int:
-    """Run the command line.
-
-    Returns:  the exit code; errors are one line on stderr.
-    """
-    try:
-        options = read_command(args)
-        done = _run(options)
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return exit_codes.EXIT_CONFIG
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_codes.EXIT_ERROR
-    print(done)
-    return 0
+def main(args: Sequence[str]) -> None:
+    """Run the command line."""
+    print(_run(read_command(args)))
 
 
 def _run(options: Options) -> str:
@@ -92,14 +73,14 @@ def _summary(options: PrepareOptions | ChatOptions | PairOptions, meta: Meta) ->
         line = f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents"
         if split.num_bytes:
             ratio = split.num_bytes / split.num_tokens
-            line += f" {split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
+            line += f" {size(split.num_bytes):>11} of text {ratio:>5.2f} bytes per token"
         lines.append(line)
-    flags = flag("data.path", options.output)
-    if meta.kind == PAIRS:
-        flags += f" {flag('dpo.beta', 0.1)}"
+    if meta.bad_rows:
+        lines.append(f"  bad rows left out: {meta.bad_rows:,}; the first: {meta.first_bad_row}")
     lines += [
+        f"  a document ends with {meta.eos_token}",
         f"  loss of predicting only token frequencies: {meta.unigram_entropy:.3f}",
-        f"train on it with: {flags} --model.vocab-size {-(-meta.vocab_size // 128) * 128}",
+        f"train on it: {as_called(train_command(options.output, meta))}",
     ]
     return "\n".join(lines)
 

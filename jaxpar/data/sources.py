@@ -13,13 +13,14 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.mixture import Share, shares
 from jaxpar.config.rules.paths import is_address
 from jaxpar.data.formats import bin_file, megatron
-from jaxpar.data.formats.meta import META_FILE, PREPARE, TRAIN, read_meta
+from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
 from jaxpar.data.formats.token_file import TokenFile, offsets_from, scan
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.prepare.documents import READERS
 from jaxpar.data.stored.folder import local
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.progress import size
 
 #: Permanent errors of reading a file. Others, such as a stale NFS handle, may be transient.
 FOR_GOOD = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -149,21 +150,40 @@ def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
     if path.is_dir():
         inside = path / f"{split}.bin"
         if inside.is_file():
+            _check_others(path)
             return _read(inside)
         if (path / f"{TRAIN}.bin").is_file():
             raise _no_split(path, split)
         shards = list(path.glob("*.bin"))
         if shards:
             rule = f"has {len(shards)} .bin files, but no {split}.bin"
-            fix = "use one of them, or join them: python -m jaxpar.data convert --input "
-            fix += f"{shlex.quote(str(path))}/*.bin"
-            raise ConfigError("data.path", str(path), rule, fix)
+            raise ConfigError("data.path", str(path), rule, f"use one of them, or {_join(path)}")
     elif path.is_file() or megatron.index_of(path):
         if split != TRAIN and not whole:
             raise _no_split(path, split)
         return _read(path)
     read_meta(path)  # raises, with the command that would create the dataset
     raise AssertionError(f"{path} changed while it was looked at")
+
+
+def _check_others(folder: Path) -> None:
+    """Check that the splits of a folder are most of its tokens: other files are not read.
+
+    Raises:   ConfigError("data.path", ...) otherwise.
+    """
+    splits = {tokens_file(split) for split in SPLITS}
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.bin")}
+    others = [name for name in sizes if name not in splits]
+    num_bytes = sum(sizes[name] for name in others)
+    if num_bytes > sum(sizes.values()) - num_bytes:
+        rule = f"has {len(others)} other .bin files of {size(num_bytes)}, which are not read"
+        raise ConfigError("data.path", str(folder), rule, f"move them, or {_join(folder)}")
+
+
+def _join(folder: Path) -> str:
+    """Return how to join the files of a folder."""
+    files = f"{shlex.quote(str(folder))}/*.bin --output joined.bin --to llmc"
+    return f"join all: python -m jaxpar.data convert --input {files}"
 
 
 def _read(path: Path) -> TokenFile:

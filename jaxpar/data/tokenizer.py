@@ -5,8 +5,9 @@ forge an end of text. Callers append the end of text (`eos_id`), and prepend `be
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -15,14 +16,26 @@ import numpy as np
 import tokenizers
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.data.formats.meta import BYTES, JSON, META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
 from jaxpar.data.tokenizer_file import read_checked
 from jaxpar.runtime import hub
 
 EOS_TOKEN = "<|endoftext|>"
 
-#: End-of-text tokens of published base models (GPT-2 and Qwen, Llama 3, Llama 2, Gemma).
-KNOWN_EOS_TOKENS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>")
+#: End-of-text tokens of published base models (GPT-2 and Qwen, Llama 3, Llama 2, Gemma, Kimi,
+#: DeepSeek).
+KNOWN_EOS_TOKENS = (
+    EOS_TOKEN,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+
+#: The file beside a published tokenizer.json that names its special tokens.
+CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer(Protocol):
@@ -169,7 +182,8 @@ def read_tokenizer_json(
 ) -> JsonTokenizer:
     """Read a Hugging Face tokenizer.json.
 
-    Args:     eos: text or id of the end-of-text token. None: one of `KNOWN_EOS_TOKENS`.
+    Args:     eos: text or id of the end-of-text token. None: that of the tokenizer_config.json in
+              the same folder, or else the special token that is one of `KNOWN_EOS_TOKENS`.
               eos_option: the command's option for it, for errors.
     Raises:   ConfigError if it cannot be read, or if the end of text is unknown or ambiguous.
     """
@@ -185,15 +199,44 @@ def read_tokenizer_json(
             rule = f"is not a token of {path}"
             raise ConfigError(eos_option, eos, rule, "use the id of its end-of-text token")
         return JsonTokenizer(json_text, texts[0])
-    candidates = (eos,) if eos is not None else KNOWN_EOS_TOKENS
-    found = [token for token in candidates if token in vocabulary]
+    if eos is None:
+        eos = _eos_of_config(Path(path).with_name(CONFIG_FILE), vocabulary, eos_option)
+    if eos is not None:
+        if eos not in vocabulary:
+            rule = f"must have an end-of-text token, but has none of {eos}"
+            raise ConfigError("--tokenizer", str(path), rule, f"select one with {eos_option}")
+        return JsonTokenizer(json_text, eos)
+    # An ordinary entry may have the same text: Gemma 3 and Qwen3 have an ordinary </s>.
+    added = json.loads(json_text).get("added_tokens") or ()
+    special = {token["content"] for token in added if token.get("special")}
+    found = [token for token in KNOWN_EOS_TOKENS if token in special]
     if len(found) != 1:
-        tried = ", ".join(found or candidates)
-        rule = f"must have exactly one end-of-text token, but has {len(found)}: {tried}"
+        rule = f"must have exactly one end-of-text token, but has {len(found)}: {', '.join(found)}"
         if not found:
-            rule = f"must have an end-of-text token, but has none of {tried}"
+            tried = ", ".join(KNOWN_EOS_TOKENS)
+            rule = f"must have an end-of-text token, but has none of {tried} as a special token"
         raise ConfigError("--tokenizer", str(path), rule, f"select one with {eos_option}")
     return JsonTokenizer(json_text, found[0])
+
+
+def _eos_of_config(path: Path, vocabulary: Mapping[str, int], eos_option: str) -> str | None:
+    """Return the end of text that a tokenizer_config.json names; None if it names none.
+
+    Raises:   ConfigError if it cannot be read, or names what is no token.
+    """
+    if not path.is_file():
+        return None
+    fix = f"repair it, or select a token with {eos_option}"
+    try:
+        # `transformers` writes int(1e30) for a maximum length that is not known.
+        eos = read_json_object(path, max_digits=40, what="it").get("eos_token")
+    except (ValueError, OSError) as error:
+        raise ConfigError("--tokenizer", str(path), f"cannot be read: {error}", fix) from error
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos is not None and (not isinstance(eos, str) or eos not in vocabulary):
+        rule = f"has the eos_token {eos!r}, which is not a token of {TOKENIZER_FILE}"
+        raise ConfigError("--tokenizer", str(path), rule, fix)
+    return eos
 
 
 def open_tokenizer(
@@ -214,7 +257,7 @@ def open_tokenizer(
         return ByteTokenizer()
     rule = f"is neither bytes, nor {'bpe:N, nor ' * trains}a tokenizer.json, nor a model of the Hub"
     fix = f"use {'bpe:8192' if trains else 'bytes'}, or download the tokenizer.json first"
-    path = hub.find(spec, "--tokenizer", [TOKENIZER_FILE], rule, fix).folder
+    path = hub.find(spec, "--tokenizer", [TOKENIZER_FILE, CONFIG_FILE], rule, fix).folder
     path = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError("--tokenizer", spec, rule, fix)

@@ -23,9 +23,9 @@ NAME = f"org/model@{COMMIT}"
 def on_the_hub(tmp_path, monkeypatch):
     """A tiny Llama with a tokenizer, as "org/model", and nothing of that name on this host."""
     folder = tiny.write_folder(tmp_path / "source", tiny.MODELS["llama3"])
-    Tokenizer(models.WordLevel({"a": 0, "</s>": 2}, unk_token="a")).save(
-        str(folder / "tokenizer.json")
-    )
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 2}, unk_token="a"))
+    words.add_special_tokens(["</s>"])
+    words.save(str(folder / "tokenizer.json"))
     monkeypatch.chdir(tmp_path)
     with serving(files_in(folder)) as server:
         connect(monkeypatch, server.url, tmp_path / "cache")

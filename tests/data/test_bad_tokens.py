@@ -12,9 +12,9 @@ import pytest
 from jaxpar import train
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader
-from jaxpar.data.__main__ import main
 from jaxpar.data.sources import open_tokens
 from jaxpar.sharding.mesh import make_mesh
+from tests.data.commands import main
 
 TOKENS = np.arange(1, 41, dtype="<u2")
 

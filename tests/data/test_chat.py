@@ -12,7 +12,6 @@ import tokenizers
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.formats.meta import read_meta
@@ -21,6 +20,7 @@ from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
+from tests.data.commands import main
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>"]
@@ -238,10 +238,10 @@ def test_chat_on_the_command_line(chats, tmp_path, capsys):
     out = tmp_path / "out"
     args = ["prepare-chat", "--input", str(chats), "--output", str(out), "--tokenizer", "bytes"]
     assert main([*args, "--holdout", "0.2"]) == 0
-    assert f"train on it with: --data.path {out}" in capsys.readouterr().out
+    assert f"--run.dir runs/out --data.path {out} --model" in capsys.readouterr().out
     assert main([*args, "--overwrite", "--holdout", "1"]) == 2
     assert main([*args, "--overwrite", "--split", "6,2,2"]) == 0
     assert "  test " in capsys.readouterr().out
     (tmp_path / "x.txt").write_text("hello")
     assert main(["prepare-chat", "--input", str(tmp_path / "x.txt"), *args[3:]]) == 2
-    assert "is not JSON Lines" in capsys.readouterr().err
+    assert "is not one of .jsonl" in capsys.readouterr().err

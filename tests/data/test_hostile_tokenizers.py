@@ -28,6 +28,9 @@ def added(**token):
     return {"added_tokens": [flags | token]}
 
 
+GOOD |= added(id=1, content="</s>", special=True)
+
+
 def words(**changes):
     return {"model": WORDS | changes}
 
@@ -66,7 +69,7 @@ BAD = {
     ),
     "an unknown model": ({"model": {"type": "X", "vocab": {"a": 0}}}, "variant"),
     "no vocabulary": ({"model": {"type": "BPE"}}, "its model has no vocab"),
-    "no tokens": (words(vocab={}), "it has no tokens"),
+    "no tokens": (words(vocab={}) | {"added_tokens": []}, "it has no tokens"),
     "no model": ({"model": None}, "it has no model"),
     "nested": ("[" * 100_000, "nested deeper than 64 levels"),
     "Infinity": ('{"model": Infinity}', "has Infinity"),

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, PairLoader, TokenDataset, open_loader
-from jaxpar.data.__main__ import main
+from jaxpar.data.formats.rows import BadRow
 from jaxpar.data.pairs import plan_rows
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
@@ -17,6 +17,7 @@ from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
+from tests.data.commands import main
 
 FIELDS = "prompt", "chosen", "rejected"
 
@@ -56,6 +57,107 @@ def test_a_prompt_of_several_turns():
     for ids, targets in encode_pair(pair, encoder):
         assert targets.sum() == 2 and targets[-2:].all()  # not the answer "?" before
         assert bytes(ids[ids < 256].tolist()).startswith(b"user:\n2+2?")
+
+
+SYSTEM, OTHER = said("system", "Be brief."), said("system", "Be long.")
+TURNS = [said("user", "1+1?"), said("assistant", "2"), said("user", "2+2?")]
+MARKED = [{**said("user", "2+2?"), "name": "x", "id": 3}]
+
+
+def conversations(start, end="", **more):
+    """A pair of conversations with a common beginning, and other fields."""
+    responses = (said("assistant", f"{end}{number}") for number in (4, 5))
+    return {**dict(zip(FIELDS[1:], ([*start, one] for one in responses), strict=True)), **more}
+
+
+#: Lines whose prompt stands in the conversations too, and the prompt of the pair.
+ONCE = {
+    "behind a system message": (conversations([SYSTEM, *PAIR.prompt], prompt="2+2?"), 1),
+    "messages behind a system message": (
+        conversations([SYSTEM, *PAIR.prompt], prompt=PAIR.prompt),
+        1,
+    ),
+    "spaces at its end": (conversations(PAIR.prompt, prompt="2+2?\n"), 0),
+    "other keys": (conversations(MARKED, prompt=PAIR.prompt), 0),
+    "other keys in the prompt": (conversations(PAIR.prompt, prompt=MARKED), 0),
+    "the last turn": (conversations(TURNS, prompt="2+2?"), 2),
+    "the last turn behind a system message": (conversations([SYSTEM, *TURNS], prompt="2+2?"), 3),
+    "all turns": (conversations(TURNS, prompt=TURNS), 2),
+    "a system message only in the prompt": (
+        conversations(PAIR.prompt, prompt=[SYSTEM, *PAIR.prompt]),
+        1,
+    ),
+    "only a system message": (conversations(PAIR.prompt, prompt=[SYSTEM]), 1),
+    "a system message, twice": (conversations([SYSTEM, *PAIR.prompt], prompt=[SYSTEM]), 1),
+    "an empty prompt": (conversations(PAIR.prompt, prompt=""), 0),
+    "no messages": (conversations(PAIR.prompt, prompt=[]), 0),
+    "responses alone": (conversations([], prompt="2+2?"), 0),
+    "one conversation": (conversations(PAIR.prompt, prompt="2+2?") | {"rejected": "5"}, 0),
+    "an answer that quotes a word": (conversations([], "2+2? is ", prompt="2+2?"), 0),
+}
+
+
+@pytest.mark.parametrize(("line", "before"), ONCE.values(), ids=ONCE)
+def test_the_prompt_is_there_once(line, before, tmp_path):
+    pair = read_pair(line, FIELDS, "here")
+    assert pair.prompt[before:] == PAIR.prompt
+    assert [len(pair.prompt), len(pair.chosen), len(pair.rejected)] == [before + 1, 1, 1]
+    assert all(set(message) == {"role", "content"} for part in pair for message in part)
+    tokenizer = open_tokenizer("bytes", None)
+    for ids, _ in encode_pair(pair, ChatEncoder("plain", tokenizer)):
+        assert tokenizer.decode(ids).count("user:\n2+2?<|endoftext|>") == 1
+
+
+def test_the_beginning_of_an_answer_may_be_given():
+    given = [*PAIR.prompt, said("assistant", "It is")]
+    for start in ([], given):
+        pair = read_pair(conversations(start, " ", prompt=given), FIELDS, "here")
+        assert pair == Pair(given, [said("assistant", " 4")], [said("assistant", " 5")])
+
+
+#: Lines that would have the prompt twice, or another prompt.
+REFUSED = {
+    "another prompt": conversations([said("user", "2 + 2?")], prompt="2+2?"),
+    "another conversation": conversations(TURNS, prompt="3+3?"),
+    "another system message": conversations([OTHER, *PAIR.prompt], prompt=[SYSTEM, *PAIR.prompt]),
+    "a system message alone": conversations([SYSTEM], prompt=PAIR.prompt),
+    "a given beginning within": conversations(
+        PAIR.prompt, "It is ", prompt=[*PAIR.prompt, said("assistant", "It is")]
+    ),
+    "different beginnings": {
+        "prompt": "2+2?",
+        "chosen": [said("assistant", "Hi."), *PAIR.prompt, *PAIR.chosen],
+        "rejected": [said("assistant", "Hello."), *PAIR.prompt, *PAIR.rejected],
+    },
+    "different systems": {
+        "prompt": "2+2?",
+        "chosen": [SYSTEM, *PAIR.prompt, *PAIR.chosen],
+        "rejected": [OTHER, *PAIR.prompt, *PAIR.rejected],
+    },
+    "other turns behind a system message": {
+        "prompt": [SYSTEM],
+        "chosen": [said("user", "1+1?"), *PAIR.chosen],
+        "rejected": [*PAIR.prompt, *PAIR.rejected],
+    },
+    "one system message": {
+        "prompt": [SYSTEM],
+        "chosen": [SYSTEM, *PAIR.prompt, *PAIR.chosen],
+        "rejected": [*PAIR.prompt, *PAIR.rejected],
+    },
+    "only systems in common": {
+        "chosen": [SYSTEM, said("user", "1+1?"), *PAIR.chosen],
+        "rejected": [SYSTEM, *PAIR.prompt, *PAIR.rejected],
+    },
+    "two systems": conversations([OTHER, *PAIR.prompt], prompt=[SYSTEM]),
+    "texts": {"prompt": "What is it?", "chosen": "What is it? 4", "rejected": "What is it? 5"},
+}
+
+
+@pytest.mark.parametrize("line", REFUSED.values(), ids=REFUSED)
+def test_no_prompt_is_there_twice(line):
+    with pytest.raises(BadRow, match=r"prompt|system message|before the response") as error:
+        read_pair(line, FIELDS, "here")
+    assert error.value.value == "here"
 
 
 BAD = [

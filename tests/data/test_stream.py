@@ -14,7 +14,6 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint
@@ -23,6 +22,7 @@ from jaxpar.data.stream import texts as texts_of_parts
 from jaxpar.data.stream.frames import find_frames
 from jaxpar.data.stream.index import PART
 from jaxpar.runtime.exit_codes import RunError
+from tests.data.commands import main
 from tests.data.test_loader import MESHES, assert_same, make_mesh
 
 KINDS = ["jsonl", "zst", "parquet", "arrow", "stream", "tar", "txt", "separated"]

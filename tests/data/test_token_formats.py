@@ -11,12 +11,12 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
+from tests.data.commands import main
 from tests.data.sequences import cut_sequences
 
 NO_TOKEN = "must be at (least 0|most 2,147,483,647)"
@@ -297,3 +297,21 @@ def test_held_out_tokens_that_are_not_there(tmp_path, corpus):
     with pytest.raises(ConfigError, match=r"--held-out = .* val split\. Fix: use one that has"):
         to("jaxpar", out, tokens, held_out=(str(folder),), eos_id=0)
     assert not out.exists()
+
+
+def test_shards_beside_a_small_split_are_not_left_out(tmp_path, monkeypatch):
+    """nanoGPT's folder has two files; more tokens beside them are named, and can be joined."""
+    for name, count in (("train.bin", 40), ("val.bin", 20), ("train_1.bin", 50)):
+        np.arange(count, dtype="<u2").tofile(tmp_path / name)
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    assert open_tokens(tmp_path).num_tokens == 40
+    np.arange(70, dtype="<u2").tofile(tmp_path / "train_1.bin")
+    with pytest.raises(
+        ConfigError, match=r"has 1 other .bin files of 140 bytes, which are"
+    ) as error:
+        open_tokens(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    command = error.value.fix.partition("jaxpar.data ")[2].split()
+    files = [str(path) for path in sorted(tmp_path.glob("*.bin"))]
+    assert main([*command[:2], *files, *command[3:]]) == 0
+    assert open_tokens("joined.bin").num_tokens == 130

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
 from jaxpar.data import TokenDataset, load_tokenizer
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import PrepareOptions, prepare
-from jaxpar.data.tokenizer import ByteTokenizer, read_tokenizer_json, train_bpe
+from jaxpar.data.tokenizer import ByteTokenizer, open_tokenizer, read_tokenizer_json, train_bpe
+from tests.data.commands import main
 
 SAMPLE = ["def f(x):\n    return x + 1\n" * 50, "the quick brown fox " * 50]
 BPE = train_bpe(SAMPLE, 280)
@@ -109,6 +110,9 @@ def test_another_tokenizer_in_the_folder_is_noticed(corpus, tmp_path):
         load_tokenizer(output)
 
 
+DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+
+
 def _published(path: Path, special: list[str]) -> Path:
     """A word-level tokenizer.json that truncates, and adds special tokens, as published ones do."""
     words = ["<unk>", *"abc"]
@@ -147,6 +151,60 @@ def test_unclear_end_of_text(special, eos_token, rule, tmp_path):
     with pytest.raises(ConfigError, match=rule) as error:
         read_tokenizer_json(path, eos_token)
     assert "--eos-token" in error.value.fix
+
+
+#: Of published files: the ordinary tokens, the special ones, eos_token of tokenizer_config.json,
+#: and the end of text.
+ENDS = {
+    "Gemma 3": (["</s>"], ["<eos>", "<bos>"], "<eos>", "<eos>"),
+    "Gemma 3, the file alone": (["</s>"], ["<eos>", "<bos>"], ..., "<eos>"),
+    "Qwen3": (["</s>"], ["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
+    "Qwen3, the file alone": (["</s>"], ["<|endoftext|>", "<|im_end|>"], ..., "<|endoftext|>"),
+    "DeepSeek": ([], [DEEPSEEK], {"__type": "AddedToken", "content": DEEPSEEK}, DEEPSEEK),
+    "DeepSeek, the file alone": ([], [DEEPSEEK], ..., DEEPSEEK),
+    "no end in the config": ([], ["</s>"], None, "</s>"),
+    "an end that has no usual name": ([], ["<stop>", "</s>"], "<stop>", "<stop>"),
+}
+
+
+@pytest.mark.parametrize(("ordinary", "special", "named", "end"), ENDS.values(), ids=ENDS)
+def test_the_end_of_text_of_published_files(ordinary, special, named, end, tmp_path):
+    vocabulary = {token: i for i, token in enumerate(["a", *ordinary])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    made.add_special_tokens(special)
+    made.save(str(tmp_path / "tokenizer.json"))
+    if named is not ...:
+        about = {"eos_token": named, "model_max_length": 10**30}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    assert open_tokenizer(str(tmp_path)).eos_token == end
+    assert read_tokenizer_json(tmp_path / "tokenizer.json", "a").eos_token == "a"  # if asked for
+
+
+@pytest.mark.parametrize(
+    ("about", "rule"),
+    [
+        ('{"eos_token": "<stop>"}', "has the eos_token '<stop>', which is not a token"),
+        ('{"eos_token": 3}', "has the eos_token 3, which is not"),
+        ('{"eos_token": ["</s>"]}', "which is not a token"),
+        ('{"eos_token": {"content": 1}}', "has the eos_token 1"),
+        ('{"eos_token": "</s>"', "cannot be read: it is not valid JSON"),
+        ("[]", "cannot be read: it must be a JSON object"),
+    ],
+)
+def test_a_config_of_a_tokenizer_that_says_nothing_useful(about, rule, tmp_path):
+    path = _published(tmp_path / "tokenizer.json", ["</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(about)
+    with pytest.raises(ConfigError, match=re.escape(rule)) as error:
+        read_tokenizer_json(path)
+    assert "with --eos-token" in error.value.fix
+    assert read_tokenizer_json(path, "</s>").eos_token == "</s>"  # the fix
+
+
+def test_ordinary_tokens_do_not_end_a_text(tmp_path):
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"has none of .* as a special token.*--eos-token"):
+        read_tokenizer_json(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import tokenizer_in
 from jaxpar.convert.peft import importing as peft
-from jaxpar.data.__main__ import main as data
 from jaxpar.data.skips import read_skipped
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent
 from jaxpar.report.__main__ import main as report
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.verification.replay import check_inputs
+from tests.data.commands import main as data
 from tests.e2e import good_files
 from tests.e2e.damage import of_bytes, of_json, of_lines, of_safetensors, packed
 

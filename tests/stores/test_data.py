@@ -15,7 +15,6 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import Loader
-from jaxpar.data.__main__ import main
 from jaxpar.data.formats.meta import META_FILE
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
@@ -25,6 +24,7 @@ from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
 from jaxpar.stores import cache, cached, folders
 from jaxpar.stores.cached import ObjectDamaged
+from tests.data.commands import main
 from tests.stores.server import objects_at
 
 LENGTH = 32
@@ -247,6 +247,21 @@ def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, caps
     assert not list((tmp_path / "cache" / "jaxpar" / "preparing").iterdir())
 
 
+def test_inspect_takes_an_address(made, data, here, capsys):
+    assert main(["inspect", str(data)]) == 0
+    stored = capsys.readouterr().out.split("\n")
+    assert main(["inspect", str(here)]) == 0
+    local = capsys.readouterr().out.split("\n")
+    assert stored[0].startswith(f"{data}: a dataset of ")
+    assert stored[1:] == local[1:]
+    objects_at(data).write("train.bin", b"\0" * (here / "train.bin").stat().st_size)
+    stored_folder.close_all()
+    with pytest.raises(ObjectDamaged):
+        main(["inspect", str(data)])
+    assert main(["inspect", f"{data}-none"]) == 2
+    assert "has no dataset (no meta.json)" in capsys.readouterr().err
+
+
 def test_what_cannot_be_in_a_store_is_refused(made, data, capsys, text):
     asked = ["prepare", "--input", str(text), "--output"]
     assert main([*asked, f"{data}2", "--stream"]) == 2
@@ -254,7 +269,8 @@ def test_what_cannot_be_in_a_store_is_refused(made, data, capsys, text):
     objects_at(data._replace(prefix="data/other")).write("photo.png", b"")
     assert main([*asked, str(data._replace(prefix="data/other"))]) == 2
     assert "contains 'photo.png'" in capsys.readouterr().err
-    assert main(["inspect", str(data)]) == 2
+    assert main(["prepare", "--input", f"{data}/text.jsonl", "--output", "out"]) == 2
+    assert "use a path on this host, or a folder where it is mounted" in capsys.readouterr().err
     for field in ("data.path", "data.held_out"):
         with pytest.raises(ConfigError, match=f"{field} = .*must be s3://BUCKET/PREFIX"):
             check(replace(made, **{field: "s3://"}))

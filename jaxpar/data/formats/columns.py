@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.data.formats.readers import (
-    READ_BYTES,
-    ROW,
-    Piece,
-    ReadOptions,
-    Record,
-    cut,
-    import_pyarrow,
-    input_error,
-    valid_text,
-)
+from jaxpar.data.formats.compressed import READ_BYTES, import_pyarrow
+from jaxpar.data.formats.readers import ROW, Piece, ReadOptions, Record, cut
+from jaxpar.data.formats.rows import BadRow, bad_row, input_error, valid_text
 
 #: Rows to read from Parquet at a time.
 BATCH_ROWS = 256
@@ -29,6 +21,7 @@ STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 #: Files that `datasets.save_to_disk` writes next to its shards, and above its splits.
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+ABOUT_FILES = (STATE_FILE, "dataset_info.json")
 
 
 def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
@@ -41,7 +34,7 @@ def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[P
         _check_column(table.schema_arrow.names, path, field)
         yield from table.iter_batches(batch_size=BATCH_ROWS, columns=[field])
 
-    yield from _rows(batches, "Parquet", pyarrow, path, field, file.tell)
+    yield from _rows(batches, "Parquet", pyarrow, path, options, file.tell)
 
 
 def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
@@ -61,7 +54,7 @@ def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
         for i in range(reader.num_record_batches):
             yield reader.get_batch(i).select([field])
 
-    yield from _rows(batches, "Arrow", pyarrow, path, field, file.tell)
+    yield from _rows(batches, "Arrow", pyarrow, path, options, file.tell)
 
 
 def _check_stream_end(file: BinaryIO, path: Path) -> None:
@@ -77,19 +70,45 @@ def _rows(
     kind: str,
     pyarrow: Any,
     path: Path,
-    field: str,
+    options: ReadOptions,
     tell: Callable[[], int],
 ) -> Iterator[Piece]:
     row = 0
     try:
         for batch in batches():
+            _check_offsets(batch.column(0), pyarrow)
             for value in batch.column(0):
                 row += 1
-                text = valid_text(value.as_py(), f"{path}, row {row}", f"column {field!r}")
-                yield from cut([text], tell, Record(ROW, row - 1, 0))
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+                try:
+                    text = _text(value, f"{path}, row {row}", options.text_field)
+                except BadRow as error:
+                    options.rows.bad(error)
+                else:
+                    yield from cut([text], tell, Record(ROW, row - 1, 0))
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the system, not of the file
+            raise
         where, reason = f"{path}, after row {row}", " ".join(str(error).split())
         raise input_error(where, f"is not readable {kind} ({reason})", "write it again") from error
+
+
+def _check_offsets(column: Any, pyarrow: Any) -> None:
+    """Check that values lie in the column: Arrow would read other memory of a damaged file.
+
+    Raises:   ArrowInvalid. Texts that are not UTF-8 are found by row.
+    """
+    as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    kind = as_bytes.get(column.type)
+    (column if kind is None else column.view(kind)).validate(full=True)
+
+
+def _text(value: Any, where: str, field: str) -> str:
+    """Return the text of a value of a column. Raises: BadRow."""
+    what = f"column {field!r}"
+    try:
+        return valid_text(value.as_py(), where, what)
+    except UnicodeDecodeError as error:
+        raise bad_row(where, f"{what} is not UTF-8", "convert it to UTF-8") from error
 
 
 def _check_column(columns: Sequence[str], path: Path, field: str) -> None:

@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.rules.limits import TOKEN_ID
 from jaxpar.data.formats.meta import (
     META_FILE,
@@ -24,9 +24,11 @@ from jaxpar.data.formats.meta import (
 from jaxpar.data.formats.token_file import Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.sources import check_made_by, find_file, open_tokens
+from jaxpar.data.stored.folder import local
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
+from jaxpar.runtime.progress import size
 
 #: Tokens of the first document to show.
 SHOWN_TOKENS = 64
@@ -36,8 +38,9 @@ SHOWN_TOKENS = 64
 class InspectOptions:
     """Check and describe a folder or file of tokens. Reads all of it."""
 
-    path: Annotated[str, tyro.conf.Positional]
-    """A path as for `data.path`: a dataset folder, a Megatron pair or a .bin file."""
+    path: Annotated[str, tyro.conf.Positional, TO_ADDRESS]
+    """A path as for `data.path`: a dataset folder or its address, a Megatron pair or a .bin
+    file."""
     eos_id: Annotated[int | None, TOKEN_ID] = None
     """End-of-text token, for files that do not mark documents."""
     tokenizer: str | None = None
@@ -50,12 +53,13 @@ def inspect_tokens(options: InspectOptions) -> str:
     Raises:   ConfigError for missing or damaged files.
     """
     check_ranges(options)
+    given, options = options, replace(options, path=local(Config(), "PATH", options.path))
     datasets = list(_splits(options))
     tokenizer = _tokenizer(options)
     if tokenizer is not None:
         for dataset in datasets:
-            check_made_by(tokenizer, options.tokenizer or options.path, dataset)
-    lines = [f"{options.path}: {_format(options)}"]
+            check_made_by(tokenizer, options.tokenizer or given.path, dataset)
+    lines = [f"{given.path}: {_format(options)}"]
     for dataset in datasets:
         label = f"{dataset.split}: " if dataset.path.is_dir() else ""
         documents = f"{dataset.num_documents:,}" if dataset.knows_documents else "unmarked"
@@ -124,8 +128,8 @@ def _stored(dataset: TokenDataset) -> str:
     if not isinstance(tokens, StreamedTokens):
         return f"stored as {tokens.dtype.name}"
     files = tokens.index.files
-    size = sum(file.size for file in files)
-    return f"tokenized from {len(files):,} files of {size / 1e6:,.1f} MB when they are read"
+    num_bytes = sum(file.size for file in files)
+    return f"tokenized from {len(files):,} files of {size(num_bytes)} when they are read"
 
 
 def _format(options: InspectOptions) -> str:

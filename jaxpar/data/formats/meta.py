@@ -136,6 +136,10 @@ class Meta:
     kind: str = ""
     """PAIRS if documents alternate between the chosen and the rejected response of a pair; not
     written otherwise."""
+    bad_rows: int = 0
+    """Rows of the inputs that were left out (--on-bad-row skip); not written if there are none."""
+    first_bad_row: str = ""
+    """File, line and reason of the first one."""
     format: str = FORMAT
     """Distinguishes this file from other meta.json files."""
     version: int = VERSION
@@ -161,8 +165,9 @@ def meta_to_json(meta: Meta) -> str:
                 del split[name]  # to keep the fingerprints of older datasets
     if not values["test"]:
         del values["test"]  # for the same reason
-    if not values["kind"]:
-        del values["kind"]
+    for name in ("kind", "bad_rows", "first_bad_row"):
+        if not values[name]:
+            del values[name]
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -212,6 +217,7 @@ def _check_values(meta: Meta) -> None:
         "holdout": 0 <= meta.holdout < 1,
         "test": 0 <= meta.test < 1 and (meta.test == 0 or TEST in meta.splits),
         "kind": meta.kind in ("", PAIRS),
+        "bad_rows": meta.bad_rows >= 0,
     }
     parts: list[tuple[Meta | SplitMeta, dict[str, bool]]] = [(meta, valid)]
     for split in meta.splits.values():

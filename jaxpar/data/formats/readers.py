@@ -5,29 +5,20 @@ names the file and the line.
 """
 
 import codecs
-import gzip
 import io
 import itertools
-import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from jaxpar.config import ConfigError
+from jaxpar.data.formats.compressed import READ_BYTES, decompressed
+from jaxpar.data.formats.json_file import json_records, json_text
+from jaxpar.data.formats.rows import MAX_DOCUMENT_CHARS, BadRow, Rows, bad_row, input_error
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
-
-#: Compressed bytes to read at a time.
-READ_BYTES = 1 << 20
-
-#: Maximum bytes of a line of JSON Lines, and characters of a document that is in memory at once: a
-#: value of a table, or a text between separators. A small compressed file can contain a line of
-#: gigabytes.
-MAX_LINE_BYTES = MAX_DOCUMENT_CHARS = 1 << 26
 
 
 #: What a record is: UTF-8 text, a JSON object, or a row of a table.
@@ -70,21 +61,53 @@ class ReadOptions:
     separator: str | None = None
     """Text between documents inside a .txt file, its newlines \\n or \\r\\n in the file. None: a
     file is a document."""
+    partly: bool = False
+    """Whether most bytes of a tar file may be members that are not read."""
+    rows: Rows = field(default_factory=Rows)
+    """Counts the bad rows, or raises them."""
 
 
 def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """Read the documents of a UTF-8 text file."""
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    chunks = iter(lambda: text.read(PIECE_CHARS), "")
-    try:
+    """Read the documents of a UTF-8 text file, which may be compressed, by its name."""
+    rows = options.rows
+    if rows.skips and options.separator is None:
+        # Before the first piece is written: a file is a document, all of it or nothing.
+        with path.open("rb") as again, decompressed(again, path) as content:
+            line = _first_line_not_utf8(content)
+        if line:
+            rows.bad(_not_utf8(path, line))
+            return
+    with decompressed(file, path) as content:
+        # Bytes that are not UTF-8 become lone surrogates, and are found in the document.
+        text = io.TextIOWrapper(content, "utf-8", errors="surrogateescape", newline="")
+        chunks = iter(lambda: text.read(PIECE_CHARS), "")
         if options.separator is None:
-            yield from in_bytes(cut(chunks, file.tell, Record(TEXT, 0, 0)))
-        else:
-            for document, start in _separated(chunks, options.separator, path):
-                yield from in_bytes(cut([document], file.tell, Record(TEXT, start, 0)))
-    except UnicodeDecodeError as error:
-        line = _first_line_not_utf8(path)
-        raise input_error(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
+            yield from in_bytes(cut(_checked(chunks, path), file.tell, Record(TEXT, 0, 0)))
+            return
+        line = 1
+        for document, start, mark in _separated(chunks, options.separator, path):
+            try:
+                checked = list(_checked([document], path, line))
+            except BadRow as error:
+                rows.bad(error)
+            else:
+                yield from in_bytes(cut(checked, file.tell, Record(TEXT, start, 0)))
+            line += document.count("\n") + mark.count("\n")
+
+
+def _checked(chunks: Iterable[str], path: Path, line: int = 1) -> Iterator[str]:
+    """Yield the chunks of a text. Raises: BadRow, with its line, for one that is not UTF-8."""
+    for chunk in chunks:
+        try:
+            chunk.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _not_utf8(path, line + chunk.count("\n", 0, error.start)) from error
+        yield chunk
+        line += chunk.count("\n")
+
+
+def _not_utf8(path: Path, line: int) -> BadRow:
+    return bad_row(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8")
 
 
 def in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -98,108 +121,19 @@ def in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """Read the documents of a JSON Lines file, which may be compressed, by its name."""
-    field = options.text_field
-    for where, value, record in _located_records(file, path):
-        yield from cut([json_text(value, field, where)], file.tell, record)
-
-
-def json_text(value: Any, field: str, where: str) -> str:
-    """Return the text in a field of an object. Raises: ConfigError if there is none."""
-    if not isinstance(value, dict) or field not in value:
-        rule = f"is not a JSON object with the field {field!r}"
-        raise input_error(where, rule, "set the text field with --text-field")
-    return valid_text(value[field], where, f"field {field!r}")
-
-
-def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON Lines file with their places; blank lines are skipped."""
-    return ((where, value) for where, value, _ in _located_records(file, path))
-
-
-def _located_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any, Record]]:
-    end = 0
-    for number, line in enumerate(json_lines(file, path), start=1):
-        start, end = end, end + len(line)
-        where = f"{path}:{number}"
-        if len(line) > MAX_LINE_BYTES:
-            rule = f"is longer than {MAX_LINE_BYTES:,} bytes"
-            raise input_error(where, rule, "remove the line, or split its document")
-        if not line.strip():
-            continue
+    """Read the documents of a JSON file, which may be compressed, by its name."""
+    for found, value in json_records(file, path, options.rows):
+        record = Record(JSON_OBJECT, found.start, len(found.data))
         try:
-            value = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            fix = "repair or remove the line"
-            raise input_error(where, f"is not valid JSON ({error})", fix) from error
-        yield where, value, Record(JSON_OBJECT, start, len(line))
+            text = json_text(value, options.text_field, found.where)
+        except BadRow as error:
+            options.rows.bad(error)
+        else:
+            yield from cut([text], file.tell, record)
 
 
-def json_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield lines; if one is longer than MAX_LINE_BYTES, its start with one byte more."""
-    kind = path.suffix.lower()
-    if kind not in (".gz", ".zst"):
-        yield from _bounded(file)
-        return
-    try:
-        if path.stat().st_size == 0:  # which gzip accepts
-            raise EOFError("it has 0 bytes, without even a header")
-        with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
-            yield from _bounded(lines)
-    except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
-        name = "gzip" if kind == ".gz" else "zstd"
-        rule = f"is not a complete {name} file ({error})"
-        raise input_error(str(path), rule, "download or compress it again") from error
-
-
-def _bounded(lines: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
-    return iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b"")
-
-
-def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
-    # pyarrow, unlike most Zstandard readers, detects a truncated file.
-    pyarrow = import_pyarrow(path)
-    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-    return io.BufferedReader(stream, READ_BYTES)
-
-
-def import_pyarrow(path: Path) -> Any:
-    """Import pyarrow, which takes half a second and is an optional package.
-
-    Raises:   ConfigError if it is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        fix = "run pip install pyarrow"
-        raise input_error(str(path), "needs pyarrow, which is not installed", fix) from error
-    return pyarrow
-
-
-def valid_text(
-    value: Any, where: str, what: str, fix: str = "remove it, or use --text-field"
-) -> str:
-    """Return the value if it is text that can be encoded as UTF-8; otherwise raise ConfigError."""
-    if not isinstance(value, str):
-        rule = f"{what} must be text, not {type(value).__name__}"
-        raise input_error(where, rule, fix)
-    if len(value) > MAX_DOCUMENT_CHARS:
-        rule = f"{what} is longer than {MAX_DOCUMENT_CHARS:,} characters"
-        raise input_error(where, rule, "split the document, or remove it")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON can contain half of a surrogate pair, which is not a character.
-        raise input_error(
-            where, f"{what} is not Unicode ({error})", "repair or remove it"
-        ) from error
-    return value
-
-
-def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[tuple[str, int]]:
-    """Yield documents, each with the byte of the file where it starts."""
+def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield documents, each with the byte of the file where it starts, and what ends it."""
     either = re.compile("(" + r"\r?\n".join(map(re.escape, separator.split("\n"))) + ")")
     rest, start = "", 0
     for chunk in chunks:
@@ -211,13 +145,13 @@ def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[tu
             *found, rest = text.split(separator)
             pairs = [(document, separator) for document in found]
         for document, mark in pairs:
-            yield document, start
-            start += len((document + mark).encode("utf-8"))
+            yield document, start, mark
+            start += len((document + mark).encode("utf-8", "surrogateescape"))
         if len(rest) > MAX_DOCUMENT_CHARS:
             rule = f"no {separator!r} within {MAX_DOCUMENT_CHARS:,} characters"
             fix = "use a --separator that occurs in the file, or none"
             raise input_error(str(path), rule, fix)
-    yield rest, start
+    yield rest, start, ""
 
 
 def cut(chunks: Iterable[str], tell: Callable[[], int], record: Record) -> Iterator[Piece]:
@@ -235,18 +169,13 @@ def cut(chunks: Iterable[str], tell: Callable[[], int], record: Record) -> Itera
     yield Piece(rest, True, tell(), record, before)
 
 
-def _first_line_not_utf8(path: Path) -> int:
+def _first_line_not_utf8(content: BinaryIO) -> int:
+    """Return the first line that is not UTF-8, or 0."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with path.open("rb") as file:
-        for chunk in itertools.chain(iter(lambda: file.read(READ_BYTES), b""), [b""]):
-            try:
-                decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                return line + error.object.count(b"\n", 0, error.start)
-            line += chunk.count(b"\n")
-    raise AssertionError(f"{path} changed while it was read")
-
-
-def input_error(where: str, rule: str, fix: str) -> ConfigError:
-    """Return the error for a place in an input file."""
-    return ConfigError("--input", where, rule, fix)
+    for chunk in itertools.chain(iter(lambda: content.read(READ_BYTES), b""), [b""]):
+        try:
+            decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            return line + error.object.count(b"\n", 0, error.start)
+        line += chunk.count(b"\n")
+    return 0

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxpar.data.formats.json_file import json_text
 from jaxpar.data.formats.readers import (
     JSON_OBJECT,
-    MAX_LINE_BYTES,
     TEXT,
     Piece,
     ReadOptions,
     Record,
     cut,
     in_bytes,
-    input_error,
-    json_text,
 )
+from jaxpar.data.formats.rows import MAX_LINE_BYTES, BadRow, Kinds, bad_row, input_error
+from jaxpar.runtime.progress import size
 
 #: The members that hold a sample's text, the first that is there.
 ENDINGS = (".txt", ".json")
@@ -27,32 +27,46 @@ def read_tar(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece
     """Read the documents of an uncompressed tar file: one for each sample.
 
     A sample is the members in a row whose names are the same up to the first dot of the last part.
-    Its text is its .txt, or else the text field of its .json. Other members are left out.
+    Its text is its .txt, or else the text field of its .json. Other members are counted.
+
+    Raises:   ConfigError for a damaged file, or one most of whose bytes are in other members.
     """
+    left_out = options.rows.members[path] = Kinds()
+    num_read = 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in _texts(archive):
-                yield from _document(archive, member, file, path, options)
+            for member in _texts(archive, left_out):
+                num_read += member.size
+                try:
+                    yield from _document(archive, member, file, path, options)
+                except BadRow as error:
+                    options.rows.bad(error)
             _check_end(archive, file)
     except tarfile.TarError as error:
         rule = f"is not a complete tar file ({error})"
         raise input_error(str(path), rule, "download or write it again, uncompressed") from error
+    if left_out.num_bytes > num_read and not options.partly:
+        rule = f"has {size(num_read)} of text, and members that are not read: {left_out}"
+        fix = "leave them out with --extension .tar, or write their text as .txt"
+        raise input_error(str(path), rule, fix)
 
 
-def _texts(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the member with the text of each sample."""
+def _texts(archive: tarfile.TarFile, left_out: Kinds) -> Iterator[tarfile.TarInfo]:
+    """Yield the member with the text of each sample, and count the others."""
     sample, found = "", dict[str, tarfile.TarInfo]()
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]  # memory would grow with them
         folder, _, name = member.name.rpartition("/")
         stem, _, _ = name.partition(".")
         if f"{folder}/{stem}" != sample:
-            yield from _first(found)
+            yield from _first(found, left_out)
             sample, found = f"{folder}/{stem}", {}
         ending = Path(name).suffix.lower()
-        if member.isreg() and ending in ENDINGS:
-            found.setdefault(ending, member)
-    yield from _first(found)
+        if member.isreg() and ending in ENDINGS and ending not in found:
+            found[ending] = member
+        elif not member.isdir():
+            left_out.add(ending or "without an ending", member.size)
+    yield from _first(found, left_out)
 
 
 def _check_end(archive: tarfile.TarFile, file: BinaryIO) -> None:
@@ -62,8 +76,11 @@ def _check_end(archive: tarfile.TarFile, file: BinaryIO) -> None:
         raise tarfile.ReadError(f"neither a member nor the end at byte {archive.offset:,}")
 
 
-def _first(found: dict[str, tarfile.TarInfo]) -> list[tarfile.TarInfo]:
-    return [found[ending] for ending in ENDINGS if ending in found][:1]
+def _first(found: dict[str, tarfile.TarInfo], left_out: Kinds) -> list[tarfile.TarInfo]:
+    texts = [(ending, found[ending]) for ending in ENDINGS if ending in found]
+    for ending, member in texts[1:]:
+        left_out.add(ending, member.size)
+    return [member for _, member in texts[:1]]
 
 
 def _document(
@@ -76,9 +93,9 @@ def _document(
     where = f"{path}, {member.name}"
     if member.size > MAX_LINE_BYTES:
         rule = f"is longer than {MAX_LINE_BYTES:,} bytes"
-        raise input_error(where, rule, "remove it, or split its document")
+        raise bad_row(where, rule, "remove it, or split its document")
     if member.issparse():
-        raise input_error(where, "is a sparse file", "write the tar file without --sparse")
+        raise bad_row(where, "is a sparse file", "write the tar file without --sparse")
     opened = archive.extractfile(member)
     assert opened is not None  # a regular file
     data, start = opened.read(), member.offset_data
@@ -91,8 +108,8 @@ def _document(
             return
         value = json.loads(text)
     except UnicodeDecodeError as error:
-        raise input_error(where, "is not UTF-8", "convert it to UTF-8") from error
+        raise bad_row(where, "is not UTF-8", "convert it to UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise input_error(where, f"is not valid JSON ({error})", "repair or remove it") from error
+        raise bad_row(where, f"is not valid JSON ({error})", "repair or remove it") from error
     record = Record(JSON_OBJECT, start, len(data))
     yield from cut([json_text(value, options.text_field, where)], file.tell, record)

@@ -75,6 +75,8 @@ class TokenDataset:
         sizes = meta.splits.get(split)
         if sizes is None or sizes.num_tokens == 0:
             fix = "prepare it with --holdout 0.02, or use --evaluation.every 0"
+            if split == TRAIN:
+                fix = "use a dataset with text for training"
             if split == TEST:
                 fix = "prepare it with --split 98,1,1, or use --evaluation.split val"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)

@@ -24,6 +24,7 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 from jaxpar.data.formats.readers import Piece
+from jaxpar.data.formats.rows import Rows
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.files import atomic
@@ -152,11 +153,13 @@ def write_meta(
     holdout: float,
     test: float = 0.0,
     kind: str = "",
+    rows: Rows | None = None,
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 
-    Args:     train: writer of the training split, closed. inputs, holdout, test, kind: as in
-              `Meta`.
+    Args:     train: writer of the training split, closed.
+              inputs, holdout, test, kind: as in `Meta`.
+              rows: the rows that were left out.
     Returns:  the contents of meta.json.
     """
     meta = Meta(
@@ -172,6 +175,8 @@ def write_meta(
         test=test,
         splits=splits,
         kind=kind,
+        bad_rows=rows.num_bad if rows else 0,
+        first_bad_row=rows.first_bad if rows else "",
     )
     tokenizer.save(folder)
     (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")

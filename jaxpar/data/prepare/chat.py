@@ -12,11 +12,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.readers import input_error, valid_text
+from jaxpar.data.formats.rows import bad_row, valid_text
 from jaxpar.data.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
+
+#: Keys of a message that are part of what was said or done: a template that leaves them out would
+#: train on another conversation.
+MESSAGE_PARTS = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "images",
+    "audio",
+)
+
+#: The same of a line.
+ROW_PARTS = ("system", "tools", "functions")
 
 
 class Special(str):
@@ -140,30 +155,45 @@ class ChatEncoder:
 def check_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
     """Return the messages of a line of chat data.
 
-    Raises:   ConfigError that names the line, unless it is a list of {"role", "content"} texts with
-              a message of the assistant.
+    Raises:   BadRow that names the line, unless it is a list of {"role", "content"} texts with a
+              message of the assistant, and nothing beside it that belongs to the conversation.
     """
     messages = record.get(field) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         rule = f"is not a JSON object with a list of messages in {field!r}"
-        raise input_error(where, rule, "set the field of messages with --messages-field")
+        raise bad_row(where, rule, "set the field of messages with --messages-field")
     messages = checked(messages, where)
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise input_error(where, "has no message of the assistant", "remove the line")
+        raise bad_row(where, "has no message of the assistant", "remove the line")
+    told = {message["content"].strip() for message in messages}
+    for name in ROW_PARTS:
+        value = record.get(name)
+        if name == field or not value or (isinstance(value, str) and value.strip() in told):
+            continue
+        rule = f"has {name!r} beside its messages, which no template writes"
+        raise bad_row(where, rule, "put it into a message, or remove it")
     return messages
 
 
 def checked(messages: list[Any], where: str, place: str = "") -> list[dict[str, str]]:
-    """Return a list of messages, each with a role and a text.
+    """Return a list of messages, each with a role and a text, and nothing else.
 
     Args:     place: what an error says before the number of the message.
-    Raises:   ConfigError that names the line and the message.
+    Raises:   BadRow that names the line and the message. A message may have other keys, such as an
+              id, but not those of what was said or done.
     """
+    found = []
     for number, message in enumerate(messages, start=1):
+        what = f"{place}message {number}"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
-            rule = f"{place}message {number} has role {role!r}, not one of {', '.join(ROLES)}"
-            raise input_error(where, rule, "rename the role, or remove the line")
-        what, fix = f"{place}message {number}'s content", "use text, or remove the line"
-        valid_text(message.get("content"), where, what, fix)
-    return messages
+            rule = f"{what} has role {role!r}, not one of {', '.join(ROLES)}"
+            raise bad_row(where, rule, "rename the role, or remove the line")
+        for name in MESSAGE_PARTS:
+            if message.get(name):
+                rule = f"{what} has {name!r}, which no template writes"
+                raise bad_row(where, rule, "put it into the content, or remove it")
+        fix = "use text, or remove the line"
+        text = valid_text(message.get("content"), where, f"{what}'s content", fix)
+        found.append({"role": role, "content": text})
+    return found

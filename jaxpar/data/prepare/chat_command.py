@@ -1,19 +1,20 @@
 """Prepare a dataset of conversations: `python -m jaxpar.data prepare-chat`."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import TRAIN, Meta
-from jaxpar.data.formats.readers import json_records, read_jsonl
+from jaxpar.data.formats.rows import ERROR, Rows
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.chat import ChatEncoder, check_messages
-from jaxpar.data.prepare.documents import InputFile, find_sources
+from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.progress import PreparationProgress
-from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, shares_of, split_of
+from jaxpar.data.prepare.records import find_json, finish_records, read_records, record_borders
+from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 from jaxpar.runtime.option_classes import TO_ADDRESS
 
@@ -23,7 +24,7 @@ class ChatOptions:
     """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
 
     input: tuple[str, ...]
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst) with a conversation per line, or folders of them."""
+    """Files of JSON Lines, compressed or not, with a conversation per line, or folders of them."""
     output: Annotated[str, TO_ADDRESS]
     """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
     tokenizer: str
@@ -37,7 +38,10 @@ class ChatOptions:
     split: str = ""
     """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    on_bad_row: Literal["error", "skip"] = ERROR
+    """Whether a line that is no conversation ends the command, or is left out and counted."""
     overwrite: bool = False
     """Replace an existing dataset in the output folder."""
 
@@ -49,28 +53,12 @@ def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = No
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
     shares_of(options.holdout, options.split)
-    sources = find_jsonl(options.input, "chat data")
+    progress = progress or PreparationProgress()
+    sources = find_json(options.input, (options.messages_field,), progress.log)
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
-        return _write(
-            folder, options, sources, encoder, tokenizer, progress or PreparationProgress()
-        )
-
-
-def find_jsonl(inputs: Sequence[str], what: str) -> list[InputFile]:
-    """Find the files of the option --input.
-
-    Raises:   ConfigError if there is none, or if one is not JSON Lines, which `what` must be.
-    """
-    if not inputs:
-        raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
-    sources = find_sources(inputs)
-    for source in sources:
-        if source.read is not read_jsonl:
-            rule = f"is not JSON Lines, which {what} must be"
-            raise ConfigError("--input", str(source.path), rule, "use .jsonl files")
-    return sources
+        return _write(folder, options, sources, encoder, tokenizer, progress)
 
 
 def _write(
@@ -84,17 +72,19 @@ def _write(
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     shares = shares_of(options.holdout, options.split)
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
-    total, before = sum(source.num_bytes for source in sources), 0
-    for source in sources:
-        with source.path.open("rb") as file:
-            for where, record in json_records(file, source.path):
-                messages = check_messages(record, options.messages_field, where)
-                split = split_of(json.dumps(messages), shares)
-                writers[split].append_conversation(*encoder.encode(messages))
-                num_tokens = sum(writer.num_tokens for writer in writers.values())
-                progress.advance(before + file.tell(), total, num_tokens)
-        before += source.num_bytes
+    total, rows = sum(source.num_bytes for source in sources), Rows(options.on_bad_row)
+    parse = functools.partial(check_messages, field=options.messages_field)
+    read = functools.partial(read_records, sources, lambda record, at: parse(record, where=at))
+    keys = (json.dumps(messages) for messages, _ in read(Rows(options.on_bad_row)))
+    borders = record_borders(keys, shares, progress)
+    for messages, position in read(rows):
+        split = borders.split(place_of(json.dumps(messages)))
+        writers[split].append_conversation(*encoder.encode(messages))
+        num_tokens = sum(writer.num_tokens for writer in writers.values())
+        progress.advance(position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
+    finish_records(rows, options.input, progress)
     fix = "use more conversations"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
-    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)
+    train, inputs = writers[TRAIN], options.input
+    return write_meta(folder, tokenizer, train, splits, inputs, *shares, rows=rows)

@@ -1,31 +1,48 @@
 """Find input files and read their documents, in a fixed order."""
 
+import shlex
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
+from jaxpar.data.formats.compressed import COMPRESSIONS
+from jaxpar.data.formats.json_file import only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
+from jaxpar.data.formats.rows import Kinds, reading
 from jaxpar.data.formats.tar_file import read_tar
+from jaxpar.data.prepare.unread import advice, is_text
+from jaxpar.runtime.progress import size
 
 #: The `--input` for the source code of the Python standard library, which is always available.
 STDLIB = "stdlib"
 
 Reader = Callable[[BinaryIO, Path, ReadOptions], Iterator[Piece]]
 
-#: The reader of each kind of file, by the ending of its name.
+#: The endings of JSON Lines, each also compressed. Published corpora use all of them.
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+
+
+def _compressed(endings: Sequence[str], read: Reader) -> dict[str, Reader]:
+    return {end + more: read for end in endings for more in ("", *COMPRESSIONS)}
+
+
+#: The readers of JSON files, by the ending of the name.
+JSON_READERS = _compressed(JSON_ENDINGS, readers.read_jsonl)
+
+#: The reader of each kind of file.
 READERS: dict[str, Reader] = {
-    ".txt": readers.read_text,
-    ".jsonl": readers.read_jsonl,
-    ".jsonl.gz": readers.read_jsonl,
-    ".jsonl.zst": readers.read_jsonl,
+    **_compressed([".txt"], readers.read_text),
+    **JSON_READERS,
     ".parquet": columns.read_parquet,
     ".arrow": columns.read_arrow,
     ".tar": read_tar,
 }
 
+#: The kinds, for errors.
+KINDS = ", ".join(dict.fromkeys(end for end in READERS if not end.endswith(tuple(COMPRESSIONS))))
 
 #: The `--extension` for every file that is UTF-8 text.
 ANY = "any"
@@ -40,37 +57,80 @@ class InputFile(NamedTuple):
     """Size of the file, compressed or not."""
 
 
-def find_sources(inputs: Sequence[str], extensions: Sequence[str] = ()) -> list[InputFile]:
+class Wanted(NamedTuple):
+    """The files to read in folders."""
+
+    extensions: tuple[str, ...] = ()
+    """The endings of their names, such as ".py", or ANY. Files without a reader of their own are
+    text. Empty: all files with a reader."""
+    fields: tuple[str, ...] = ("text",)
+    """The fields of documents, for which a .json of a single object must have one."""
+    json_only: bool = False
+    """Whether only JSON is read."""
+    by_name: bool = False
+    """Whether the command has no option --extension, so that files to read are named."""
+
+    def reader(self, path: Path) -> Reader | None:
+        """Return the reader of a file; None if it is not wanted."""
+        name = path.name.lower()
+        known = JSON_READERS if self.json_only else READERS
+        own = next((read for end, read in known.items() if name.endswith(end)), None)
+        if not self.extensions:
+            return own
+        fits = ANY in self.extensions or name.endswith(self.extensions)
+        return own or readers.read_text if fits else None
+
+    @property
+    def kinds(self) -> str:
+        """The endings of the files, for errors."""
+        if ANY in self.extensions:
+            return "text"
+        json_kinds = ", ".join(JSON_ENDINGS)
+        return ", ".join(self.extensions) or (json_kinds if self.json_only else KINDS)
+
+
+def find_sources(
+    inputs: Sequence[str], wanted: Wanted | None = None, log: Callable[[str], None] | None = None
+) -> list[InputFile]:
     """Find the files of all inputs, in the given order; those of a folder are sorted by path.
 
-    Args:     inputs: files, folders (searched recursively), or "stdlib". extensions: the endings of
-              the files to read, such as ".py", or ANY. Files without a reader of their own are
-              text. Empty: files with a reader.
-    Raises:   ConfigError for an input that is missing, has an unknown format, or has no documents,
-              and for what is no ending.
+    Args:     inputs: files, folders (searched recursively), or "stdlib". wanted: the files to read
+              in folders. log: called with a line about the files of a folder that are not read.
+    Raises:   ConfigError for an input that is missing, has an unknown format, or has no documents;
+              for a folder most of whose bytes would not be read; and for what is no ending.
     """
     if not inputs:
         raise ConfigError("--input", "", "must not be empty", f"use --input {STDLIB}")
-    readers_by_ending = _readers(extensions)
+    wanted = wanted or Wanted()
+    wanted = wanted._replace(extensions=tuple(map(_ending, wanted.extensions)))
     sources: list[InputFile] = []
     for name in inputs:
-        found = _stdlib_sources() if name == STDLIB else _path_sources(name, readers_by_ending)
-        sources += found
+        path = Path(name)
+        with reading(path):
+            if name == STDLIB:
+                sources += _stdlib_sources(log or _silent)
+            elif path.is_file():
+                sources.append(_file(path, wanted))
+            elif path.is_dir():
+                sources += _Folder(path, wanted).sources(log or _silent)
+            else:
+                rule = "is neither a file nor a folder" if path.exists() else "does not exist"
+                fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
+                raise ConfigError("--input", name, rule, fix)
     return sources
 
 
-def _readers(extensions: Sequence[str]) -> dict[str, Reader]:
-    """Return the readers by ending: the first that fits counts. That of ANY is the empty ending."""
-    chosen: dict[str, Reader] = {}
-    for given in extensions:
-        ending = "" if given == ANY else f".{given.removeprefix('.')}".lower()
-        if ending == "." or "/" in given:
-            rule, fix = "is not the ending of a file's name", f"use --extension .py .md, or {ANY}"
-            raise ConfigError("--extension", given, rule, fix)
-        chosen[ending] = READERS.get(ending, readers.read_text)
-    if "" in chosen:
-        return {**READERS, "": readers.read_text}
-    return chosen or READERS
+def _silent(line: str) -> None:
+    """Show nothing."""
+
+
+def _ending(given: str) -> str:
+    """Return an ending as files have it. Raises: ConfigError for what is none."""
+    ending = ANY if given == ANY else f".{given.removeprefix('.')}".lower()
+    if ending == "." or "/" in given:
+        rule, fix = "is not the ending of a file's name", f"use --extension .py .md, or {ANY}"
+        raise ConfigError("--extension", given, rule, fix)
+    return ending
 
 
 def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[Piece]:
@@ -81,85 +141,156 @@ def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[
     """
     before = 0
     for number, (path, read, num_bytes) in enumerate(sources):
-        try:
-            with path.open("rb") as file:
-                for piece in read(file, path, options):
-                    yield piece._replace(position=before + piece.position, file=number)
-        except OSError as error:
-            rule = f"cannot be read: {error.strerror or error}"
-            fix = "check the file and its permissions"
-            raise ConfigError("--input", str(path), rule, fix) from error
+        with reading(path), path.open("rb") as file:
+            for piece in read(file, path, options):
+                options.rows.num_good += piece.last
+                yield piece._replace(position=before + piece.position, file=number)
         before += num_bytes
 
 
-def _path_sources(name: str, known: Mapping[str, Reader]) -> list[InputFile]:
-    path, kinds = Path(name), ", ".join(known)
-    if path.is_file():
-        read = _reader(path, known)
+def _file(path: Path, wanted: Wanted) -> InputFile:
+    """Return the source of a file that is named. Raises: ConfigError if it has no reader."""
+    read = wanted.reader(path)
+    if read is None:
+        fix = advice(path, wanted.kinds, not wanted.by_name)
+        raise ConfigError("--input", str(path), f"is not one of {wanted.kinds}", fix)
+    return InputFile(path, read, path.stat().st_size)
+
+
+class _Folder:
+    """The files below a folder: those that are read, and counts of the others."""
+
+    def __init__(self, folder: Path, wanted: Wanted):
+        self._folder, self._wanted = folder, wanted
+        self._sources: list[InputFile] = []
+        #: Files that may be data, and others: hidden ones, and caches of a saved dataset.
+        self._left_out, self._others = Kinds(), Kinds()
+        self._unread: dict[str, Path] = {}
+        self._walk(folder, frozenset())
+
+    def sources(self, log: Callable[[str], None]) -> list[InputFile]:
+        """Return the files to read. Raises: ConfigError if they are none, or the lesser part."""
+        if not self._sources:
+            raise self._nothing()
+        num_bytes = sum(source.num_bytes for source in self._sources)
+        if self._left_out.num_bytes > num_bytes and not self._wanted.extensions:
+            count = len(self._sources)
+            rule = f"has files that are not read, {self._left_out}, and only {count:,} that are, "
+            raise ConfigError("--input", str(self._folder), rule + size(num_bytes), self._fix())
+        read = Kinds()
+        for source in self._sources:
+            read.add(kind_of(source.path), source.num_bytes)
+        if len(read.counts) > 1 or self._left_out:
+            log(f"{self._folder}: files to read: {read}")
+        for left_out, which in (
+            (self._left_out, ""),
+            (self._others, ", hidden, a cache or no file"),
+        ):
+            if left_out:
+                log(f"{self._folder}: files not read{which}: {left_out}")
+        return self._sources
+
+    def _walk(self, folder: Path, above: frozenset[Path]) -> None:
+        """Add the files below a folder, sorted, following links; for a saved Hugging Face dataset,
+        its shards in order.
+
+        Args:     above: the parent folders, to detect loops of links.
+        Raises:   ConfigError for a broken link to a file of a known format.
+        """
+        shards = columns.saved_shards(folder)
+        if shards is not None:
+            for path in shards:
+                self._add(path)
+            for path in sorted(set(folder.rglob("*")) - set(shards)):
+                if path.is_file() and path.name not in columns.ABOUT_FILES:
+                    self._others.add(kind_of(path), path.stat().st_size)
+            return
+        above |= {folder.resolve()}
+        for path in sorted(folder.iterdir()):
+            if path.is_dir():
+                if path.resolve() not in above:
+                    self._walk(path, above)
+            elif path.is_file():
+                self._add(path)
+            elif path.is_symlink() and self._wanted.reader(path):
+                fix = "restore its target, or remove the link"
+                raise ConfigError("--input", str(path), "is a link to a missing file", fix)
+            else:
+                self._others.add("link or device", 0)
+
+    def _add(self, path: Path) -> None:
+        num_bytes, kind = path.stat().st_size, kind_of(path)
+        if any(part.startswith(".") for part in path.relative_to(self._folder).parts):
+            self._others.add(kind, num_bytes)
+            return
+        read = self._wanted.reader(path)
+        if read is readers.read_text and ANY in self._wanted.extensions and not _is_utf8(path):
+            read = None
+        if read is readers.read_jsonl and kind.split(".")[1] == "json":
+            value = only_object(path)
+            if value is not None and not any(field in value for field in self._wanted.fields):
+                read, kind = None, f"{kind} without {self._wanted.fields[0]!r}"
         if read is None:
-            fix = f"convert it to one of {', '.join(READERS)}"
-            if path.suffix:
-                fix += f", or read it as text with --extension {path.suffix}"
-            raise ConfigError("--input", name, f"is not one of {kinds}", fix)
-        return [InputFile(path, read, path.stat().st_size)]
-    if not path.is_dir():
-        fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
-        raise ConfigError("--input", name, "does not exist", fix)
-    files = [(p, _reader(p, known)) for p in _files_in(path, known)]
-    sources = [InputFile(p, read, p.stat().st_size) for p, read in files if read]
-    if "" in known:
-        sources = [s for s in sources if s.read is not readers.read_text or _is_text(s.path, path)]
-    if not sources:
-        what = "text" if "" in known else f"{kinds} file"
-        fix = "use another folder, or --extension for files with other names"
-        raise ConfigError("--input", name, f"has no {what}", fix)
-    return sources
+            self._left_out.add(kind, num_bytes)
+            self._unread.setdefault(kind, path)
+        else:
+            self._sources.append(InputFile(path, read, num_bytes))
+
+    def _nothing(self) -> ConfigError:
+        rule = f"has no {self._wanted.kinds} file"
+        fix = "use another folder"
+        if self._left_out:
+            rule += f", but {self._left_out}"
+            fix = self._fix()
+        return ConfigError("--input", str(self._folder), rule, fix)
+
+    def _fix(self) -> str:
+        """Return how to read the other files too, or to leave them out."""
+        read = sorted({kind_of(source.path) for source in self._sources})
+        if self._wanted.by_name:
+            names = {str(s.path.parent / f"*{kind_of(s.path)}") for s in self._sources}
+            found = " ".join(sorted(names)[:4])
+            named = f"name the files to read: --input {found}"
+            return named if read else f"use JSON Lines with the field {self._wanted.fields[0]!r}"
+        texts = {kind for kind, path in self._unread.items() if is_text(path)}
+        fixes = []
+        if texts:
+            both = " ".join(map(shlex.quote, sorted({*read, *texts})))
+            fixes.append(f"read them as text with --extension {both}")
+        if read:
+            fixes.append(f"leave them out with --extension {' '.join(map(shlex.quote, read))}")
+        if any(" without " in kind for kind in self._unread):
+            fixes.append("set the field of a document with --text-field")
+        largest = max(self._unread, key=lambda kind: self._left_out.sizes[kind])
+        return ", or ".join(fixes) or advice(self._unread[largest], self._wanted.kinds, True)
 
 
-def _is_text(path: Path, folder: Path) -> bool:
-    """Return whether a file is UTF-8 text, and no part of its path is hidden, such as .git."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not hidden and _is_utf8(path)
+def kind_of(path: Path) -> str:
+    """Return the ending of a file's name, with that before a compression."""
+    name = path.name.lower()
+    known = next((end for end in READERS if name.endswith(end)), "")
+    inner = Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
+    return known or inner + path.suffix.lower() or "without an ending"
 
 
-def _files_in(
-    folder: Path, known: Mapping[str, Reader], above: frozenset[Path] = frozenset()
-) -> list[Path]:
-    """Return the files below a folder, sorted, following links; for a saved Hugging Face dataset,
-    its shards in order.
-
-    Args:     above: the parent folders, to detect loops of links.
-    Raises:   ConfigError for a broken link to a file of a known format.
-    """
-    shards = columns.saved_shards(folder)
-    if shards is not None:
-        return shards
-    above |= {folder.resolve()}
-    files: list[Path] = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            files += [] if path.resolve() in above else _files_in(path, known, above)
-        elif path.is_file():
-            files.append(path)
-        elif path.is_symlink() and _reader(path, known):
-            fix = "restore its target, or remove the link"
-            raise ConfigError("--input", str(path), "is a link to a missing file", fix)
-    return files
-
-
-def _reader(path: Path, known: Mapping[str, Reader]) -> Reader | None:
-    return next((read for end, read in known.items() if path.name.lower().endswith(end)), None)
-
-
-def _stdlib_sources() -> list[InputFile]:
+def _stdlib_sources(log: Callable[[str], None]) -> list[InputFile]:
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}
-    files = (p for p in sorted(root.rglob("*.py")) if not installed & set(p.parts))
-    # Python's tests have files in other encodings, on purpose.
-    sources = [InputFile(p, readers.read_text, p.stat().st_size) for p in files if _is_utf8(p)]
+    sources, left_out = [], Kinds()
+    for path in sorted(root.rglob("*.py")):
+        if installed & set(path.parts):
+            continue
+        num_bytes = path.stat().st_size
+        # Python's tests have files in other encodings, on purpose.
+        if _is_utf8(path):
+            sources.append(InputFile(path, readers.read_text, num_bytes))
+        else:
+            left_out.add("in other encodings", num_bytes)
     if not sources:
         fix = "use a Python that is not zipped, or another --input"
         raise ConfigError("--input", STDLIB, f"found no .py file below {root}", fix)
+    if left_out:
+        log(f"{STDLIB}: files not read: {left_out}")
     return sources
 
 

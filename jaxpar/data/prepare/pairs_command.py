@@ -1,5 +1,6 @@
 """Prepare a dataset of pairs of responses: `python -m jaxpar.data prepare-pairs`."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
-from jaxpar.data.formats.readers import json_records
+from jaxpar.data.formats.rows import ERROR, Rows
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.chat import ChatEncoder
-from jaxpar.data.prepare.chat_command import find_jsonl
 from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.pairs import encode_pair, read_pair
 from jaxpar.data.prepare.progress import PreparationProgress
-from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, shares_of, split_of
+from jaxpar.data.prepare.records import find_json, finish_records, read_records, record_borders
+from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 from jaxpar.runtime.option_classes import TO_ADDRESS
 
@@ -24,7 +25,7 @@ class PairOptions:
     """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
 
     input: tuple[str, ...]
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst) with a pair per line, or folders of them."""
+    """Files of JSON Lines, compressed or not, with a pair per line, or folders of them."""
     output: Annotated[str, TO_ADDRESS]
     """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
     tokenizer: str
@@ -43,7 +44,11 @@ class PairOptions:
     split: str = ""
     """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    on_bad_row: Literal["error", "skip"] = ERROR
+    """Whether a line that is no pair, such as one of equal responses, ends the command, or is left
+    out and counted."""
     overwrite: bool = False
     """Replace an existing dataset in the output folder."""
 
@@ -57,13 +62,13 @@ def prepare_pairs(options: PairOptions, progress: PreparationProgress | None = N
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
     shares_of(options.holdout, options.split)
-    sources = find_jsonl(options.input, "data of pairs")
+    progress = progress or PreparationProgress()
+    fields = options.chosen_field, options.rejected_field
+    sources = find_json(options.input, fields, progress.log)
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
-        return _write(
-            folder, options, sources, encoder, tokenizer, progress or PreparationProgress()
-        )
+        return _write(folder, options, sources, encoder, tokenizer, progress)
 
 
 def _write(
@@ -78,19 +83,19 @@ def _write(
     shares = shares_of(options.holdout, options.split)
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
     fields = options.prompt_field, options.chosen_field, options.rejected_field
-    total, before = sum(source.num_bytes for source in sources), 0
-    for source in sources:
-        with source.path.open("rb") as file:
-            for where, record in json_records(file, source.path):
-                pair = read_pair(record, fields, where)
-                writer = writers[split_of(json.dumps(pair.prompt), shares)]
-                for conversation in encode_pair(pair, encoder):
-                    writer.append_conversation(*conversation)
-                num_tokens = sum(writer.num_tokens for writer in writers.values())
-                progress.advance(before + file.tell(), total, num_tokens)
-        before += source.num_bytes
+    total, rows = sum(source.num_bytes for source in sources), Rows(options.on_bad_row)
+    read = functools.partial(read_records, sources, lambda line, at: read_pair(line, fields, at))
+    keys = (json.dumps(pair.prompt) for pair, _ in read(Rows(options.on_bad_row)))
+    borders = record_borders(keys, shares, progress)
+    for pair, position in read(rows):
+        writer = writers[borders.split(place_of(json.dumps(pair.prompt)))]
+        for conversation in encode_pair(pair, encoder):
+            writer.append_conversation(*conversation)
+        num_tokens = sum(writer.num_tokens for writer in writers.values())
+        progress.advance(position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
+    finish_records(rows, options.input, progress)
     fix = "use more pairs"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
     train, inputs = writers[TRAIN], options.input
-    return write_meta(folder, tokenizer, train, splits, inputs, *shares, kind=PAIRS)
+    return write_meta(folder, tokenizer, train, splits, inputs, *shares, kind=PAIRS, rows=rows)

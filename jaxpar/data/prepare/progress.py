@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import rich.progress
 
 from jaxpar.runtime import terminal
+from jaxpar.runtime.progress import size
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -37,7 +38,7 @@ class LogProgress(PreparationProgress):
         """Print a line when one is due."""
         if time.monotonic() >= self._next:
             self._next += LOG_EVERY
-            self.log(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
+            self.log(f"read {size(position)} of {size(total)}, {num_tokens:,} tokens")
 
 
 class BarProgress(PreparationProgress):

@@ -1,16 +1,22 @@
 """Assign documents to the training, held-out and test split."""
 
+import bisect
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import TEST, TRAIN, VAL, SplitMeta
 from jaxpar.data.formats.readers import Piece
+from jaxpar.data.formats.rows import Rows
 
 #: Held-out share of the documents unless an option says otherwise.
 HOLDOUT = 0.02
+
+#: Documents to look at for one in each split. Of so many, a share of 0.001 has one.
+LOOKED_AT = 10_000
 
 _IN_WORDS = {TRAIN: "training", VAL: "held-out", TEST: "test"}
 
@@ -32,6 +38,11 @@ class Shares(NamedTuple):
     def splits(self) -> tuple[str, ...]:
         """The splits that a folder has."""
         return (TRAIN, VAL, TEST) if self.test else (TRAIN, VAL)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The splits that must have documents."""
+        return (TRAIN, *[VAL] * bool(self.val), *[TEST] * bool(self.test))
 
 
 def shares_of(holdout: float, split: str) -> Shares:
@@ -59,33 +70,153 @@ def shares_of(holdout: float, split: str) -> Shares:
     return Shares(sizes[1] / total, sizes[2] / total)
 
 
-def split_of(text: str, shares: Shares) -> str:
-    """Return the split of a document.
+def place_of(text: str) -> int:
+    """Return the place of a document among all, in [0, 2**64): a hash of its first piece.
 
-    The choice depends on the content, so that copies of a document are always in the same split,
-    and additional files do not change the split of other documents. For the same held-out share,
-    the held-out documents are the same with and without a test split.
-
-    Args:     text: the first piece of the document.
+    The choice of the split depends on the content, so that copies of a document are always in the
+    same split, and additional files do not change the split of other documents. For the same
+    held-out share, the held-out documents are the same with and without a test split.
     """
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    place = int.from_bytes(digest, "big")
-    if place < shares.val * 2**64:
-        return VAL
-    return TEST if place < (shares.val + shares.test) * 2**64 else TRAIN
+    return int.from_bytes(digest, "big")
 
 
-def assign_splits(pieces: Iterable[Piece], shares: Shares) -> Iterator[SplitPiece]:
-    """Assign each document to a split. Documents without visible characters are dropped."""
-    split = None
+class Borders(NamedTuple):
+    """Where the splits begin and end: documents by their places, or a single one by characters."""
+
+    val: int
+    """Documents with a place below it are held out."""
+    test: int
+    """Other documents with a place below it are in the test split."""
+    cuts: tuple[int, ...] = ()
+    """Of a single document, the characters before each split of `names` but the first."""
+    names: tuple[str, ...] = ()
+    """The splits of a single document, in order."""
+    num_chars: int = 0
+    """Characters of a single document."""
+
+    def split(self, place: int) -> str:
+        """Return the split of a document."""
+        if place < self.val:
+            return VAL
+        return TEST if place < self.test else TRAIN
+
+
+def borders_of(shares: Shares) -> Borders:
+    """Return the borders of many documents."""
+    return Borders(math.ceil(shares.val * 2**64), math.ceil((shares.val + shares.test) * 2**64))
+
+
+def find_borders(places: Iterable[int], shares: Shares) -> Borders:
+    """Return borders that leave no split empty, if there are enough documents.
+
+    Reads places until each split has a document, at most LOOKED_AT. If all documents were read
+    before, the borders move to the next ones.
+    """
+    borders, found, missing = borders_of(shares), list[int](), set(shares.asked)
+    for place in itertools.islice(places, LOOKED_AT):
+        found.append(place)
+        missing.discard(borders.split(place))
+        if not missing:
+            return borders
+    if len(found) == LOOKED_AT or len(set(found)) < len(shares.asked):
+        return borders
+    ordered, val, test = sorted(set(found)), bool(shares.val), bool(shares.test)
+    num_test = max(bisect.bisect_left(ordered, borders.test), val + test)
+    num_test = min(num_test, len(ordered) - 1)
+    num_val = min(max(bisect.bisect_left(ordered, borders.val), val), num_test - test)
+    return Borders(_above(ordered, num_val, borders.val), _above(ordered, num_test, borders.test))
+
+
+def _above(ordered: Sequence[int], count: int, border: int) -> int:
+    """Return a border above the first `count` places: the given one, if it is there."""
+    if count == bisect.bisect_left(ordered, border):
+        return border
+    return ordered[count - 1] + 1 if count else 0
+
+
+def in_words(borders: Borders, shares: Shares) -> str:
+    """Return what `find_borders` or `text_borders` changed, as a line; "" for nothing."""
+    if borders.cuts:
+        share = {VAL: shares.val, TEST: shares.test}
+        parts = [f"{100 * share[name]:.3g}% as its {_IN_WORDS[name]}" for name in borders.names[1:]]
+        return f"the input is one document; its end is cut off: {' split, '.join(parts)} split"
+    if borders != borders_of(shares):
+        return "few documents: each split has at least one"
+    return ""
+
+
+def text_borders(pieces: Iterable[Piece], shares: Shares) -> Borders:
+    """Return the borders of documents of text: if there is only one, it is cut at characters."""
+    if len(shares.asked) == 1:
+        return borders_of(shares)
+    counted = _Counted()
+    borders = find_borders(counted.places(pieces), shares)
+    if counted.num_documents != 1:
+        return borders
+    names = tuple(name for name in (TRAIN, VAL, TEST) if name in shares.asked)
+    held_out = [math.ceil(counted.num_chars * share) for share in (shares.val, shares.test)]
+    ends = [counted.num_chars - sum(held_out), counted.num_chars - held_out[1]]
+    cuts = [end for end, name in zip(ends, (VAL, TEST), strict=True) if name in names]
+    return borders._replace(cuts=tuple(cuts), names=names, num_chars=counted.num_chars)
+
+
+class _Counted:
+    """Counts documents, and the characters of the last one."""
+
+    def __init__(self) -> None:
+        self.num_documents = self.num_chars = 0
+
+    def places(self, pieces: Iterable[Piece]) -> Iterator[int]:
+        """Yield the place of each document that is not blank."""
+        place = None
+        for piece in pieces:
+            if place is None:
+                if piece.last and not piece.text.strip():
+                    continue
+                place, self.num_chars = place_of(piece.text), 0
+            self.num_chars += len(piece.text)
+            if piece.last:
+                self.num_documents += 1
+                yield place
+                place = None
+
+
+def assign_splits(
+    pieces: Iterable[Piece], borders: Borders, rows: Rows | None = None
+) -> Iterator[SplitPiece]:
+    """Assign each document to a split. Documents without visible characters are dropped.
+
+    Args:     rows: counts those that are dropped.
+    """
+    split, passed = None, 0
     for piece in pieces:
         if split is None:
             if piece.last and not piece.text.strip():
+                if rows:
+                    rows.num_blank += 1
                 continue
-            split = split_of(piece.text, shares)
-        yield SplitPiece(split, piece)
+            split = borders.split(place_of(piece.text))
+        if borders.cuts:
+            yield from _cut(piece, passed, borders)
+            passed += len(piece.text)
+        else:
+            yield SplitPiece(split, piece)
         if piece.last:
             split = None
+
+
+def _cut(piece: Piece, passed: int, borders: Borders) -> Iterator[SplitPiece]:
+    """Yield the parts of a piece of a single document that are in each split.
+
+    Args:     passed: characters of the document before the piece.
+    """
+    edges = (0, *borders.cuts, borders.num_chars)
+    for name, (start, end) in zip(borders.names, itertools.pairwise(edges), strict=True):
+        first, stop = max(start - passed, 0), min(end - passed, len(piece.text))
+        if first < stop:
+            part = piece._replace(text=piece.text[first:stop], first=piece.first + first)
+            yield SplitPiece(name, part._replace(last=passed + stop == end))
 
 
 def check_no_split_is_empty(
@@ -103,4 +234,5 @@ def check_no_split_is_empty(
             rule = f"leaves no {_IN_WORDS[name]} document of {found:,}"
             if split:
                 raise ConfigError("--split", split, rule, f"{fix}, or use --split 1,0,0")
-            raise ConfigError("--holdout", holdout, rule, f"{fix}, or use --holdout 0")
+            unevaluated = "use --holdout 0, and train with --evaluation.every 0"
+            raise ConfigError("--holdout", holdout, rule, f"{fix}, or {unevaluated}")

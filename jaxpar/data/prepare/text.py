@@ -10,27 +10,32 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import Range
 from jaxpar.data.formats.meta import TRAIN, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
+from jaxpar.data.formats.rows import ERROR, Rows
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.prepare.documents import InputFile, find_sources, read_pieces
+from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_pieces
 from jaxpar.data.prepare.encode import encode_pieces
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import (
     HOLDOUT,
+    Borders,
     assign_splits,
     check_no_split_is_empty,
+    in_words,
     shares_of,
+    text_borders,
 )
 from jaxpar.data.stream.cutting import cut_text, one_part
 from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
+from jaxpar.runtime.progress import size
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"
@@ -68,10 +73,13 @@ class PrepareOptions:
     r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
     None: each file is a document."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: try the usual names."""
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
     stream: bool = False
     """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
     where it is."""
+    on_bad_row: Literal["error", "skip"] = ERROR
+    """Whether a row that is broken or has no text ends the command, or is left out and counted."""
     overwrite: bool = False
     """Replace an existing dataset in the output folder."""
 
@@ -84,7 +92,8 @@ def prepare(options: PrepareOptions, progress: PreparationProgress | None = None
     """
     _check(options)
     progress = progress or PreparationProgress()
-    sources = find_sources(options.input, options.extension)
+    wanted = Wanted(options.extension, (options.text_field,))
+    sources = find_sources(options.input, wanted, progress.log)
     with whole_folder(options.output, options.overwrite) as folder:
         tokenizer = _make_tokenizer(options, sources, progress)
         return _write(folder, options, sources, tokenizer, progress)
@@ -97,10 +106,13 @@ def _write(
     tokenizer: Tokenizer,
     progress: PreparationProgress,
 ) -> Meta:
-    shares = shares_of(options.holdout, options.split)
+    shares, read = shares_of(options.holdout, options.split), _read_options(options)
     total = sum(source.num_bytes for source in sources)
-    progress.log(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
-    pieces = assign_splits(read_pieces(sources, _read_options(options)), shares)
+    borders = _borders(sources, options)
+    if line := in_words(borders, shares):
+        progress.log(line)
+    progress.log(f"encoding {size(total)} of input on {options.workers} threads")
+    pieces = assign_splits(read_pieces(sources, read), borders, read.rows)
     stream = options.stream
     index = begin_index(folder, sources, options.text_field) if stream else None
     make = IndexWriter if stream else SplitWriter
@@ -114,10 +126,14 @@ def _write(
         num_tokens = sum(writer.num_tokens for writer in writers.values())
         progress.advance(piece.position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
+    read.rows.check(" ".join(options.input))
     _check_documents(splits, options)
+    for line in read.rows.lines():
+        progress.log(line)
     if index is not None:
         finish_index(index, shares.splits)
-    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)
+    train, inputs = writers[TRAIN], options.input
+    return write_meta(folder, tokenizer, train, splits, inputs, *shares, rows=read.rows)
 
 
 def _check(options: PrepareOptions) -> None:
@@ -135,7 +151,14 @@ def _read_options(options: PrepareOptions) -> ReadOptions:
     separator = options.separator
     if separator is not None:
         separator = separator.replace("\\n", "\n")
-    return ReadOptions(options.text_field, separator)
+    return ReadOptions(
+        options.text_field, separator, bool(options.extension), Rows(options.on_bad_row)
+    )
+
+
+def _borders(sources: Sequence[InputFile], options: PrepareOptions) -> Borders:
+    shares = shares_of(options.holdout, options.split)
+    return text_borders(read_pieces(sources, _read_options(options)), shares)
 
 
 def _make_tokenizer(
@@ -156,16 +179,15 @@ def _make_tokenizer(
 
 def _sample(sources: Sequence[InputFile], options: PrepareOptions) -> Iterator[str]:
     """Yield training text of all files in a fixed random order, with about equal shares."""
-    order = list(sources)
+    order, borders = list(sources), _borders(sources, options)
     random.Random(0).shuffle(order)
     share = max(BPE_SAMPLE_CHARS // len(order), PIECE_CHARS)
-    shares = (_up_to(share, _training_texts(source, options)) for source in order)
+    shares = (_up_to(share, _training_texts(source, options, borders)) for source in order)
     return _up_to(BPE_SAMPLE_CHARS, itertools.chain.from_iterable(shares))
 
 
-def _training_texts(source: InputFile, options: PrepareOptions) -> Iterator[str]:
-    shares = shares_of(options.holdout, options.split)
-    pieces = assign_splits(read_pieces([source], _read_options(options)), shares)
+def _training_texts(source: InputFile, options: PrepareOptions, borders: Borders) -> Iterator[str]:
+    pieces = assign_splits(read_pieces([source], _read_options(options)), borders)
     return (piece.text for split, piece in pieces if split == TRAIN)
 
 

@@ -7,7 +7,7 @@ import mmap
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxpar.data.formats.readers import READ_BYTES, import_pyarrow, input_error
+from jaxpar.data.formats.compressed import READ_BYTES, damaged, import_pyarrow
 
 _MAGIC, _SKIPPABLE = 0xFD2FB528, range(0x184D2A50, 0x184D2A60)
 _RLE = 1
@@ -88,7 +88,7 @@ def _decompressed_size(path: Path, data: mmap.mmap, start: int, end: int) -> int
             while found := stream.read(READ_BYTES):
                 total += len(found)
         except OSError as error:
-            raise _damaged(path, start) from error
+            raise damaged(path, "zstd", str(error)) from error
     return total
 
 
@@ -112,5 +112,4 @@ class _Part:
 
 
 def _damaged(path: Path, at: int) -> Exception:
-    rule = f"is not a complete zstd file (byte {at:,})"
-    return input_error(str(path), rule, "download or compress it again")
+    return damaged(path, "zstd", f"byte {at:,}")

@@ -5,24 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.paths import check_path
-from jaxpar.data.formats.readers import (
-    MAX_LINE_BYTES,
-    ReadOptions,
-    import_pyarrow,
-    input_error,
-    json_lines,
-    read_jsonl,
-    read_text,
-)
-from jaxpar.data.prepare.documents import InputFile, find_sources
+from jaxpar.data.formats.compressed import import_pyarrow
+from jaxpar.data.formats.json_file import json_texts
+from jaxpar.data.formats.readers import ReadOptions, read_jsonl, read_text
+from jaxpar.data.formats.rows import ERROR, Rows, input_error, reading
+from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, kind_of
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.progress import size
 
 #: Bytes of text in a frame; a line is in one frame.
 FRAME_BYTES = 1 << 20
@@ -33,13 +29,16 @@ class ReframeOptions:
     """Copy text into .jsonl.zst files of small frames, for `prepare --stream`."""
 
     input: tuple[str, ...]
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), or folders of them."""
+    """Files of JSON Lines, compressed or not, .parquet, .arrow or .tar, or folders of them."""
     output: str
     """Folder for the copies. Each appears when it is complete."""
     text_field: str = "text"
     """Parquet or Arrow column with the text. Lines of JSON are copied as they are."""
     level: Annotated[int, Range(1, 19, 3)] = 3
     """Compression level of Zstandard."""
+    on_bad_row: Literal["error", "skip"] = ERROR
+    """Whether a row without text ends the command, or is left out and counted. Lines of JSON are
+    not parsed."""
 
 
 def reframe(options: ReframeOptions, progress: PreparationProgress | None = None) -> str:
@@ -50,7 +49,9 @@ def reframe(options: ReframeOptions, progress: PreparationProgress | None = None
     check_ranges(options)
     progress = progress or PreparationProgress()
     check_path("--output", options.output, "use a folder of this computer")
-    sources = find_sources(options.input)
+    rows = Rows(options.on_bad_row)
+    wanted = Wanted(fields=(options.text_field,), by_name=True)
+    sources = find_sources(options.input, wanted, progress.log)
     targets = [_target(source, Path(options.output)) for source in sources]
     for target in targets:
         if target.exists() or targets.count(target) > 1:
@@ -59,38 +60,44 @@ def reframe(options: ReframeOptions, progress: PreparationProgress | None = None
     Path(options.output).mkdir(parents=True, exist_ok=True)
     total, before, written = sum(source.num_bytes for source in sources), 0, 0
     for source, target in zip(sources, targets, strict=True):
-        with source.path.open("rb") as file, _complete(target) as copy:
-            for frame in _frames(_lines(file, source, options.text_field)):
+        with reading(source.path):
+            file = source.path.open("rb")
+        with file, _complete(target) as copy:
+            for frame in _frames(_lines(file, source, options.text_field, rows)):
                 codec = import_pyarrow(target).Codec("zstd", options.level)
                 written += copy.write(codec.compress(frame, asbytes=True))
                 read = source.num_bytes if file.closed else file.tell()  # pyarrow closes it
                 progress.advance(before + read, total, 0)
         before += source.num_bytes
-    return f"{options.output}: {len(targets):,} files, {written / 1e6:,.1f} MB"
+    done = f"{options.output}: {len(targets):,} files, {size(written)}"
+    return "\n  ".join([done, *rows.lines()])
 
 
 def _target(source: InputFile, folder: Path) -> Path:
     if source.read is read_text:
         rule, fix = "is text that needs no frames", "name only the other files"
         raise input_error(str(source.path), rule, fix)
-    stem = source.path.name.split(".jsonl")[0].removesuffix(".parquet").removesuffix(".arrow")
+    stem = source.path.name[: -len(kind_of(source.path))]
     return folder / f"{stem}.jsonl.zst"
 
 
-def _lines(file: BinaryIO, source: InputFile, text_field: str) -> Iterator[bytes]:
-    if source.read is read_jsonl:
-        for number, line in enumerate(json_lines(file, source.path), start=1):
-            if len(line) > MAX_LINE_BYTES:
-                rule, fix = f"is longer than {MAX_LINE_BYTES:,} bytes", "remove or split it"
-                raise input_error(f"{source.path}:{number}", rule, fix)
-            yield line if line.endswith(b"\n") else line + b"\n"
-        return
-    text = ""
-    for piece in source.read(file, source.path, ReadOptions(text_field)):
-        text += piece.text
-        if piece.last:
-            yield json.dumps({"text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
-            text = ""
+def _lines(file: BinaryIO, source: InputFile, text_field: str, rows: Rows) -> Iterator[bytes]:
+    with reading(source.path):
+        if source.read is read_jsonl:
+            for found in json_texts(file, source.path, rows):
+                line = found.data.strip()
+                if b"\n" in line:  # an indented value
+                    line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8")
+                yield line + b"\n"
+            return
+        text = ""
+        for piece in source.read(
+            file, source.path, ReadOptions(text_field, partly=True, rows=rows)
+        ):
+            text += piece.text
+            if piece.last:
+                yield json.dumps({"text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
+                text = ""
 
 
 def _frames(lines: Iterator[bytes]) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.formats.columns import ARROW_FILE
-from jaxpar.data.formats.readers import READ_BYTES, import_pyarrow
+from jaxpar.data.formats.compressed import READ_BYTES, import_pyarrow
 from jaxpar.data.stream.recent import Recent
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.formats.readers import JSON_OBJECT, ROW, import_pyarrow
+from jaxpar.data.formats.compressed import compression, import_pyarrow
+from jaxpar.data.formats.readers import JSON_OBJECT, ROW
 from jaxpar.data.stream.index import StreamIndex
 from jaxpar.data.stream.recent import Recent
 from jaxpar.data.stream.tables import Table, open_table
@@ -67,7 +68,7 @@ class Texts:
         return table
 
     def _bytes(self, number: int, path: Path, start: int, size: int) -> bytes:
-        if not path.name.lower().endswith(".zst"):
+        if not compression(path):
             return self._read(number, path, start, size)
         frames, found = self._index.frames_of(number), b""
         at = int(np.searchsorted(frames[:, 2], start, side="right")) - 1

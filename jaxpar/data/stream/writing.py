@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.compressed import compression
 from jaxpar.data.formats.meta import SplitMeta, parts_file, starts_file
-from jaxpar.data.formats.readers import Piece
+from jaxpar.data.formats.readers import Piece, read_text
 from jaxpar.data.formats.remembered import sampled_hash
 from jaxpar.data.formats.writer import SplitWriter, TextPart
 from jaxpar.data.prepare.documents import InputFile
@@ -83,10 +84,13 @@ def begin_index(folder: Path, sources: Sequence[InputFile], text_field: str) -> 
     for number, source in enumerate(sources):
         path = Path(os.path.abspath(source.path))  # the target of a link may have no ending
         name = path.name.lower()
-        if name.endswith(".gz"):
-            rule = "is compressed with gzip, which can only be read from its start"
+        kind = compression(path)
+        if kind not in ("", "zstd"):
+            rule = f"is compressed with {kind}, which can only be read from its start"
+            if source.read is read_text:
+                raise ConfigError("--input", str(source.path), rule, "decompress it first")
             raise _needs_frames(source.path, rule)
-        if name.endswith(".zst"):
+        if kind:
             found = find_frames(path)
             _check_blocks(source.path, "frame", [frame.text_size for frame in found])
             frames += [(number, *frame) for frame in found]
