@@ -16,8 +16,8 @@ from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.stream.reframe import ReframeOptions, reframe
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.progress import size
 from jaxpar.runtime.stages import stage
+from jaxpar.runtime.units import size
 
 Options = (
     PrepareOptions | ChatOptions | PairOptions | ReframeOptions | ConvertOptions | InspectOptions

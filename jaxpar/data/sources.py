@@ -20,7 +20,7 @@ from jaxpar.data.prepare.documents import READERS
 from jaxpar.data.stored.folder import local
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: Permanent errors of reading a file. Others, such as a stale NFS handle, may be transient.
 FOR_GOOD = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)

@@ -28,7 +28,7 @@ from jaxpar.data.stored.folder import local
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: Tokens of the first document to show.
 SHOWN_TOKENS = 64

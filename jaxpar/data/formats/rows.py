@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: Maximum bytes of a line of JSON Lines, and characters of a document that is in memory at once: a
 #: value of a table, or a text between separators. A small compressed file can contain a line of

@@ -17,7 +17,7 @@ from jaxpar.data.formats.readers import (
     in_bytes,
 )
 from jaxpar.data.formats.rows import MAX_LINE_BYTES, BadRow, Kinds, bad_row, input_error
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: The members that hold a sample's text, the first that is there.
 ENDINGS = (".txt", ".json")

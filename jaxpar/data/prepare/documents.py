@@ -14,7 +14,7 @@ from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.rows import Kinds, reading
 from jaxpar.data.formats.tar_file import read_tar
 from jaxpar.data.prepare.unread import advice, is_text
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: The `--input` for the source code of the Python standard library, which is always available.
 STDLIB = "stdlib"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import rich.progress
 
 from jaxpar.runtime import terminal
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0

@@ -35,7 +35,7 @@ from jaxpar.data.stream.cutting import cut_text, one_part
 from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"

@@ -18,7 +18,7 @@ from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, kind_
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.option_classes import check_ranges
-from jaxpar.runtime.progress import size
+from jaxpar.runtime.units import size
 
 #: Bytes of text in a frame; a line is in one frame.
 FRAME_BYTES = 1 << 20
