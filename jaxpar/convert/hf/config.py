@@ -21,7 +21,15 @@ from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
-from jaxpar.convert.hf.keys import experts, global_heads, kimi_linear, layers, patterns
+from jaxpar.convert.hf.keys import (
+    experts,
+    global_heads,
+    kimi_linear,
+    layers,
+    patterns,
+    two_forms,
+)
+from jaxpar.convert.hf.keys.known import REQUIRED, unknown
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -53,12 +61,6 @@ OPTIONAL_FLOATS = {"attention_multiplier", "attention_softcap", "logits_softcap"
 #: How weights are quantized. Exported ones are not.
 QUANTIZATION = "quantization_config"
 
-#: Keys of any family that change what a model computes, and the only value that jaxpar supports.
-REQUIRED = {
-    QUANTIZATION: None,
-    "is_encoder_decoder": False,
-    "use_qk_norm": False,
-}
 
 
 def family_of(values: Values) -> Family:
@@ -120,7 +122,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     """
     values = _with_defaults(values, family)
     for key, wanted in (REQUIRED | family.required).items():
-        if key in family.fields.values():
+        own = {*family.fields.values(), *family.defaults} - family.required.keys()
+        if key in own:
             continue
         found = values.get(key, wanted)
         if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
@@ -159,7 +162,13 @@ def _is_mxfp4(quantization: Any) -> bool:
 
 
 def _with_defaults(values: Values, family: Family) -> Values:
-    """Add the family's defaults for missing keys, and resolve aliases."""
+    """Add the family's defaults for missing keys, and resolve aliases and settings in two forms.
+
+    Raises:   ConfigError that names two forms of a setting that contradict each other.
+    """
+    values = two_forms.settle(values, family)
+    if values.get(two_forms.PARAMETERS) is None:
+        values = {key: value for key, value in values.items() if key != two_forms.PARAMETERS}
     renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
     if family.letters and isinstance(values.get(patterns.NAMES), list):
         renamed["num_hidden_layers"] = len(values[patterns.NAMES])

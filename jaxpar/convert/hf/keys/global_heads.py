@@ -57,6 +57,23 @@ def read(values: Values, num_layers: int) -> Values:
     return pattern | heads | {"global_keys_as_values": bool(shared)} | _ropes(values)
 
 
+def check_forms(values: Values) -> None:
+    """Check that BY_LAYER says the same as HEAD_DIM and KV_HEADS, which it replaces.
+
+    Raises:   ConfigError that names both.
+    """
+    by_layer = values.get(BY_LAYER)
+    if not isinstance(by_layer, dict):
+        return
+    of_heads = {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS}
+    for i, one in by_layer.items():
+        for key, other in of_heads.items():
+            value = one.get(key) if isinstance(one, dict) else None
+            if None not in (value, values.get(other)) and value != values[other]:
+                rule = f"contradicts {other} = {values[other]}, another form of the same setting"
+                raise refuse(f"{BY_LAYER}.{i}.{key}", value, rule, f"remove {other}")
+
+
 def write(m: ModelConfig) -> Values:
     """Return the keys that `read` reads."""
     own, of_all = of_kind(m, GLOBAL), kinds(m)
@@ -118,7 +135,8 @@ def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
     wanted = {str(i) for i, letter in enumerate(letters) if letter == GLOBAL}
     good = isinstance(by_layer, dict) and all(isinstance(one, dict) for one in by_layer.values())
     alike = list(by_layer.values()) if good else []
-    if {str(i) for i in (by_layer if good else ())} != wanted or any(
+    # transformers writes "05" beside "11".
+    if {str(i).lstrip("0") or "0" for i in (by_layer if good else ())} != wanted or any(
         one != alike[0] or not set(one) <= known for one in alike
     ):
         rule = f"must have the same {' and '.join(sorted(known))} for each layer of {FULL}, and no "

@@ -51,6 +51,35 @@ def read(values: Values, num_layers: int) -> Values:
     return found | {"layer_pattern": patterns.period(letters)}
 
 
+def check_forms(values: Values, num_layers: int) -> None:
+    """Check that CONFIG says the same as the keys of `transformers` beside it.
+
+    Raises:   ConfigError that names both.
+    """
+    config = values.get(CONFIG)
+    if not isinstance(config, dict):
+        return
+    pairs = [(key, config.get(key), other, values.get(other)) for key, other in _SIZES.values()]
+    if values.get("layer_types") is not None and config.get("kda_layers") is not None:
+        pairs.append(
+            (
+                "kda_layers",
+                _mixers({}, config, num_layers),
+                "layer_types",
+                _mixers(values, config, num_layers),
+            )
+        )
+    for key, value, other, other_value in pairs:
+        if None not in (value, other_value) and value != other_value:
+            rule = f"contradicts {other}, another form of the same setting"
+            raise refuse(f"{CONFIG}.{key}", value, rule, f"remove {other}, or correct it")
+    dense, kinds_of = values.get(DENSE), values.get("mlp_layer_types")
+    if isinstance(dense, int) and isinstance(kinds_of, list):
+        if kinds_of != ["dense" if i < dense else "sparse" for i in range(num_layers)]:
+            rule = f"contradicts {DENSE} = {dense}, another form of the same setting"
+            raise refuse("mlp_layer_types", str(kinds_of)[:80], rule, f"remove it, or {DENSE}")
+
+
 def _letters(values: Values, config: Values, num_layers: int) -> str:
     mixers = _mixers(values, config, num_layers)
     dense = values.get("mlp_layer_types")

@@ -71,6 +71,8 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
     if family.global_heads:
         return global_heads.read(values, num_layers)
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if family.mrope:
+        rope = ropes.without_mrope(rope, {PARTIAL: family.rope_fraction} | values)
     if family.two_ropes is not None:
         return _read_two_ropes(values, rope, family.two_ropes, num_layers)
     if family.rope_fraction is not None:

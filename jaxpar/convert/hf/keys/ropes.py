@@ -35,6 +35,19 @@ KNOWN = {
 OF_ALL = (THETA, PARTIAL, "rope_type", "type", "finetuned", ORIGINAL)
 
 
+def kind_of(name: Any) -> Any:
+    """Return the kind of a `rope_type`: plain RoPE for none, and LongRoPE by its first name."""
+    return {None: "default", "su": "longrope"}.get(name, name) if _is_name(name) else name
+
+
+def _is_name(name: Any) -> bool:
+    return name is None or isinstance(name, str)
+
+
+#: Keys of positions in images.
+MROPE = ("mrope_section", "mrope_interleaved")
+
+
 @dataclass(frozen=True)
 class Rope:
     """A rotary embedding."""
@@ -68,8 +81,7 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
 
 
 def _scaling(rope: Values, values: Values) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = {"su": "longrope"}.get(kind, kind) if isinstance(kind, str) else kind
+    kind = kind_of(rope.get("rope_type", rope.get("type")))
     if not isinstance(kind, str) or kind not in KNOWN:
         fix = f"use a model with rope_type {', '.join(KNOWN)}"
         raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not support", fix)
@@ -181,6 +193,24 @@ def _factor(given: Any) -> float:
         rule = "must be a number above 0"
         raise refuse("attention_factor", given, rule, "download the file again")
     return float(given)
+
+
+def without_mrope(rope: Values, values: Values) -> Values:
+    """Return a RoPE without the keys of positions in images: text has three equal positions.
+
+    Args:     values: config.json, for the width of heads.
+    Raises:   ConfigError when the sections are not all dims that turn.
+    """
+    sections, width = rope.get("mrope_section"), values.get("head_dim")
+    check_kind("mrope_interleaved", rope.get("mrope_interleaved"), bool)
+    if sections is not None and isinstance(width, int):
+        fraction = rope.get(PARTIAL, values.get(PARTIAL))
+        half = int(width * fraction) // 2 if isinstance(fraction, int | float) else 0
+        numbers = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+        if not numbers or len(sections) != 3 or sum(sections) != half:
+            rule = f"must be three numbers whose sum is {half}, half of the dims that turn"
+            raise refuse("mrope_section", sections, rule, "remove it: text needs none")
+    return {key: value for key, value in rope.items() if key not in MROPE}
 
 
 def read_null(values: Values) -> Rope | None:

@@ -1,0 +1,97 @@
+"""The kinds of layers in config.json, by name and in another form: both must say the same.
+
+`layer_types` names each layer's attention. Other keys say which layers differ: every how many, or
+from which layer on.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxpar.convert.hf.config_file import Values, refuse
+from jaxpar.convert.hf.family import Family
+from jaxpar.convert.hf.keys import global_heads, kimi_linear, patterns
+from jaxpar.convert.hf.keys.patterns import FULL, LINEAR, SLIDING
+
+TYPES, EVERY, INTERVAL = "layer_types", "sliding_window_pattern", "full_attention_interval"
+NOPE, NOPE_EVERY = "no_rope_layers", "no_rope_layer_interval"
+
+#: Keys that a family reads in place of `layer_types`; others ignore them, but for their default.
+READ = {EVERY: ("gemma3_text",), INTERVAL: ("qwen3_next", "qwen3_5_text")}
+
+
+def check(values: Values, family: Family) -> None:
+    """Check that all forms of the layers' kinds say the same.
+
+    Raises:   ConfigError that names two keys that do not.
+    """
+    count = values.get(family.fields["num_layers"])
+    if family.letters:
+        _check_letters(values)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 10_000:
+        return
+    if family.kimi_linear:
+        kimi_linear.check_forms(values, count)
+    elif family.global_heads:
+        global_heads.check_forms(values)
+    elif not family.letters and family.rope:
+        for key, wanted in _other_forms(values, family, count):
+            _compare(TYPES, values.get(TYPES), key, values.get(key), wanted)
+        _check_nope(values, family, count)
+
+
+def _other_forms(values: Values, family: Family, count: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys that also say what `layer_types` is, with what they say."""
+    every = values.get(EVERY if family.two_kinds else INTERVAL)
+    if family.two_kinds or family.hybrid:
+        key, other = (EVERY, SLIDING) if family.two_kinds else (INTERVAL, LINEAR)
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            return
+        if values.get(TYPES) is None and family.model_type not in READ[key]:
+            if every != family.defaults[key]:
+                rule = f"is not read in files of {family.model_type}, which have {TYPES}"
+                raise refuse(key, every, rule, f"write {TYPES}, with a name for each layer")
+        if family.hybrid or values.get("sliding_window", 1) is not None:
+            yield key, [other if (i + 1) % every else FULL for i in range(count)]
+    elif family.sliding:
+        yield _window(values, family, count)
+    elif not family.chunked:
+        yield "model_type", [FULL] * count
+
+
+def _window(values: Values, family: Family, count: int) -> tuple[str, list[str]]:
+    """Return the key that says which layers have a window, and what it says."""
+    flag, first = "use_sliding_window", "max_window_layers"
+    window = values.get("sliding_window", family.defaults.get("sliding_window"))
+    on = window is not None
+    if flag not in family.defaults:
+        return "sliding_window", [SLIDING if on else FULL] * count
+    used = values.get(flag, family.defaults[flag])
+    if not on or not used:
+        return flag, [FULL] * count
+    full = values.get(first, family.defaults[first]) or 0
+    full = full if isinstance(full, int) else 0
+    return first, [FULL if i < full else SLIDING for i in range(count)]
+
+
+def _check_nope(values: Values, family: Family, count: int) -> None:
+    every, given = values.get(NOPE_EVERY), values.get(NOPE)
+    if family.nope and given and isinstance(every, int) and every > 0:
+        wanted = [int((i + 1) % every != 0) for i in range(count)]
+        _compare(NOPE, given, NOPE_EVERY, every, wanted)
+
+
+def _check_letters(values: Values) -> None:
+    """Check the letters of layers, and their names."""
+    letters, named = values.get(patterns.LETTERS), values.get(patterns.NAMES)
+    if isinstance(named, list) and letters is not None:
+        in_letters = patterns.letters_in({patterns.NAMES: named})
+        _compare(patterns.NAMES, in_letters, patterns.LETTERS, letters, letters)
+
+
+def _compare(key: str, given: Any, other: str, value: Any, wanted: Any) -> None:
+    """Raises:   ConfigError if a key is there, and is not what another one says."""
+    if given is None or given == wanted:
+        return
+    shown = given if len(repr(given)) <= 80 else repr(given)[:77] + "..."
+    rule = f"is not what {other} = {str(value)[:80]} says of the layers"
+    raise refuse(key, shown, rule, f"remove the one of {key} and {other} that is wrong")
