@@ -15,6 +15,7 @@ from jaxpar.convert.hf.family import Family
 from jaxpar.model.flops import num_params
 from jaxpar.stores import models
 
+
 def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
     """Return the model of a published config.json, and print its fields on standard error.
 

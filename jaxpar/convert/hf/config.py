@@ -62,7 +62,6 @@ OPTIONAL_FLOATS = {"attention_multiplier", "attention_softcap", "logits_softcap"
 QUANTIZATION = "quantization_config"
 
 
-
 def family_of(values: Values) -> Family:
     """Return the family of a config.json.
 
@@ -295,11 +294,15 @@ def choose_family(m: ModelConfig) -> Family:
 def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> Values:
     """Make the config.json of a model.
 
-    Contains RoPE in the current and in the older form; readers ignore the form they do not know.
+    A file that describes the model is kept as it is, but for the dtype. Any other contains RoPE in
+    the current and in the older form; readers ignore the form they do not know.
 
     Args:     carried: values to keep unless the model's fields set them: those of the folder that
               it was imported from. dtype: of the weights on disk.
     """
+    if describes(carried, family, m):
+        kept = {key: value for key, value in carried.items() if key != QUANTIZATION}
+        return kept | {key: dtype for key in dtype_keys(kept)}
     own = {key: getattr(m, ours) for ours, key in family.fields.items()}
     own |= {"architectures": [family.architecture], "model_type": family.model_type}
     for ours, other in family.same_as.items():
@@ -309,10 +312,28 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= experts.write(m, family)
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
-    dropped = {QUANTIZATION}
+    dropped = {QUANTIZATION} | two_forms.names(family)
     if "max_positions" in family.fields:  # transformers would take it for that field
         dropped.add("max_position_embeddings")
     return {key: value for key, value in carried.items() if key not in dropped} | own
+
+
+def describes(values: Values, family: Family, m: ModelConfig) -> bool:
+    """Return whether a config.json is of a family, and of a model."""
+    if values.get("model_type") != family.model_type:
+        return False
+    try:
+        there = model_of(values, family)
+    except ConfigError:
+        return False
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - FREE_MODEL_FIELDS
+    names |= {"experts_per_token", "normalize_experts"} if m.num_experts else set()
+    return all(getattr(there, name) == getattr(m, name) for name in names)
+
+
+def dtype_keys(values: Values) -> list[str]:
+    """Return the keys of config.json that name the dtype of weights."""
+    return [key for key in ("dtype", "torch_dtype") if key in values] or ["dtype"]
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:

@@ -6,6 +6,8 @@ Needs transformers 5.24.0 and PyTorch, and neither weights nor a network. It wri
 
     NAME/saved/config.json   the file as transformers saves it again
     NAME/parameters.json     the number of parameters of the model that it builds
+    other_names.json         for each tiny model whose tensors have other names in memory, or in a
+                             folder that transformers saved: their names and shapes
     NAME/two_forms.json      for each change of `two_forms.py`, how the saved file then differs, or
                              None if transformers refuses it
 """
@@ -20,9 +22,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from tests.convert import tiny  # noqa: E402
 from tests.convert.two_forms import changes  # noqa: E402
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "published"
@@ -79,6 +83,21 @@ def record(folder: Path) -> None:
     write(folder / "two_forms.json", forms)
 
 
+def other_names(folder: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a tiny model that are not those of published files, in memory and saved."""
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+    model.save_pretrained(folder)
+    with safe_open(f"{folder}/model.safetensors", "pt") as file:
+        in_file = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    in_memory = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    published, found = tiny.shapes(values), {}
+    for where, tensors in (("memory", in_memory), ("saved", in_file)):
+        new = {n: s for n, s in tensors.items() if published.get(n) != tuple(s)}
+        new.pop("lm_head.weight", None) if values.get("tie_word_embeddings") else None
+        found |= {where: new} if new else {}
+    return found
+
+
 def write(path: Path, values: dict[str, Any]) -> None:
     """Write an object with a line for each key."""
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in values.items())
@@ -89,6 +108,12 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     assert transformers.__version__ == "5.24.0", transformers.__version__
+    names = {}
+    for tiny_name, tiny_values in tiny.MODELS.items():
+        with tempfile.TemporaryDirectory() as saved_in:
+            if there := other_names(saved_in, tiny_values):
+                names[tiny_name] = there
+    write(PUBLISHED / "other_names.json", names)
     for config_file in sorted(PUBLISHED.glob("*/config.json")):
         if sys.argv[1:] and config_file.parent.name not in sys.argv[1:]:
             continue

@@ -57,23 +57,6 @@ def read(values: Values, num_layers: int) -> Values:
     return pattern | heads | {"global_keys_as_values": bool(shared)} | _ropes(values)
 
 
-def check_forms(values: Values) -> None:
-    """Check that BY_LAYER says the same as HEAD_DIM and KV_HEADS, which it replaces.
-
-    Raises:   ConfigError that names both.
-    """
-    by_layer = values.get(BY_LAYER)
-    if not isinstance(by_layer, dict):
-        return
-    of_heads = {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS}
-    for i, one in by_layer.items():
-        for key, other in of_heads.items():
-            value = one.get(key) if isinstance(one, dict) else None
-            if None not in (value, values.get(other)) and value != values[other]:
-                rule = f"contradicts {other} = {values[other]}, another form of the same setting"
-                raise refuse(f"{BY_LAYER}.{i}.{key}", value, rule, f"remove {other}")
-
-
 def write(m: ModelConfig) -> Values:
     """Return the keys that `read` reads."""
     own, of_all = of_kind(m, GLOBAL), kinds(m)
@@ -124,6 +107,10 @@ def _heads(values: Values, letters: str, *, shared: bool) -> Values:
         count = count if shared else None
     else:
         dim, count = _of_each(by_layer, letters)
+        for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
+            if None not in (value, values.get(key)) and value != values[key]:
+                rule = f"contradicts {key} = {values[key]}, another form of the same setting"
+                raise refuse(BY_LAYER, by_layer, rule, f"remove {key}")
     for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
         check_kind(key, value, int)
     return {"global_head_dim": dim, "global_num_kv_heads": count}

@@ -60,7 +60,9 @@ def check_forms(values: Values, num_layers: int) -> None:
     if not isinstance(config, dict):
         return
     pairs = [(key, config.get(key), other, values.get(other)) for key, other in _SIZES.values()]
-    if values.get("layer_types") is not None and config.get("kda_layers") is not None:
+    named, both = values.get("layer_types"), {patterns.FULL, patterns.LINEAR}
+    good = isinstance(named, list) and len(named) == num_layers and set(named) == both
+    if good and config.get("kda_layers") is not None:
         pairs.append(
             (
                 "kda_layers",
@@ -74,7 +76,8 @@ def check_forms(values: Values, num_layers: int) -> None:
             rule = f"contradicts {other}, another form of the same setting"
             raise refuse(f"{CONFIG}.{key}", value, rule, f"remove {other}, or correct it")
     dense, kinds_of = values.get(DENSE), values.get("mlp_layer_types")
-    if isinstance(dense, int) and isinstance(kinds_of, list):
+    good = isinstance(kinds_of, list) and len(kinds_of) == num_layers
+    if isinstance(dense, int) and good and set(kinds_of) <= {"dense", "sparse"}:
         if kinds_of != ["dense" if i < dense else "sparse" for i in range(num_layers)]:
             rule = f"contradicts {DENSE} = {dense}, another form of the same setting"
             raise refuse("mlp_layer_types", str(kinds_of)[:80], rule, f"remove it, or {DENSE}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import global_heads, kimi_linear, patterns
+from jaxpar.convert.hf.keys import kimi_linear, patterns
 from jaxpar.convert.hf.keys.patterns import FULL, LINEAR, SLIDING
 
 TYPES, EVERY, INTERVAL = "layer_types", "sliding_window_pattern", "full_attention_interval"
@@ -31,11 +31,10 @@ def check(values: Values, family: Family) -> None:
         return
     if family.kimi_linear:
         kimi_linear.check_forms(values, count)
-    elif family.global_heads:
-        global_heads.check_forms(values)
-    elif not family.letters and family.rope:
+    elif not family.letters and family.rope and not family.global_heads:
         for key, wanted in _other_forms(values, family, count):
-            _compare(TYPES, values.get(TYPES), key, values.get(key), wanted)
+            if isinstance(values.get(TYPES), list):
+                _compare(TYPES, values[TYPES], key, values.get(key), wanted)
         _check_nope(values, family, count)
 
 
@@ -75,7 +74,7 @@ def _window(values: Values, family: Family, count: int) -> tuple[str, list[str]]
 
 def _check_nope(values: Values, family: Family, count: int) -> None:
     every, given = values.get(NOPE_EVERY), values.get(NOPE)
-    if family.nope and given and isinstance(every, int) and every > 0:
+    if family.nope and isinstance(given, list) and isinstance(every, int) and every > 0:
         wanted = [int((i + 1) % every != 0) for i in range(count)]
         _compare(NOPE, given, NOPE_EVERY, every, wanted)
 
@@ -90,8 +89,8 @@ def _check_letters(values: Values) -> None:
 
 def _compare(key: str, given: Any, other: str, value: Any, wanted: Any) -> None:
     """Raises:   ConfigError if a key is there, and is not what another one says."""
-    if given is None or given == wanted:
-        return
+    if given is None or given == wanted or len(given) != len(wanted):
+        return  # another length is an error of its own
     shown = given if len(repr(given)) <= 80 else repr(given)[:77] + "..."
     rule = f"is not what {other} = {str(value)[:80]} says of the layers"
     raise refuse(key, shown, rule, f"remove the one of {key} and {other} that is wrong")

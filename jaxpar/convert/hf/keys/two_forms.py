@@ -183,10 +183,10 @@ def _check_inside(values: Values, name: str, rope: Values, key: str) -> None:
 
 
 def _check_original(values: Values, family: Family, rope: Values, key: str) -> None:
-    """Check the length of the original context, which Phi-3 has beside RoPE's other keys."""
+    """Check the length of the original context, which LongRoPE may have beside its other keys."""
     _check_inside(values, ORIGINAL, rope, key)
     beside, most = values.get(ORIGINAL), values.get("max_position_embeddings")
-    scaled = kind_of(rope.get("rope_type", rope.get("type"))) in ("llama3", "yarn", "longrope")
+    scaled = kind_of(rope.get("rope_type", rope.get("type"))) in ("llama3", "yarn")
     if scaled and ORIGINAL not in rope and ORIGINAL not in family.defaults:
         if beside not in (None, most):
             rule = f"is read only within {key} in files of {family.model_type}"
