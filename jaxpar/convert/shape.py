@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family, unknown
+from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family
 from jaxpar.convert.hf.config_file import CONFIG_FILE, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
+from jaxpar.convert.hf.keys.known import unknown
 from jaxpar.model.flops import num_params
 from jaxpar.stores import models
 

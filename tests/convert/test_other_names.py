@@ -131,12 +131,11 @@ def test_the_matrices_of_packed_experts_may_be_square(tmp_path, monkeypatch):
             arrays = {n: a for n, a in published.items() if ".experts." not in n}
             for layer in range(2):
                 place = f"model.layers.{layer}.mlp.experts."
-                of = lambda end, p=place: [published[f"{p}{e}.{end}.weight"] for e in range(6)]  # noqa: E731
-                both = zip(of("gate_proj"), of("up_proj"), strict=True)
-                packed = {
-                    "gate_up_proj": np.stack([np.concatenate(pair) for pair in both]),
-                    "down_proj": np.stack(of("down_proj")),
-                }
+                gate, up, down = (
+                    np.stack([published[f"{place}{e}.{end}_proj.weight"] for e in range(6)])
+                    for end in ("gate", "up", "down")
+                )
+                packed = {"gate_up_proj": np.concatenate([gate, up], 1), "down_proj": down}
                 for end, a in packed.items():
                     a = np.ascontiguousarray(a.transpose(0, 2, 1)) if turn else a
                     arrays[place + end] = a

@@ -17,7 +17,7 @@ from jaxpar.config.layout.layer_kinds import (
     kinds,
 )
 from jaxpar.config.rules.experts import router_has_no_gradient
-from jaxpar.convert.hf.config_file import Values, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
@@ -29,7 +29,7 @@ from jaxpar.convert.hf.keys import (
     patterns,
     two_forms,
 )
-from jaxpar.convert.hf.keys.known import REQUIRED, unknown
+from jaxpar.convert.hf.keys.known import REQUIRED
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -217,7 +217,7 @@ def _field(ours: str, key: str, values: Values) -> Any:
         kind = float
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not good:
-        raise refuse(key, value, f"must be {kind.__name__}", "download the file again")
+        raise refuse(key, value, f"must be {kind.__name__}", CORRECT)
     return value
 
 

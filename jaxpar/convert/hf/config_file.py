@@ -10,6 +10,9 @@ type Values = dict[str, Any]
 
 CONFIG_FILE = "config.json"
 
+#: What to do about a value that is wrong in a file that can be read.
+CORRECT = f"correct it, or use the {CONFIG_FILE} that was published with the model"
+
 #: Kinds of values, in words.
 KINDS = {
     int: "an integer",
@@ -48,7 +51,7 @@ def check_kind(key: str, value: Any, kind: type) -> None:
     if kind is list and good:
         good = all(isinstance(name, str) for name in value)
     if value is not None and (not good or isinstance(value, bool) is not (kind is bool)):
-        raise refuse(key, value, f"must be {KINDS[kind]}", "download the file again")
+        raise refuse(key, value, f"must be {KINDS[kind]}", CORRECT)
 
 
 def read_config_json(folder: Path) -> Values:

@@ -24,7 +24,6 @@ from jaxpar.convert.hf.config import (
     entry_table,
     family_of,
     model_of,
-    unknown,
 )
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
@@ -35,6 +34,7 @@ from jaxpar.convert.hf.folder import (
     check_tensors,
     find_tensors,
 )
+from jaxpar.convert.hf.keys.known import unknown
 from jaxpar.convert.hf.other_names import as_published
 from jaxpar.convert.hf.tensor_layout import (
     Entry,

@@ -155,12 +155,11 @@ def _experts(
         for e in range(tensor.shape[0]):
             for which, rows, transposed in parts:
                 inner = (slice(None), rows) if transposed else (rows, slice(None))
-                shape = np.empty(tensor.shape[1:], np.bool_)[inner].shape
+                sizes = zip(inner, tensor.shape[1:], strict=True)
+                shape = tuple(len(range(size)[part]) for part, size in sizes)
                 shape = shape[::-1] if transposed else shape
-                yield (
-                    f"{packed[1]}{e}.{ends[which]}",
-                    Part((tensor,), (e, *inner), shape, transposed),
-                )
+                part = Part((tensor,), (e, *inner), shape, transposed)
+                yield f"{packed[1]}{e}.{ends[which]}", part
 
 
 def _parts(

@@ -25,13 +25,13 @@ OF_TRANSFORMERS = """_attn_implementation_autoset _commit_hash _name_or_path arc
 #: Keys of families that do not change what a model computes, but for dropout, which there is none
 #: of.
 HARMLESS = frozenset(
-    """activation_dropout activation_function attention_dropout attention_softmax_in_fp32 attn_pdrop aux_loss_alpha
+    """activation_dropout activation_function attention_dropout attn_pdrop aux_loss_alpha
     embd_pdrop embedding_dropout ep_size for_llm_compressor head_dropout hidden_act hidden_dropout
     initial_context_length initializer_range linear_a_log_max linear_a_log_min
     linear_dt_init_floor linear_dt_max linear_dt_min mamba_ssm_dtype max_position_embeddings
     model_max_length mtp_num_hidden_layers mtp_use_dedicated_embeddings n_ctx n_positions
     original_max_position_embeddings pretraining_tp reorder_and_upcast_attn resid_pdrop
-    residual_dropout router_aux_loss_coef router_jitter_noise scale_attention_softmax_in_fp32
+    residual_dropout router_aux_loss_coef router_jitter_noise
     seq_aux summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj""".split()
 )

@@ -45,10 +45,10 @@ def _other_forms(values: Values, family: Family, count: int) -> Iterator[tuple[s
         key, other = (EVERY, SLIDING) if family.two_kinds else (INTERVAL, LINEAR)
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             return
-        if values.get(TYPES) is None and family.model_type not in READ[key]:
-            if every != family.defaults[key]:
-                rule = f"is not read in files of {family.model_type}, which have {TYPES}"
-                raise refuse(key, every, rule, f"write {TYPES}, with a name for each layer")
+        alone = values.get(TYPES) is None and family.model_type not in READ[key]
+        if alone and every != family.defaults[key]:
+            rule = f"is not read in files of {family.model_type}, which have {TYPES}"
+            raise refuse(key, every, rule, f"write {TYPES}, with a name for each layer")
         if family.hybrid or values.get("sliding_window", 1) is not None:
             yield key, [other if (i + 1) % every else FULL for i in range(count)]
     elif family.sliding:

@@ -8,7 +8,7 @@ readers ignore the form they do not know. `ropes.py` has the keys of one RoPE.
 
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys import global_heads, kimi_linear, latents, patterns, ropes
 from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
@@ -67,7 +67,7 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         and len(kinds) != num_layers
     ):
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
-        raise refuse("layer_types", kinds, rule, "download the file again")
+        raise refuse("layer_types", kinds, rule, CORRECT)
     if family.global_heads:
         return global_heads.read(values, num_layers)
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
@@ -121,7 +121,7 @@ def _read_nope(values: Values, num_layers: int) -> int:
     without = [i + 1 for i, has in enumerate(given) if not has] if isinstance(given, list) else None
     if without is None or len(given) != num_layers:
         rule = f"must be a list of num_hidden_layers = {num_layers} numbers, 0 or 1"
-        raise refuse(key, given, rule, "download the file again")
+        raise refuse(key, given, rule, CORRECT)
     if not without:
         return 0
     if without != list(range(without[0], num_layers + 1, without[0])):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys.latents import score_keys
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
@@ -68,12 +68,12 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
     theta, key = (rope[THETA], THETA) if rope.get(THETA) is not None else (values.get(key), key)
     theta = 10_000.0 if theta is None else theta
     if not 0 < theta <= sys.float_info.max:
-        raise refuse(key, theta, "must be above 0, and finite", "download the file again")
+        raise refuse(key, theta, "must be above 0, and finite", CORRECT)
     fraction = rope.get(PARTIAL, values.get(PARTIAL))
     fraction = 1.0 if fraction is None else fraction
     if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         rule = "must be a number above 0 and at most 1"
-        raise refuse(PARTIAL, fraction, rule, "download the file again")
+        raise refuse(PARTIAL, fraction, rule, CORRECT)
     scaling = _scaling(rope, values)
     if scaling is not None and scaling.kind == "proportional":
         return Rope(float(theta), dataclasses.replace(scaling, turning=float(fraction)), 1.0)
@@ -191,7 +191,7 @@ def _longrope(r: _Reader) -> RopeScaling:
 def _factor(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         rule = "must be a number above 0"
-        raise refuse("attention_factor", given, rule, "download the file again")
+        raise refuse("attention_factor", given, rule, CORRECT)
     return float(given)
 
 

@@ -128,9 +128,10 @@ def _check_heads(values: Values, family: Family) -> None:
     heads = values.get(family.fields["num_heads"])
     width, given = values.get(family.fields["d_model"]), values.get("head_dim")
     fixed = family.heads_alike or family.model_type in OUT_OF_MODEL
-    if fixed and isinstance(heads, int) and isinstance(width, int) and heads > 0:
-        if given not in (None, width // heads):
-            raise contradiction("head_dim", given, f"{family.fields['d_model']} / heads", width)
+    numbers = isinstance(heads, int) and isinstance(width, int) and heads > 0
+    if fixed and numbers and given not in (None, width // heads):
+        other = f"{family.fields['d_model']} / {family.fields['num_heads']}"
+        raise contradiction("head_dim", given, other, width // heads)
 
 
 def _check_unread(values: Values) -> None:
@@ -166,11 +167,10 @@ def _one_rope(
     for name in (THETA, PARTIAL):
         _check_inside(top, name, rope, key)
         others = [o for o, k in family.aliases.items() if k == name]
-        default = _defaults(family)[name]
-        if others and name not in rope and values.get(others[0]) is None:
-            if values.get(name) not in (None, default):
-                rule = f"is {others[0]} in files of {family.model_type}"
-                raise refuse(name, values[name], rule, "rename it")
+        alone = others and name not in rope and values.get(others[0]) is None
+        if alone and values.get(name) not in (None, _defaults(family)[name]):
+            rule = f"is {others[0]} in files of {family.model_type}"
+            raise refuse(name, values[name], rule, "rename it")
     _check_original(values, family, rope, key)
     return rope
 
@@ -187,10 +187,10 @@ def _check_original(values: Values, family: Family, rope: Values, key: str) -> N
     _check_inside(values, ORIGINAL, rope, key)
     beside, most = values.get(ORIGINAL), values.get("max_position_embeddings")
     scaled = kind_of(rope.get("rope_type", rope.get("type"))) in ("llama3", "yarn")
-    if scaled and ORIGINAL not in rope and ORIGINAL not in family.defaults:
-        if beside not in (None, most):
-            rule = f"is read only within {key} in files of {family.model_type}"
-            raise refuse(ORIGINAL, beside, rule, f"write it into {key}")
+    alone = scaled and ORIGINAL not in rope and ORIGINAL not in family.defaults
+    if alone and beside not in (None, most):
+        rule = f"is read only within {key} in files of {family.model_type}"
+        raise refuse(ORIGINAL, beside, rule, f"write it into {key}")
 
 
 def _defaults(family: Family) -> Values:
