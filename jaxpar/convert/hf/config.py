@@ -216,8 +216,11 @@ def _field(ours: str, key: str, values: Values) -> Any:
             return None
         kind = float
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
-    if not good:
+    if not good or isinstance(value, bool) is not (kind is bool):
         raise refuse(key, value, f"must be {kind.__name__}", CORRECT)
+    least = min(default or 0, 1)  # 0 where it stands for none
+    if kind is int and value < least:
+        raise refuse(key, value, f"must be {least} or more", CORRECT)
     return value
 
 

@@ -127,9 +127,8 @@ def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
         one != alike[0] or not set(one) <= known for one in alike
     ):
         rule = f"must have the same {' and '.join(sorted(known))} for each layer of {FULL}, and no "
-        raise refuse(
-            BY_LAYER, by_layer, rule + "other layer", "use a model with two kinds of heads"
-        )
+        rule += "other layer of layer_types"
+        raise refuse(BY_LAYER, by_layer, rule, "use a model with two kinds of heads")
     return alike[0].get("head_dim"), alike[0].get("num_key_value_heads")
 
 

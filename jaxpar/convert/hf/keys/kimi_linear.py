@@ -98,6 +98,7 @@ def _letters(values: Values, config: Values, num_layers: int) -> str:
     both = [(mixer, kind == "dense") for mixer, kind in zip(mixers, dense, strict=True)]
     if (ATTENTION, True) in both:
         rule = f"makes layer {both.index((ATTENTION, True)) + 1} dense, which has attention"
+        rule += f" by {'full_attn_layers' if values.get('layer_types') is None else 'layer_types'}"
         raise refuse(DENSE, values.get(DENSE), rule, "use a model whose dense layers have none")
     if len(set(mixers)) < 2 or (KDA, False) not in both:
         rule = "must have layers with Kimi Delta Attention and experts, and layers with attention"

@@ -13,7 +13,6 @@ from jaxpar.convert.hf.keys import kimi_linear, patterns
 from jaxpar.convert.hf.keys.patterns import FULL, LINEAR, SLIDING
 
 TYPES, EVERY, INTERVAL = "layer_types", "sliding_window_pattern", "full_attention_interval"
-NOPE, NOPE_EVERY = "no_rope_layers", "no_rope_layer_interval"
 
 #: Keys that a family reads in place of `layer_types`; others ignore them, but for their default.
 READ = {EVERY: ("gemma3_text",), INTERVAL: ("qwen3_next", "qwen3_5_text")}
@@ -35,7 +34,6 @@ def check(values: Values, family: Family) -> None:
         for key, wanted in _other_forms(values, family, count):
             if isinstance(values.get(TYPES), list):
                 _compare(TYPES, values[TYPES], key, values.get(key), wanted)
-        _check_nope(values, family, count)
 
 
 def _other_forms(values: Values, family: Family, count: int) -> Iterator[tuple[str, list[str]]]:
@@ -43,48 +41,43 @@ def _other_forms(values: Values, family: Family, count: int) -> Iterator[tuple[s
     every = values.get(EVERY if family.two_kinds else INTERVAL)
     if family.two_kinds or family.hybrid:
         key, other = (EVERY, SLIDING) if family.two_kinds else (INTERVAL, LINEAR)
+        if family.two_kinds and values.get("sliding_window", 1) is None:
+            yield "sliding_window", [FULL] * count
+            return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             return
         alone = values.get(TYPES) is None and family.model_type not in READ[key]
         if alone and every != family.defaults[key]:
             rule = f"is not read in files of {family.model_type}, which have {TYPES}"
             raise refuse(key, every, rule, f"write {TYPES}, with a name for each layer")
-        if family.hybrid or values.get("sliding_window", 1) is not None:
-            yield key, [other if (i + 1) % every else FULL for i in range(count)]
+        yield key, [other if (i + 1) % every else FULL for i in range(count)]
     elif family.sliding:
-        yield _window(values, family, count)
+        yield from _window(values, family, count)
     elif not family.chunked:
         yield "model_type", [FULL] * count
 
 
-def _window(values: Values, family: Family, count: int) -> tuple[str, list[str]]:
-    """Return the key that says which layers have a window, and what it says."""
-    flag, first = "use_sliding_window", "max_window_layers"
-    window = values.get("sliding_window", family.defaults.get("sliding_window"))
-    on = window is not None
+def _window(values: Values, family: Family, count: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the key that says whether all layers have a window, and what it says.
+
+    Where a model may have some layers with a window, `layer_types` counts, as in transformers: it
+    writes its default of max_window_layers beside.
+    """
+    flag = "use_sliding_window"
+    on = values.get("sliding_window", family.defaults.get("sliding_window")) is not None
     if flag not in family.defaults:
-        return "sliding_window", [SLIDING if on else FULL] * count
-    used = values.get(flag, family.defaults[flag])
-    if not on or not used:
-        return flag, [FULL] * count
-    full = values.get(first, family.defaults[first]) or 0
-    full = full if isinstance(full, int) else 0
-    return first, [FULL if i < full else SLIDING for i in range(count)]
-
-
-def _check_nope(values: Values, family: Family, count: int) -> None:
-    every, given = values.get(NOPE_EVERY), values.get(NOPE)
-    if family.nope and isinstance(given, list) and isinstance(every, int) and every > 0:
-        wanted = [int((i + 1) % every != 0) for i in range(count)]
-        _compare(NOPE, given, NOPE_EVERY, every, wanted)
+        yield "sliding_window", [SLIDING if on else FULL] * count
+    elif not on or not values.get(flag, family.defaults[flag]):
+        yield flag if on else "sliding_window", [FULL] * count
 
 
 def _check_letters(values: Values) -> None:
     """Check the letters of layers, and their names."""
-    letters, named = values.get(patterns.LETTERS), values.get(patterns.NAMES)
-    if isinstance(named, list) and letters is not None:
-        in_letters = patterns.letters_in({patterns.NAMES: named})
-        _compare(patterns.NAMES, in_letters, patterns.LETTERS, letters, letters)
+    for key in (patterns.NAMES, TYPES):
+        letters, named = values.get(patterns.LETTERS), values.get(key)
+        if isinstance(named, list) and isinstance(letters, str):
+            in_letters = patterns.letters_in({patterns.NAMES: named})
+            _compare(key, in_letters, patterns.LETTERS, letters, letters)
 
 
 def _compare(key: str, given: Any, other: str, value: Any, wanted: Any) -> None:

@@ -97,7 +97,11 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         found["layer_pattern"] = patterns.read(values, num_layers)
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
-    return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
+    return (
+        found | {"sliding_window": _read_alike(values, family, num_layers)}
+        if family.sliding
+        else found
+    )
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
@@ -225,15 +229,17 @@ def _read_two_ropes(values: Values, rope: Values, local_key: str, num_layers: in
     return found | {"local_rope_theta": local.theta}
 
 
-def _read_alike(values: Values, num_layers: int) -> int | None:
+def _read_alike(values: Values, family: Family, num_layers: int) -> int | None:
     """Return the sliding window if all layers have it; None if no layer has one.
 
     Raises:   ConfigError when only some layers have one.
     """
-    window = values.get("sliding_window")
-    if window is None or values.get("use_sliding_window") is False:
+    window, flag = values.get("sliding_window"), "use_sliding_window"
+    if window is None or (flag in family.defaults and values[flag] is False):
         return None
     kinds = values.get("layer_types")
+    if flag not in family.defaults:  # all layers are alike
+        kinds = kinds or [SLIDING] * num_layers
     if kinds is None:
         full = min(values.get("max_window_layers") or 0, num_layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)

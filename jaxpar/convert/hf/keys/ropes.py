@@ -66,6 +66,7 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
     """
     check_kind(THETA, rope.get(THETA), float)
     theta, key = (rope[THETA], THETA) if rope.get(THETA) is not None else (values.get(key), key)
+    check_kind(key, theta, float)
     theta = 10_000.0 if theta is None else theta
     if not 0 < theta <= sys.float_info.max:
         raise refuse(key, theta, "must be above 0, and finite", CORRECT)
@@ -208,7 +209,8 @@ def without_mrope(rope: Values, values: Values) -> Values:
         half = int(width * fraction) // 2 if isinstance(fraction, int | float) else 0
         numbers = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
         if not numbers or len(sections) != 3 or sum(sections) != half:
-            rule = f"must be three numbers whose sum is {half}, half of the dims that turn"
+            rule = f"must be three numbers whose sum is {half}, half of what turns of head_dim"
+            rule += f" = {width}"
             raise refuse("mrope_section", sections, rule, "remove it: text needs none")
     return {key: value for key, value in rope.items() if key not in MROPE}
 

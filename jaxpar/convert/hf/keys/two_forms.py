@@ -72,8 +72,8 @@ def settle(values: Values, family: Family) -> Values:
 
     Raises:   ConfigError that names both forms of a setting if they contradict each other.
     """
-    values = _one_name(values, family)
     layer_forms.check(values, family)
+    values = _one_name(values, family)
     _check_heads(values, family)
     if not family.rope:
         return values
@@ -156,6 +156,11 @@ def _one_rope(
     values: Values, family: Family, older: Values | None, current: Values | None
 ) -> Values:
     """Return the RoPE of all layers: `rope_scaling` as a whole, if a file has both."""
+    for name, inside in (older or current or {}).items():
+        if isinstance(inside, dict):
+            rule = f"is a RoPE of some layers, and files of {family.model_type} have one for all"
+            key = SCALING if older else PARAMETERS
+            raise refuse(f"{key}.{name}", inside, rule, f"write its keys as {PARAMETERS}")
     top = values | {key: values[o] for o, key in family.aliases.items() if o in values}
     if older and current and _plain(older) != _plain(current):
         for key, default in _defaults(family).items():
@@ -165,7 +170,8 @@ def _one_rope(
                 raise contradiction(f"{PARAMETERS}.{key}", current[key], SCALING, older, fix)
     rope, key = (older, SCALING) if older else (current or {}, PARAMETERS)
     for name in (THETA, PARTIAL):
-        _check_inside(top, name, rope, key)
+        for other in (name, *(o for o, k in family.aliases.items() if k == name)):
+            _check_inside(values, name, rope, key, other)
         others = [o for o, k in family.aliases.items() if k == name]
         alone = others and name not in rope and values.get(others[0]) is None
         if alone and values.get(name) not in (None, _defaults(family)[name]):
@@ -175,11 +181,11 @@ def _one_rope(
     return rope
 
 
-def _check_inside(values: Values, name: str, rope: Values, key: str) -> None:
-    """Check a key of a RoPE that stands beside it, too."""
-    beside = values.get(name)
+def _check_inside(values: Values, name: str, rope: Values, key: str, other: str = "") -> None:
+    """Check a key of a RoPE that stands beside it, too, where it may have another name."""
+    beside = values.get(other or name)
     if name in rope and beside is not None and rope[name] != beside:
-        raise contradiction(name, beside, f"{key}.{name}", rope[name])
+        raise contradiction(other or name, beside, f"{key}.{name}", rope[name])
 
 
 def _check_original(values: Values, family: Family, rope: Values, key: str) -> None:
