@@ -97,11 +97,9 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         found["layer_pattern"] = patterns.read(values, num_layers)
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
-    return (
-        found | {"sliding_window": _read_alike(values, family, num_layers)}
-        if family.sliding
-        else found
-    )
+    if family.sliding:
+        found["sliding_window"] = _read_alike(values, family, num_layers)
+    return found
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
