@@ -35,12 +35,14 @@ def read_json(
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
     max_digits: int = 0,
+    constants: bool = False,
 ) -> Any:
     """Return the value of a JSON text in UTF-8. If an object repeats a key, the last value counts.
 
     Args:     source: a path, or the text itself as bytes. what: the name of the text in errors;
               by default, the path.
               max_digits: largest number of digits of an integer that does not fit in 64 bits.
+              constants: whether NaN and Infinity, which Python writes, are read as floats.
     Raises:   UnreadableJson for invalid UTF-8 or JSON, more than max_bytes, more than max_depth
               levels, NaN, Infinity, an integer outside [-2**63, 2**64), a float outside float64,
               or half a surrogate pair; OSError if the file cannot be opened or read.
@@ -50,7 +52,8 @@ def read_json(
     if len(data) > max_bytes:
         raise UnreadableJson(f"{what} is larger than {max_bytes:,} bytes")
     try:
-        decoder = _decoder(max_digits) if max_digits else _DECODER
+        special = max_digits or constants
+        decoder = _decoder(max_digits, constants) if special else _DECODER
         value = decoder.decode(data.decode("utf-8-sig"))
         _check_depth(data, value, max_depth)
         _check_text(data, value)
@@ -102,10 +105,11 @@ def _constant(name: str) -> NoReturn:
     raise UnreadableJson(f"has {name}, which is not a JSON number")
 
 
-def _decoder(max_digits: int) -> json.JSONDecoder:
-    """Make a decoder. Args:     max_digits: as in `read_json`."""
+def _decoder(max_digits: int, constants: bool) -> json.JSONDecoder:
+    """Make a decoder. Args:     max_digits, constants: as in `read_json`."""
     whole = lambda text: int(text) if len(text) <= max_digits else _integer(text)  # noqa: E731
-    return json.JSONDecoder(parse_int=whole, parse_float=_float, parse_constant=_constant)
+    constant = float if constants else _constant
+    return json.JSONDecoder(parse_int=whole, parse_float=_float, parse_constant=constant)
 
 
 _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_float, parse_constant=_constant)

@@ -76,7 +76,11 @@ def test_what_is_written_is_read_back(name):
     assert model_of(written, family) == model
     current = "per_layer_config" if family.global_heads else "rope_parameters"
     older = {k: v for k, v in written.items() if k != current}
-    assert model_of(older, family) == model
+    if name == "olmo3":  # transformers 5 reads one base of the older form as that of full attention
+        with pytest.raises(ConfigError, match=r"rope_theta = 10000.0: .*write both bases"):
+            model_of(older, family)
+    else:
+        assert model_of(older, family) == model
 
 
 @pytest.mark.parametrize(

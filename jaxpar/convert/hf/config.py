@@ -17,11 +17,19 @@ from jaxpar.config.layout.layer_kinds import (
     kinds,
 )
 from jaxpar.config.rules.experts import router_has_no_gradient
-from jaxpar.convert.hf.config_file import Values, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.float8_blocks import is_float8_blocks
-from jaxpar.convert.hf.keys import experts, global_heads, kimi_linear, layers, patterns
+from jaxpar.convert.hf.keys import (
+    experts,
+    global_heads,
+    kimi_linear,
+    layers,
+    patterns,
+    two_forms,
+)
+from jaxpar.convert.hf.keys.known import REQUIRED
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_names import PLAIN
 from jaxpar.model.parameters import param_specs
@@ -52,13 +60,6 @@ OPTIONAL_FLOATS = {"attention_multiplier", "attention_softcap", "logits_softcap"
 
 #: How weights are quantized. Exported ones are not.
 QUANTIZATION = "quantization_config"
-
-#: Keys of any family that change what a model computes, and the only value that jaxpar supports.
-REQUIRED = {
-    QUANTIZATION: None,
-    "is_encoder_decoder": False,
-    "use_qk_norm": False,
-}
 
 
 def family_of(values: Values) -> Family:
@@ -120,7 +121,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     """
     values = _with_defaults(values, family)
     for key, wanted in (REQUIRED | family.required).items():
-        if key in family.fields.values():
+        own = {*family.fields.values(), *family.defaults} - family.required.keys()
+        if key in own:
             continue
         found = values.get(key, wanted)
         if key == QUANTIZATION and family.mxfp4 and _is_mxfp4(found):
@@ -159,7 +161,13 @@ def _is_mxfp4(quantization: Any) -> bool:
 
 
 def _with_defaults(values: Values, family: Family) -> Values:
-    """Add the family's defaults for missing keys, and resolve aliases."""
+    """Add the family's defaults for missing keys, and resolve aliases and settings in two forms.
+
+    Raises:   ConfigError that names two forms of a setting that contradict each other.
+    """
+    values = two_forms.settle(values, family)
+    if values.get(two_forms.PARAMETERS) is None:
+        values = {key: value for key, value in values.items() if key != two_forms.PARAMETERS}
     renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
     if family.letters and isinstance(values.get(patterns.NAMES), list):
         renamed["num_hidden_layers"] = len(values[patterns.NAMES])
@@ -208,8 +216,11 @@ def _field(ours: str, key: str, values: Values) -> Any:
             return None
         kind = float
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
-    if not good:
-        raise refuse(key, value, f"must be {kind.__name__}", "download the file again")
+    if not good or isinstance(value, bool) is not (kind is bool):
+        raise refuse(key, value, f"must be {kind.__name__}", CORRECT)
+    least = min(default or 0, 1)  # 0 where it stands for none
+    if kind is int and value < least:
+        raise refuse(key, value, f"must be {least} or more", CORRECT)
     return value
 
 
@@ -286,11 +297,15 @@ def choose_family(m: ModelConfig) -> Family:
 def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> Values:
     """Make the config.json of a model.
 
-    Contains RoPE in the current and in the older form; readers ignore the form they do not know.
+    A file that describes the model is kept as it is, but for the dtype. Any other contains RoPE in
+    the current and in the older form; readers ignore the form they do not know.
 
     Args:     carried: values to keep unless the model's fields set them: those of the folder that
               it was imported from. dtype: of the weights on disk.
     """
+    if describes(carried, family, m):
+        kept = {key: value for key, value in carried.items() if key != QUANTIZATION}
+        return kept | {key: dtype for key in dtype_keys(kept)}
     own = {key: getattr(m, ours) for ours, key in family.fields.items()}
     own |= {"architectures": [family.architecture], "model_type": family.model_type}
     for ours, other in family.same_as.items():
@@ -300,10 +315,28 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= experts.write(m, family)
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
-    dropped = {QUANTIZATION}
+    dropped = {QUANTIZATION} | two_forms.names(family)
     if "max_positions" in family.fields:  # transformers would take it for that field
         dropped.add("max_position_embeddings")
     return {key: value for key, value in carried.items() if key not in dropped} | own
+
+
+def describes(values: Values, family: Family, m: ModelConfig) -> bool:
+    """Return whether a config.json is of a family, and of a model."""
+    if values.get("model_type") != family.model_type:
+        return False
+    try:
+        there = model_of(values, family)
+    except ConfigError:
+        return False
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - FREE_MODEL_FIELDS
+    names |= {"experts_per_token", "normalize_experts"} if m.num_experts else set()
+    return all(getattr(there, name) == getattr(m, name) for name in names)
+
+
+def dtype_keys(values: Values) -> list[str]:
+    """Return the keys of config.json that name the dtype of weights."""
+    return [key for key in ("dtype", "torch_dtype") if key in values] or ["dtype"]
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:

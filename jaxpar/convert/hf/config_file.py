@@ -1,5 +1,6 @@
 """Reads the config.json of a published model, and makes errors about its values."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from jaxpar.config.json_reader import read_json_object
 type Values = dict[str, Any]
 
 CONFIG_FILE = "config.json"
+
+#: What to do about a value that is wrong in a file that can be read.
+CORRECT = f"correct it, or use the {CONFIG_FILE} that was published with the model"
 
 #: Kinds of values, in words.
 KINDS = {
@@ -37,6 +41,10 @@ HOLDS: dict[str, type] = {
 }
 
 
+#: Keys that may be infinite, and change nothing: the limits of Mamba's steps.
+UNBOUNDED = {"time_step_limit"}
+
+
 def refuse(key: str, value: Any, rule: str, fix: str) -> ConfigError:
     """Make the error for a key of config.json."""
     return ConfigError(f"{CONFIG_FILE} {key}", value, rule, fix)
@@ -48,7 +56,7 @@ def check_kind(key: str, value: Any, kind: type) -> None:
     if kind is list and good:
         good = all(isinstance(name, str) for name in value)
     if value is not None and (not good or isinstance(value, bool) is not (kind is bool)):
-        raise refuse(key, value, f"must be {KINDS[kind]}", "download the file again")
+        raise refuse(key, value, f"must be {KINDS[kind]}", CORRECT)
 
 
 def read_config_json(folder: Path) -> Values:
@@ -62,10 +70,20 @@ def read_config_json(folder: Path) -> Values:
         fix = "use a published folder with config.json and .safetensors files"
         raise ConfigError("DIR", str(folder), rule, fix)
     try:
-        values = read_json_object(path, what="it")
+        values = read_json_object(path, what="it", constants=True)
     except (ValueError, OSError) as error:
         rule, fix = f"cannot be read ({error})", "download the file again"
         raise ConfigError(CONFIG_FILE, str(path), rule, fix) from error
     for key, kind in HOLDS.items():
         check_kind(key, values.get(key), kind)
+    for key, value in values.items():
+        if key not in UNBOUNDED and not _finite(value):
+            raise refuse(key, value, "must not have NaN or Infinity", CORRECT)
     return values
+
+
+def _finite(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list):
+        return all(map(_finite, inner))
+    return not isinstance(value, float) or math.isfinite(value)

@@ -201,7 +201,6 @@ STARCODER2 = Family(
     },
     required={
         "hidden_act": "gelu_pytorch_tanh",
-        "activation_function": "gelu_pytorch_tanh",
         "norm_type": "layer_norm",
         "mlp_type": "default",
     },

@@ -180,7 +180,9 @@ def write_export(
     """
     m, family = export.config.model, export.family
     copy_carried(export.run / CARRIED, folder)
-    carried = own_values(export.config) | export.carried
+    carried = export.carried
+    if "model_type" not in carried:
+        carried = own_values(export.config) | carried
     if not (export.run / CARRIED).is_dir():
         carried |= tokenizer.write(export.config, folder, log)
     values = config_json(m, family, carried, export.dtype)

@@ -346,7 +346,7 @@ GPT_OSS = Family(
         "sliding_window": 128,
         "sliding_window_pattern": 2,
         "rope_theta": 150_000.0,
-        "rope_scaling": {
+        "rope_parameters": {
             "rope_type": "yarn",
             "factor": 32.0,
             "beta_fast": 32.0,

@@ -74,6 +74,8 @@ class Family:
     """Whether models have rotary embeddings."""
     rope_fraction: float | None = None
     """Default of partial_rotary_factor; None where all dims are rotated."""
+    mrope: bool = False
+    """Whether RoPE may have the sections of images' positions, which are equal for text."""
     null_rope: bool = False
     """Whether models may have no rotary embedding, which a rope_theta of null says."""
     nope: bool = False

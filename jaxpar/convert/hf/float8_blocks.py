@@ -14,12 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.convert.safetensors_file import AGAIN, Stored
+from jaxpar.convert.safetensors_file import Stored
 
 SUFFIX = "_scale_inv"
 
 #: Rows and columns of a block.
 BLOCK = 128
+
+#: What to do about tensors that do not fit each other.
+FIX = "use the weights and the scales of one revision of the model"
 
 #: The dtype of a dequantized weight.
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -76,7 +79,7 @@ def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored | Float8Blocks
             weight = stored.get(name.removesuffix(SUFFIX))
             if weight is None or weight.dtype != "F8_E4M3":
                 rule = f"is a scale, but {name.removesuffix(SUFFIX)} is no weight in float8"
-                raise ConfigError(name, list(tensor.shape), rule, AGAIN)
+                raise ConfigError(name, list(tensor.shape), rule, FIX)
         elif tensor.dtype == "F8_E4M3":
             found[name] = _paired(name, tensor, stored.get(name + SUFFIX))
         else:
@@ -87,10 +90,10 @@ def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored | Float8Blocks
 def _paired(name: str, values: Stored, scales: Stored | None) -> Float8Blocks:
     if len(values.shape) != 2:
         rule = "is of float8, and must be a matrix"
-        raise ConfigError(name, list(values.shape), rule, AGAIN)
+        raise ConfigError(name, list(values.shape), rule, FIX)
     blocks = tuple(-(-n // BLOCK) for n in values.shape)
     if scales is None or scales.dtype != "F32" or scales.shape != blocks:
         there = None if scales is None else list(scales.shape)
         rule = f"must be float32 of shape {list(blocks)}, a number for each block of {name}"
-        raise ConfigError(name + SUFFIX, there, rule, AGAIN)
+        raise ConfigError(name + SUFFIX, there, rule, FIX)
     return Float8Blocks(values, scales)

@@ -144,12 +144,14 @@ def _indexed(folder: Path) -> dict[str, Stored]:
         for tensor, stored in read_header(file).items():
             if where.get(tensor) != name:
                 rule = f"is in {name}, but {INDEX_FILE} says {where.get(tensor)}"
-                raise ConfigError(tensor, list(stored.shape), rule, "download the folder again")
+                fix = f"use {INDEX_FILE} and all files of one revision of the model"
+                raise ConfigError(tensor, list(stored.shape), rule, fix)
             found[tensor] = stored
     for tensor, name in where.items():
         if tensor not in found:
             rule = f"is not in {name}, contrary to {INDEX_FILE}"
-            raise ConfigError(tensor, None, rule, "download the folder again")
+            fix = f"use {INDEX_FILE} and all files of one revision of the model"
+            raise ConfigError(tensor, None, rule, fix)
     return found
 
 
@@ -167,10 +169,13 @@ def check_tensors(
     for entry in entries:
         wanted |= dict.fromkeys(tensor_names(entry, sizes), tensor_shape(entry, sizes))
     missing = [name for name in wanted if name not in there]
+    extra = [name for name in there if name not in wanted]
     if missing:
         rule = "is missing from the model's files"
-        raise ConfigError(_some(missing), None, rule, "download the folder again")
-    extra = [name for name in there if name not in wanted]
+        rule += f", which have {_some(extra)} that {by} does not describe" if extra else ""
+        fix = f"use the {by} that was published with these files"
+        fix += ", with published names of tensors" if extra else ", or files with all tensors"
+        raise ConfigError(_some(missing), None, rule, fix)
     if extra in (["lm_head.weight"], ["embed_out.weight"]):
         embed = [entry.name for entry in entries if entry.path == "embed"]
         if "head" not in {entry.path for entry in entries} and embed:

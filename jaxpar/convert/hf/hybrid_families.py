@@ -89,8 +89,9 @@ QWEN3_5 = Family(
     fields=COMMON | OF_DELTA_NET,
     fixed={"qk_norm": True, "norm_offset": True, "attention_gate": True},
     defaults=_DELTA_NET_DEFAULTS | {"num_key_value_heads": 4},
-    required=SILU | {"attention_bias": False},
+    required=SILU | {"attention_bias": False, "attn_output_gate": True, "mlp_only_layers": []},
     rope_fraction=0.25,
+    mrope=True,
     hybrid=True,
     mtp_prefix="mtp.",
 )

@@ -17,7 +17,14 @@ from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.carried_files import copy_carried
-from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
+from jaxpar.convert.hf.config import (
+    check_count,
+    dtype_keys,
+    dtype_of,
+    entry_table,
+    family_of,
+    model_of,
+)
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import (
@@ -27,6 +34,8 @@ from jaxpar.convert.hf.folder import (
     check_tensors,
     find_tensors,
 )
+from jaxpar.convert.hf.keys.known import unknown
+from jaxpar.convert.hf.other_names import as_published
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
     Sizes,
@@ -109,7 +118,8 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     dtype_of(values)
     tensors = find_tensors(folder, family.prefix)
     # The dtype in config.json often differs from that of the files, or is missing.
-    values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
+    values |= dict.fromkeys(dtype_keys(values), tensors.dtype())
+    tensors = Tensors(as_published(tensors.stored, family, values))
     check_count(values, family, len(tensors.stored))
     absent = _absent_modules(values, family, tensors)
     values |= dict.fromkeys(absent, 0)
@@ -200,6 +210,9 @@ def from_hf(
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
+    if others := unknown(source.values, source.family):
+        names = ", ".join(sorted(others))
+        log(f"WARNING    config.json has keys that jaxpar does not know, and ignores: {names}")
     for key, count in source.absent.items():
         log(f"config.json has {key} {count}, but the files have no such layers: none are imported")
     if source.left_out:

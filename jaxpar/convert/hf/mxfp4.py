@@ -15,12 +15,15 @@ import ml_dtypes
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.convert.safetensors_file import AGAIN, Stored
+from jaxpar.convert.safetensors_file import Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
 #: Numbers that share a scale, and bytes that hold them.
 NUMBERS, BYTES = 32, 16
+
+#: What to do about tensors that do not fit each other.
+FIX = "use the weights and the scales of one revision of the model"
 
 #: The dtype of a dequantized weight; it has all of its values.
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -92,9 +95,9 @@ def _paired(name: str, blocks: Stored, scales: Stored | None) -> Mxfp4:
     shape = blocks.shape
     if len(shape) != 4 or shape[-1] != BYTES:
         rule = f"must be of shape [experts, rows, groups, {BYTES}]"
-        raise ConfigError(name, list(shape), rule, AGAIN)
+        raise ConfigError(name, list(shape), rule, FIX)
     if scales is None or scales.dtype != "U8" or scales.shape != shape[:-1]:
         rule = f"must be bytes of shape {list(shape[:-1])}, as {name} says"
         there = None if scales is None else list(scales.shape)
-        raise ConfigError(name.removesuffix(BLOCKS) + SCALES, there, rule, AGAIN)
+        raise ConfigError(name.removesuffix(BLOCKS) + SCALES, there, rule, FIX)
     return Mxfp4(blocks, scales)

@@ -10,6 +10,7 @@ import tokenizers
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import read_json_object
+from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.formats.tokens import TokenDataset
@@ -17,6 +18,13 @@ from jaxpar.data.sources import tokenizer_folder
 from jaxpar.data.tokenizer import read_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+
+#: The files that name the end of text, and the key in each, the first that does counting.
+NAMING_EOS = (
+    (TOKENIZER_CONFIG, "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    (CONFIG_FILE, "eos_token_id"),
+)
 
 
 def write(cfg: Config, folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
@@ -79,11 +87,7 @@ def tokenizer_in(folder: Path, named: str) -> Tokenizer:
     if not (folder / TOKENIZER_FILE).is_file():
         rule = f"has no {TOKENIZER_FILE}"
         raise ConfigError("RUN", named, rule, f"copy that of the model to {folder}")
-    try:
-        eos = _eos_token(folder)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        rule = f"has a {TOKENIZER_CONFIG} that cannot be read ({error!r})"
-        raise ConfigError("RUN", named, rule, f"copy that of the model to {folder}") from error
+    eos = end_of_text(folder, named)
     try:
         return read_tokenizer_json(folder / TOKENIZER_FILE, eos)
     except ConfigError as error:  # its fix names options of `python -m jaxpar.data prepare`
@@ -91,19 +95,34 @@ def tokenizer_in(folder: Path, named: str) -> Tokenizer:
         raise ConfigError("RUN", named, f"its {TOKENIZER_FILE} {error.rule}", fix) from error
 
 
-def _eos_token(folder: Path) -> str | None:
-    """Read a folder's end-of-text token, which is given as a string or as an object."""
-    about = folder / TOKENIZER_CONFIG
-    eos = _about(about).get("eos_token") if about.is_file() else None
-    eos = eos["content"] if isinstance(eos, dict) else eos
-    if not isinstance(eos, str | None):
-        raise TypeError(f"eos_token is {eos!r}")
-    return eos
+def end_of_text(folder: Path, named: str) -> str | int | None:
+    """Return the end of text that a published folder names, as its text or its id.
 
+    tokenizer_config.json comes first, then the older special_tokens_map.json, then the id in
+    config.json, for files of which the others say nothing (GPT-2).
 
-def _about(file: Path) -> dict[str, Any]:
-    # `transformers` writes int(1e30) for a maximum length that is not known.
-    return read_json_object(file, max_digits=40)
+    Args:     named: the user's name of the model, for errors.
+    Returns:  None if no file names one.
+    Raises:   ConfigError that names the file that cannot be read.
+    """
+    for name, key in NAMING_EOS:
+        if not (folder / name).is_file():
+            continue
+        try:
+            # `transformers` writes int(1e30) for a maximum length that is not known.
+            about = read_json_object(folder / name, what="it", max_digits=40, constants=True)
+            eos = about.get(key)
+            eos = eos["content"] if isinstance(eos, dict) else eos
+            if not isinstance(eos, str | None) and name != CONFIG_FILE:
+                raise TypeError(f"{key} is {str(eos)[:80]!r}")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            rule = f"has a {name} that cannot be read ({error})"
+            raise ConfigError("RUN", named, rule, f"copy that of the model to {folder}") from error
+        if isinstance(eos, list) and len(eos) == 1:
+            (eos,) = eos
+        if isinstance(eos, str) or (type(eos) is int and name == CONFIG_FILE):
+            return eos
+    return None
 
 
 def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

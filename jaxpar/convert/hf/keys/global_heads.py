@@ -107,6 +107,10 @@ def _heads(values: Values, letters: str, *, shared: bool) -> Values:
         count = count if shared else None
     else:
         dim, count = _of_each(by_layer, letters)
+        for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
+            if None not in (value, values.get(key)) and value != values[key]:
+                rule = f"contradicts {key} = {values[key]}, another form of the same setting"
+                raise refuse(BY_LAYER, by_layer, rule, f"remove {key}")
     for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
         check_kind(key, value, int)
     return {"global_head_dim": dim, "global_num_kv_heads": count}
@@ -118,13 +122,13 @@ def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
     wanted = {str(i) for i, letter in enumerate(letters) if letter == GLOBAL}
     good = isinstance(by_layer, dict) and all(isinstance(one, dict) for one in by_layer.values())
     alike = list(by_layer.values()) if good else []
-    if {str(i) for i in (by_layer if good else ())} != wanted or any(
+    # transformers writes "05" beside "11".
+    if {str(i).lstrip("0") or "0" for i in (by_layer if good else ())} != wanted or any(
         one != alike[0] or not set(one) <= known for one in alike
     ):
         rule = f"must have the same {' and '.join(sorted(known))} for each layer of {FULL}, and no "
-        raise refuse(
-            BY_LAYER, by_layer, rule + "other layer", "use a model with two kinds of heads"
-        )
+        rule += "other layer of layer_types"
+        raise refuse(BY_LAYER, by_layer, rule, "use a model with two kinds of heads")
     return alike[0].get("head_dim"), alike[0].get("num_key_value_heads")
 
 

@@ -6,7 +6,7 @@ dense first layers. Those that `transformers` saves name each layer's mixer and 
 
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout.layer_kinds import ATTENTION, KDA, KDA_DENSE, kinds
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys import patterns
 
 CONFIG, DENSE = "linear_attn_config", "first_k_dense_replace"
@@ -45,10 +45,43 @@ def read(values: Values, num_layers: int) -> Values:
         value = config.get(key, values.get(other))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             rule = "must be a whole number above 0"
-            raise refuse(f"{CONFIG}.{key}", value, rule, "download the file again")
+            raise refuse(f"{CONFIG}.{key}", value, rule, CORRECT)
         found |= dict.fromkeys(fields, value)
     letters = _letters(values, config, num_layers)
     return found | {"layer_pattern": patterns.period(letters)}
+
+
+def check_forms(values: Values, num_layers: int) -> None:
+    """Check that CONFIG says the same as the keys of `transformers` beside it.
+
+    Raises:   ConfigError that names both.
+    """
+    config = values.get(CONFIG)
+    if not isinstance(config, dict):
+        return
+    pairs = [(key, config.get(key), other, values.get(other)) for key, other in _SIZES.values()]
+    named, both = values.get("layer_types"), {patterns.FULL, patterns.LINEAR}
+    good = isinstance(named, list) and len(named) == num_layers and set(named) == both
+    if good and config.get("kda_layers") is not None:
+        pairs.append(
+            (
+                "kda_layers",
+                _mixers({}, config, num_layers),
+                "layer_types",
+                _mixers(values, config, num_layers),
+            )
+        )
+    for key, value, other, other_value in pairs:
+        if None not in (value, other_value) and value != other_value:
+            rule = f"contradicts {other}, another form of the same setting"
+            raise refuse(f"{CONFIG}.{key}", value, rule, f"remove {other}, or correct it")
+    dense, kinds_of = values.get(DENSE), values.get("mlp_layer_types")
+    good = isinstance(kinds_of, list) and len(kinds_of) == num_layers
+    if not isinstance(dense, int) or not good or not set(kinds_of) <= {"dense", "sparse"}:
+        return
+    if kinds_of != ["dense" if i < dense else "sparse" for i in range(num_layers)]:
+        rule = f"contradicts {DENSE} = {dense}, another form of the same setting"
+        raise refuse("mlp_layer_types", str(kinds_of)[:80], rule, f"remove it, or {DENSE}")
 
 
 def _letters(values: Values, config: Values, num_layers: int) -> str:
@@ -61,10 +94,11 @@ def _letters(values: Values, config: Values, num_layers: int) -> str:
         dense = ["dense" if i < first else "sparse" for i in range(num_layers)]
     if len(dense) != num_layers or not set(dense) <= {"dense", "sparse"}:
         rule = f"must name dense or sparse for each of num_hidden_layers = {num_layers} layers"
-        raise refuse("mlp_layer_types", dense, rule, "download the file again")
+        raise refuse("mlp_layer_types", dense, rule, CORRECT)
     both = [(mixer, kind == "dense") for mixer, kind in zip(mixers, dense, strict=True)]
     if (ATTENTION, True) in both:
         rule = f"makes layer {both.index((ATTENTION, True)) + 1} dense, which has attention"
+        rule += f" by {'full_attn_layers' if values.get('layer_types') is None else 'layer_types'}"
         raise refuse(DENSE, values.get(DENSE), rule, "use a model whose dense layers have none")
     if len(set(mixers)) < 2 or (KDA, False) not in both:
         rule = "must have layers with Kimi Delta Attention and experts, and layers with attention"
@@ -80,7 +114,7 @@ def _mixers(values: Values, config: Values, num_layers: int) -> str:
         letters = {patterns.LINEAR: KDA, patterns.FULL: ATTENTION}
         if len(named) != num_layers or not set(named) <= set(letters):
             rule = f"must name {patterns.FULL} or {patterns.LINEAR} for each of {num_layers} layers"
-            raise refuse("layer_types", named, rule, "download the file again")
+            raise refuse("layer_types", named, rule, CORRECT)
         return "".join(letters[name] for name in named)
     of_kda, of_full = (config.get(key) or [] for key in (kda, full))
     lists = isinstance(of_kda, list) and isinstance(of_full, list)
@@ -88,7 +122,7 @@ def _mixers(values: Values, config: Values, num_layers: int) -> str:
         range(1, num_layers + 1), key=str
     ):
         rule = f"must have each of num_hidden_layers = {num_layers} layers once, from 1, in {kda} "
-        raise refuse(CONFIG, config, f"{rule}or {full}", "download the file again")
+        raise refuse(CONFIG, config, f"{rule}or {full}", CORRECT)
     return "".join(KDA if i in of_kda else ATTENTION for i in range(1, num_layers + 1))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 
 #: The fields of ModelConfig that these keys set.
 FIELDS = ("head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
@@ -21,7 +21,7 @@ def read(values: Values) -> Values:
     for key in _SIZES:
         value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise refuse(key, value, "must be a whole number above 0", "download the file again")
+            raise refuse(key, value, "must be a whole number above 0", CORRECT)
     check_kind("q_lora_rank", values.get("q_lora_rank"), int)
     return {
         "head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],

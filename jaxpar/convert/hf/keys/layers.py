@@ -8,7 +8,7 @@ readers ignore the form they do not know. `ropes.py` has the keys of one RoPE.
 
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.layout.layer_kinds import dense_places
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys import global_heads, kimi_linear, latents, patterns, ropes
 from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
@@ -67,10 +67,12 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         and len(kinds) != num_layers
     ):
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
-        raise refuse("layer_types", kinds, rule, "download the file again")
+        raise refuse("layer_types", kinds, rule, CORRECT)
     if family.global_heads:
         return global_heads.read(values, num_layers)
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if family.mrope:
+        rope = ropes.without_mrope(rope, {PARTIAL: family.rope_fraction} | values)
     if family.two_ropes is not None:
         return _read_two_ropes(values, rope, family.two_ropes, num_layers)
     if family.rope_fraction is not None:
@@ -95,7 +97,9 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         found["layer_pattern"] = patterns.read(values, num_layers)
     if family.two_kinds:
         return found | _read_windows(values, num_layers)
-    return found | {"sliding_window": _read_alike(values, num_layers)} if family.sliding else found
+    if family.sliding:
+        found["sliding_window"] = _read_alike(values, family, num_layers)
+    return found
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
@@ -119,7 +123,7 @@ def _read_nope(values: Values, num_layers: int) -> int:
     without = [i + 1 for i, has in enumerate(given) if not has] if isinstance(given, list) else None
     if without is None or len(given) != num_layers:
         rule = f"must be a list of num_hidden_layers = {num_layers} numbers, 0 or 1"
-        raise refuse(key, given, rule, "download the file again")
+        raise refuse(key, given, rule, CORRECT)
     if not without:
         return 0
     if without != list(range(without[0], num_layers + 1, without[0])):
@@ -223,15 +227,17 @@ def _read_two_ropes(values: Values, rope: Values, local_key: str, num_layers: in
     return found | {"local_rope_theta": local.theta}
 
 
-def _read_alike(values: Values, num_layers: int) -> int | None:
+def _read_alike(values: Values, family: Family, num_layers: int) -> int | None:
     """Return the sliding window if all layers have it; None if no layer has one.
 
     Raises:   ConfigError when only some layers have one.
     """
-    window = values.get("sliding_window")
-    if window is None or values.get("use_sliding_window") is False:
+    window, flag = values.get("sliding_window"), "use_sliding_window"
+    if window is None or (flag in family.defaults and values[flag] is False):
         return None
     kinds = values.get("layer_types")
+    if flag not in family.defaults:  # all layers are alike
+        kinds = kinds or [SLIDING] * num_layers
     if kinds is None:
         full = min(values.get("max_window_layers") or 0, num_layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)

@@ -12,7 +12,7 @@ from jaxpar.config.layout.layer_kinds import (
     MAMBA,
     kinds,
 )
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 
@@ -53,7 +53,7 @@ def read_letters(values: Values, known: str, num_layers: int) -> str:
     given = letters_in(values)
     if given is None or len(given) != num_layers:
         rule = f"must have a letter for each of num_hidden_layers = {num_layers} layers"
-        raise refuse(LETTERS, values.get(key), rule, "download the file again")
+        raise refuse(LETTERS, values.get(key), rule, CORRECT)
     needed = known.replace(FEED_FORWARD, "") if EXPERTS in known else known
     if not set(needed) <= set(given) <= set(known):
         *first, last = (_IN_WORDS[kind] for kind in needed)
@@ -82,7 +82,7 @@ def read(values: Values, num_layers: int) -> str:
     given = values.get("layer_types")
     if given is None:
         if every is None or every < 1:
-            raise refuse(key, every, "must be 1 or more", "download the file again")
+            raise refuse(key, every, "must be 1 or more", CORRECT)
         given = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
     letters = {FULL: ATTENTION, LINEAR: DELTA_NET}
     if not set(given) <= set(letters):

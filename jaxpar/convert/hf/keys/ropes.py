@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
-from jaxpar.convert.hf.config_file import Values, check_kind, refuse
+from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys.latents import score_keys
 
 THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
@@ -35,6 +35,19 @@ KNOWN = {
 OF_ALL = (THETA, PARTIAL, "rope_type", "type", "finetuned", ORIGINAL)
 
 
+def kind_of(name: Any) -> Any:
+    """Return the kind of a `rope_type`: plain RoPE for none, and LongRoPE by its first name."""
+    return {None: "default", "su": "longrope"}.get(name, name) if _is_name(name) else name
+
+
+def _is_name(name: Any) -> bool:
+    return name is None or isinstance(name, str)
+
+
+#: Keys of positions in images.
+MROPE = ("mrope_section", "mrope_interleaved")
+
+
 @dataclass(frozen=True)
 class Rope:
     """A rotary embedding."""
@@ -53,14 +66,15 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
     """
     check_kind(THETA, rope.get(THETA), float)
     theta, key = (rope[THETA], THETA) if rope.get(THETA) is not None else (values.get(key), key)
+    check_kind(key, theta, float)
     theta = 10_000.0 if theta is None else theta
     if not 0 < theta <= sys.float_info.max:
-        raise refuse(key, theta, "must be above 0, and finite", "download the file again")
+        raise refuse(key, theta, "must be above 0, and finite", CORRECT)
     fraction = rope.get(PARTIAL, values.get(PARTIAL))
     fraction = 1.0 if fraction is None else fraction
     if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         rule = "must be a number above 0 and at most 1"
-        raise refuse(PARTIAL, fraction, rule, "download the file again")
+        raise refuse(PARTIAL, fraction, rule, CORRECT)
     scaling = _scaling(rope, values)
     if scaling is not None and scaling.kind == "proportional":
         return Rope(float(theta), dataclasses.replace(scaling, turning=float(fraction)), 1.0)
@@ -68,8 +82,7 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
 
 
 def _scaling(rope: Values, values: Values) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = {"su": "longrope"}.get(kind, kind) if isinstance(kind, str) else kind
+    kind = kind_of(rope.get("rope_type", rope.get("type")))
     if not isinstance(kind, str) or kind not in KNOWN:
         fix = f"use a model with rope_type {', '.join(KNOWN)}"
         raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not support", fix)
@@ -179,8 +192,27 @@ def _longrope(r: _Reader) -> RopeScaling:
 def _factor(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         rule = "must be a number above 0"
-        raise refuse("attention_factor", given, rule, "download the file again")
+        raise refuse("attention_factor", given, rule, CORRECT)
     return float(given)
+
+
+def without_mrope(rope: Values, values: Values) -> Values:
+    """Return a RoPE without the keys of positions in images: text has three equal positions.
+
+    Args:     values: config.json, for the width of heads.
+    Raises:   ConfigError when the sections are not all dims that turn.
+    """
+    sections, width = rope.get("mrope_section"), values.get("head_dim")
+    check_kind("mrope_interleaved", rope.get("mrope_interleaved"), bool)
+    if sections is not None and isinstance(width, int):
+        fraction = rope.get(PARTIAL, values.get(PARTIAL))
+        half = int(width * fraction) // 2 if isinstance(fraction, int | float) else 0
+        numbers = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+        if not numbers or len(sections) != 3 or sum(sections) != half:
+            rule = f"must be three numbers whose sum is {half}, half of what turns of head_dim"
+            rule += f" = {width}"
+            raise refuse("mrope_section", sections, rule, "remove it: text needs none")
+    return {key: value for key, value in rope.items() if key not in MROPE}
 
 
 def read_null(values: Values) -> Rope | None:
