@@ -9,9 +9,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf.config_file import CONFIG_FILE
-from jaxpar.convert.hf.importing import PublishedModel, open_source
+from jaxpar.convert.hf.importing import PublishedModel, keep_source, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.runtime import hub
 from jaxpar.step import adapters
@@ -82,6 +84,17 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
+
+
+def keep_files(origin: Origin, run_dir: Path) -> None:
+    """Copy the files that came with published weights from the weights' folder to a run's.
+
+    Exports and generation then have the tokenizer, chat template and ends of text of the model.
+    """
+    if origin.source is not None:
+        keep_source(origin.source, run_dir)
+    elif (origin.folder / CARRIED).is_dir():
+        copy_carried(origin.folder / CARRIED, run_dir / CARRIED)
 
 
 def _as_there(cfg: Config, there: Config) -> Config:

@@ -20,6 +20,7 @@ from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
+from jaxpar.training import initial_weights
 from jaxpar.training.run import Run
 
 
@@ -50,6 +51,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
+        initial_weights.keep_files(run.origin, run.dir)
     if steps := recorded_steps(run.cfg):
         manifest["recorded_routing"] = {
             "files": [file_of(step) for step in steps],

@@ -152,11 +152,12 @@ def write_meta(
     holdout: float,
     test: float = 0.0,
     kind: str = "",
+    template: str = "",
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 
-    Args:     train: writer of the training split, closed. inputs, holdout, test, kind: as in
-              `Meta`.
+    Args:     train: writer of the training split, closed. inputs, holdout, test, kind,
+              template: as in `Meta`.
     Returns:  the contents of meta.json.
     """
     meta = Meta(
@@ -172,6 +173,7 @@ def write_meta(
         test=test,
         splits=splits,
         kind=kind,
+        template=template,
     )
     tokenizer.save(folder)
     (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")

@@ -97,4 +97,5 @@ def _write(
     splits = {split: writer.close() for split, writer in writers.items()}
     fix = "use more conversations"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
-    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)
+    about = {"template": options.template}
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares, **about)

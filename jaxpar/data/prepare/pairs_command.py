@@ -92,5 +92,5 @@ def _write(
     splits = {split: writer.close() for split, writer in writers.items()}
     fix = "use more pairs"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
-    train, inputs = writers[TRAIN], options.input
-    return write_meta(folder, tokenizer, train, splits, inputs, *shares, kind=PAIRS)
+    about = {"kind": PAIRS, "template": options.template}
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares, **about)
