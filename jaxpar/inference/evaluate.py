@@ -17,6 +17,7 @@ from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.follow import follow
 from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.text_loss import text_loss
+from jaxpar.runtime import hub
 from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
@@ -172,6 +173,9 @@ def _on_tasks(
 def _task_manager(options: EvaluateOptions) -> Any:
     """Read the harness's tasks. Raises:   ConfigError for an unknown one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not hub.answers():
+        # Its libraries would try for a minute. They read the variable when they are imported.
+        os.environ["HF_HUB_OFFLINE"] = "1"
     with stage("importing the Evaluation Harness and its list of tasks"):
         import lm_eval.tasks
 
