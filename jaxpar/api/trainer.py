@@ -19,6 +19,7 @@ from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
+from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
 from jaxpar.inference.load import LoadedModel
@@ -247,7 +248,8 @@ class Trainer:
         tokenizer = tokenizer_of_run(folder, cfg)
         begin = begin_of_prompts(folder, cfg, tokenizer)
         weights = weights_for_sampling(params, small, mesh)
-        return LoadedModel(small, mesh, weights, tokenizer, begin, int(state.step))
+        chat = chat_format.of_run(folder, cfg, tokenizer)
+        return LoadedModel(small, mesh, weights, tokenizer, begin, int(state.step), chat)
 
     def train(self, **callbacks: Callable[..., Any]) -> bool:
         """Train to the last step by the training loop, as `python -m jaxpar.train` does.

@@ -1,8 +1,8 @@
 """Starts another run from a checkpoint of a run, with the optimizer's state: a branch.
 
 A cooldown, another learning rate or another mixture of data from step N on are branches. A branch
-has the checkpoint alone. Its first start continues from there, as the run itself would, with the
-fields of its own config.
+has the checkpoint and the files of published weights alone. Its first start continues from there,
+as the run itself would, with the fields of its own config.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.saved import Saved, damage, folder, read_saved, read_whole
+from jaxpar.checkpoint.saved import CARRIED, Saved, damage, folder, read_saved, read_whole
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.new_folder import refuse_used, require_space
 from jaxpar.runtime.units import size
@@ -31,6 +31,8 @@ def branch(run_dir: str, new: str, step: int | None, log: Callable[[str], None])
     require_space("NEW", Path(new), num_bytes)
     with new_folder(Path(new)) as made:
         shutil.copytree(source, folder(made) / str(saved.step))
+        if (Path(run_dir) / CARRIED).is_dir():
+            shutil.copytree(Path(run_dir) / CARRIED, made / CARRIED)
     log(f"branch     {new}: step {saved.step} of {run_dir}, {size(num_bytes)}")
     return saved.step
 

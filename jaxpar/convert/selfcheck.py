@@ -51,17 +51,19 @@ def check_conversion(
     folder: Path,
     tolerance: float,
     log: Callable[[str], None],
+    what: str = "the published files",
 ) -> None:
     """Compare the logits of a run, of a published folder, and of `transformers` on the folder.
 
     Args:     run, published: the parameters of each side. folder: the published folder.
               tolerance: maximum difference, relative to the largest logit.
-              log: called with the largest difference, or the reason why there is none.
+              log: called with the largest difference, or the reason why there is none. what: the
+              folder's files, in words.
     Raises:   CheckFailed when the difference exceeds the tolerance, or a logit is non-finite.
     """
     tokens = random_tokens(m)
     ours = logits(run, m, tokens)
-    compare(logits(published, m, tokens), ours, "the published files", tolerance, log)
+    compare(logits(published, m, tokens), ours, what, tolerance, log)
     left_out = why_no_transformers(m)
     if left_out is None:
         theirs = transformers_logits(folder, tokens)

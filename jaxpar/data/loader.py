@@ -1,9 +1,11 @@
 """Global batches as a pure function of seed and step. Each process reads only its own rows."""
 
+import contextlib
+import dataclasses
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -20,7 +22,7 @@ from jaxpar.config.lists.step_sizes import (
 )
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.mixture import StagedMixture
+from jaxpar.data.mixture import BLOCK, StagedMixture
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
@@ -35,7 +37,7 @@ class Loader:
     Step s uses batch s, or a later one if earlier batches are skipped (`skipped`). Its rows are the
     next sequences of an endless stream. "train" has a new random order in each epoch; "val" repeats
     the sequences in text order. Several sources are mixed by weight (`mixture.py`), each with its
-    own endless stream.
+    own endless stream. Evaluations read a finite set instead: `first_sequences` and `once`.
 
     Schedules change weights and sizes at the batch with the number of the step (that step's, if no
     earlier one is skipped). The stream is one of sequences of `data.seq_len` tokens at any size of
@@ -104,14 +106,18 @@ class Loader:
         """The number of tokens in all sources."""
         return sum(source.dataset.num_tokens for source in self.sources)
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Weighted mean of UTF-8 bytes of text per token; None if unknown for a source."""
+    def bytes_per_token(self, numbers: np.ndarray) -> float | None:
+        """Return the mean of UTF-8 bytes of text per token; None if unknown for a source.
+
+        Args:     numbers: int64 [N], the sequences of the stream that are read. The mean is
+                  weighted by how many of them each source has.
+        """
         ratios = [source.dataset.bytes_per_token for source in self.sources]
         known = [ratio for ratio in ratios if ratio is not None]
         if len(known) < len(ratios):
             return None
-        return float(np.average(known, weights=[source.weight for source in self.sources]))
+        sources, _ = self._mixture.places(numbers)
+        return float(np.average(known, weights=np.bincount(sources, minlength=len(known))))
 
     @property
     def max_documents(self) -> int:
@@ -188,11 +194,57 @@ class Loader:
         read the same rows, one at a time; the first row usually has a label.
         """
         batch_size = self.sizes.at(0).rows
-        for number in range(sum(self.sequences_per_epoch)):
-            step, row = divmod(number, batch_size)
-            if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
-                return step
+        for place, number in enumerate(self.first_sequences(sum(self.sequences_per_epoch))):
+            if (self._host_sequences(np.array([number])).labels != IGNORED).any():
+                return place // batch_size
         return None
+
+    def first_sequences(self, most: int) -> np.ndarray:
+        """Return the numbers of the first sequences of the stream, without those that repeat one.
+
+        Args:     most: the maximum number. The result has fewer if all sources have fewer.
+        Returns:  int64 [N], ascending, for `once`.
+        """
+        if len(self.sources) == 1:
+            return np.arange(min(most, sum(self.sequences_per_epoch)))
+        there, found, start = np.array(self.sequences_per_epoch), [np.zeros(0, np.int64)], 0
+        there[[source.weight == 0 for source in self.sources]] = 0
+        missing = min(most, int(there.sum()))
+        while missing:
+            numbers = np.arange(start, start + BLOCK)
+            sources, before = self._mixture.places(numbers)
+            new = numbers[before < there[sources]][:missing]
+            found.append(new)
+            missing, start = missing - len(new), start + BLOCK
+        return np.concatenate(found)
+
+    def once(self, numbers: np.ndarray) -> Generator[Batch]:
+        """Yield global batches of some sequences of the stream, in order, each sequence once.
+
+        The last batch is completed by rows without labels. Batches are prepared as in `prefetched`.
+
+        Args:     numbers: int64 [N], of sequences of `data.seq_len` tokens (`first_sequences`).
+        """
+        size, length = self.sizes.at(0).rows, self._cfg.data.seq_len
+        own = self._rows[size]
+
+        def rows(start: int) -> Batch:
+            part = numbers[start : start + size]
+            host = self._host_sequences(np.resize(part, size)[own])
+            return self._ordered(self._without_labels(host, own >= len(part)), length)
+
+        with contextlib.closing(self._prepared(rows, range(0, len(numbers), size))) as made:
+            for _, host in made:
+                yield self._place(0, host)
+
+    def _host_sequences(self, numbers: np.ndarray) -> Batch:
+        """Return sequences of the stream, each in text order: int32 [N, T] numpy arrays."""
+        return self._packed_sequences(numbers, np.zeros_like(numbers), self._cfg.data.seq_len)
+
+    def _without_labels(self, host: Batch, rows: np.ndarray) -> Batch:
+        """Remove some rows of a batch from the loss. Args:     rows: bool [N]."""
+        labels = np.where(rows[:, None], np.int32(IGNORED), host.labels)
+        return dataclasses.replace(host, labels=labels)
 
     def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         """Return pieces of sequences of the mixed stream, each in text order: int32 [N, T].
@@ -244,15 +296,25 @@ class Loader:
         here, at its step. Closing or deleting the generator ends the thread after its current
         batch.
         """
-        depth = self._cfg.data.prefetch
-        pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
-        ahead: deque[Future[Batch]] = deque()
-        try:
-            ahead.extend(pool.submit(self._own_rows, first_step + i) for i in range(depth))
-            for step in itertools.count(first_step):
-                host = ahead.popleft().result()
-                ahead.append(pool.submit(self._own_rows, step + depth))
+        steps = itertools.count(first_step)
+        with contextlib.closing(self._prepared(self._own_rows, steps)) as made:
+            for step, host in made:
                 yield step, self._place(step, host)
+
+    def _prepared(
+        self, rows: Callable[[int], Batch], steps: Iterable[int]
+    ) -> Generator[tuple[int, Batch]]:
+        """Yield each step with its rows, of which a thread makes `data.prefetch` ahead."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
+        ahead: deque[tuple[int, Future[Batch]]] = deque()
+        try:
+            for step in steps:
+                ahead.append((step, pool.submit(rows, step)))
+                if len(ahead) > self._cfg.data.prefetch:
+                    first, made = ahead.popleft()
+                    yield first, made.result()
+            for first, made in ahead:
+                yield first, made.result()
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -70,6 +70,12 @@ class PairLoader(Loader):
     def _packed_rows(self, rows: np.ndarray) -> Batch:
         return pack_rows(self.dataset, self.rows, rows, self._cfg.data.seq_len, self.reference)
 
+    def _without_labels(self, host: Batch, rows: np.ndarray) -> Batch:
+        # A pair counts where its first document, of an odd number, begins: such a row has none.
+        host = super()._without_labels(host, rows)
+        segments = np.where(rows[:, None], np.int32(2), host.segment_ids)
+        return dataclasses.replace(host, segment_ids=segments)
+
     def batch_of_rows(self, rows: np.ndarray) -> Batch:
         """Return a global batch of some rows of the split, like `batch`.
 

@@ -236,3 +236,15 @@ def tokenizer_folder(cfg: Config) -> str:
         fix = "convert it to a folder: python -m jaxpar.data convert --tokenizer tokenizer.json"
         raise ConfigError("data.path", path, "has tokens without their tokenizer", fix)
     return path
+
+
+def chat_template(cfg: Config) -> str:
+    """Return the layout of the conversations that a run is trained on; empty if there are none.
+
+    Raises:   ConfigError for a dataset folder that cannot be read.
+    """
+    for share in shares(cfg):
+        folder = Path(local(cfg, "data.path", share.path))
+        if (folder / META_FILE).is_file() and (name := read_meta(folder).template):
+            return name
+    return ""

@@ -143,6 +143,13 @@ class JsonTokenizer:
         """Token ids of a text, int32 [tokens], without special tokens."""
         return self.encode_batch([text])[0]
 
+    def parsing_special_tokens(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer of the same file, for texts that name special tokens."""
+        found = tokenizers.Tokenizer.from_str(self._json_text)
+        found.no_truncation()
+        found.no_padding()
+        return found
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text."""
         try:

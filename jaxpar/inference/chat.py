@@ -111,7 +111,7 @@ class Dialogue:
             self._options.sampling,
             max_tokens=self._options.max_tokens,
             vocab_size=m.tokenizer.vocab_size,
-            stop={self.encoder.end_id, int(m.tokenizer.eos_id)},
+            stop={self.encoder.end_id, *m.ends},
         )
         try:
             with stage("compiling the model and reading the messages"):

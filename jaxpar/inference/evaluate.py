@@ -1,5 +1,6 @@
 """Scores a model: its loss on text, and its results on tasks of the Evaluation Harness."""
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.follow import follow
 from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.text_loss import text_loss
+from jaxpar.runtime import hub
 from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
@@ -47,6 +49,12 @@ class EvaluateOptions:
     """Texts in a batch."""
     num_fewshot: Annotated[int | None, Range(0, 1000, 5)] = None
     """Examples before each question. None: the task's default."""
+    apply_chat_template: bool = False
+    """Ask questions as messages of a conversation, by the model's chat template."""
+    system_instruction: str | None = None
+    """Instruction before each question."""
+    max_length: Annotated[int | None, Range(2, MAX_INT, 4096)] = None
+    """With --tasks, tokens that the model sees at a time. None: those of its training sequences."""
     limit: Annotated[int | None, Range(1, MAX_INT, 100)] = None
     """Maximum number of questions per task. None: all."""
     output: str | None = None
@@ -67,7 +75,7 @@ def check(options: EvaluateOptions) -> None:
         if value is not None and options.split is None:
             raise ConfigError(f"--{name}", value, "needs --split", "use --split val")
     if not options.tasks and options.split is None:
-        rule, fix = "nothing is to be evaluated", "use --tasks NAME, or --split test"
+        rule, fix = "nothing is to be evaluated", "use --tasks NAME, or --split val"
         raise ConfigError("--tasks", "", rule, fix)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "use the folder with the tasks' YAML files"
@@ -148,10 +156,12 @@ def _on_tasks(
     from jaxpar.inference.lm_eval import HarnessModel
 
     results = lm_eval.simple_evaluate(
-        model=HarnessModel(model, options.batch_size),
+        model=HarnessModel(model, options.batch_size, options.max_length),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
         limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        system_instruction=options.system_instruction,
         task_manager=known,
         log_samples=False,
         bootstrap_iters=0,
@@ -163,12 +173,30 @@ def _on_tasks(
 def _task_manager(options: EvaluateOptions) -> Any:
     """Read the harness's tasks. Raises:   ConfigError for an unknown one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not hub.answers():
+        # Its libraries would try for a minute. They read the variable when they are imported.
+        os.environ["HF_HUB_OFFLINE"] = "1"
     with stage("importing the Evaluation Harness and its list of tasks"):
         import lm_eval.tasks
 
         known = lm_eval.tasks.TaskManager(include_path=options.include_path)
+    known.load = functools.partial(_load_tasks, known.load)
     missing = [name for name in options.tasks if name not in known.all_tasks]
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
     return known
+
+
+def _load_tasks(load_tasks: Callable[[Any], Any], names: Any) -> Any:
+    """Load tasks with their data. Raises:   ConfigError in one line about data that is missing."""
+    try:
+        return load_tasks(names)
+    except MemoryError:
+        raise
+    except Exception as error:  # of `datasets`, `huggingface_hub`, or of a task's own code
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        rule = f"cannot be loaded, with its data: {why}"
+        fix = "download its data on a host with a network, and copy the folder HF_HOME"
+        fix += "; or use tasks of your own with --include-path"
+        raise ConfigError("--tasks", ",".join(names), rule, fix) from error

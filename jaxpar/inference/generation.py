@@ -1,6 +1,6 @@
 """Text generation: prefill of the prompts, then token by token with a cache of keys and values.
 
-Rows are sampled independently: a row depends on its prompt, the seed and its index, not on the
+Rows are sampled independently: a row depends on its prompt, the seed and its number, not on the
 other rows, the mesh or CHUNK.
 """
 
@@ -144,9 +144,13 @@ def _likely(logits: jax.Array, how: Sampling) -> tuple[jax.Array, jax.Array]:
     return likely, ids
 
 
-def row_keys(how: Sampling, position: jax.Array) -> jax.Array:
-    """Return the random key of each row's token at `position`, int32 [B]."""
-    root, number = jax.random.key(how.seed), jnp.arange(len(position))
+def row_keys(how: Sampling, position: jax.Array, number: jax.Array | None = None) -> jax.Array:
+    """Return the random key of each row's token at `position`, int32 [B].
+
+    Args:     number: int32 [B], of the rows. None: their indices.
+    """
+    root = jax.random.key(how.seed)
+    number = jnp.arange(len(position)) if number is None else number
     one = lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p)  # noqa: E731
     return jax.vmap(one)(number, position)
 
@@ -169,6 +173,8 @@ class Rows:
     """int32 [B], the latest tokens, not yet read by the model."""
     position: jax.Array
     """int32 [B], the positions of these tokens."""
+    number: jax.Array
+    """int32 [B], of the rows, for their random keys."""
     text: jax.Array | None = None
     """int32 [B, T]: the tokens so far, with LongRoPE; those within T of a text that gets longer."""
 
@@ -177,8 +183,9 @@ class Rows:
 class Programs:
     """The compiled parts of `generate`, for one shape of batch."""
 
-    start: Callable[[Any, np.ndarray, np.ndarray], Rows]
-    """(weights, tokens [B, T], lengths [B]) -> rows with their first token."""
+    start: Callable[..., Rows]
+    """(weights, tokens [B, T], lengths [B], numbers of the rows [B] or None for their indices) ->
+    rows with their first token."""
     go_on: Any
     """Jitted (weights, rows) -> rows and the next CHUNK tokens, int32 [B, CHUNK]."""
     compiled: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
@@ -219,23 +226,23 @@ def make_programs(
     cache = decode.cache_specs(cfg.model)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     reread = tokens_to_reread(cfg, slots)
-    rows = Rows(cache, plain, plain, plain if reread else None)  # type: ignore[arg-type]
+    rows = Rows(cache, plain, plain, plain, plain if reread else None)  # type: ignore[arg-type]
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
 
-    def next_token(weights, h, position):
+    def next_token(weights, h, position, number):
         logits = decode.logits(weights, h, cfg.model)
-        return draw(logits, row_keys(how, position), how, vocab_size)
+        return draw(logits, row_keys(how, position, number), how, vocab_size)
 
-    def start(weights, tokens, lengths):
+    def start(weights, tokens, lengths, number):
         weights = own(weights)
         cache = decode.empty_cache(cfg.model, len(tokens), slots)
         h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        token, text = next_token(weights, last, lengths), None
+        token, text = next_token(weights, last, lengths, number), None
         if reread:
             text = jnp.pad(tokens, ((0, 0), (0, reread)))[:, :reread]
             text = _with(text, token, lengths)
-        return Rows(cache, token, lengths, text)
+        return Rows(cache, token, lengths, number, text)
 
     def go_on(weights, rows):
         weights = own(weights)
@@ -245,16 +252,22 @@ def make_programs(
             h, position = h[:, 0], rows.position + 1
             if rows.text is not None:
                 h, cache = _reread(weights, rows.text, position, h, cache, cfg)
-            token = next_token(weights, h, position)
+            token = next_token(weights, h, position, rows.number)
             text = None if rows.text is None else _with(rows.text, token, position)
-            return Rows(cache, token, position, text), token
+            return Rows(cache, token, position, rows.number, text), token
 
         rows, tokens = lax.scan(one, rows, length=CHUNK)
         return rows, tokens.T
 
     apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    first = jax.jit(apart(start, in_specs=(weights, plain, plain, plain), out_specs=rows))
+
+    def numbered(weights, tokens, lengths, number=None):
+        number = np.arange(len(tokens)) if number is None else np.asarray(number)
+        return first(weights, tokens, lengths, number.astype(np.int32))
+
     return Programs(
-        jax.jit(apart(start, in_specs=(weights, plain, plain), out_specs=rows)),
+        numbered,
         jax.jit(apart(go_on, in_specs=(weights, rows), out_specs=(rows, plain)), donate_argnums=1),
     )
 
@@ -307,11 +320,13 @@ def generate(
     max_tokens: int,
     vocab_size: int,
     stop: Collection[int],
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[list[list[int]]]:
     """Generate token ids after each prompt, until a stop token or `max_tokens`.
 
     Args:     weights: from `weights_for_sampling`. prompts: at least one token each. vocab_size: of
-              the tokenizer. stop: ids that end a row; they are not returned.
+              the tokenizer. stop: ids that end a row; they are not returned. numbers: of the rows,
+              below 2^31, on which samples depend. None: their indices.
     Returns:  an iterator over the new tokens of each row. Its first item, empty, comes when
               everything is compiled.
     Raises:   ConfigError if a text would have more tokens than the model has learned positions.
@@ -320,7 +335,7 @@ def generate(
     check_positions(cfg, int(lengths.max()), max_tokens)
     size = {"slots": slots_for(int(lengths.max()), max_tokens), "vocab_size": vocab_size}
     programs = make_programs(cfg, mesh, how, **size)
-    rows = programs.start(weights, tokens, lengths)
+    rows = programs.start(weights, tokens, lengths, numbers)
     go_on = programs.ready_to_go_on(weights, rows)
     jax.block_until_ready(rows)
     yield [[] for _ in prompts]

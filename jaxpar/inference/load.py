@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
+from jaxpar.convert.hf import chat_format
+from jaxpar.convert.hf.chat_format import ChatFormat
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
@@ -41,6 +43,13 @@ class LoadedModel:
     """Ids to put before a text: the tokenizer's beginning of text, if the model expects it."""
     step: int | None
     """The step of the run's checkpoint; None for a published model."""
+    chat: ChatFormat = chat_format.PLAIN
+    """Its chat template, and the ids that end a text besides the tokenizer's end of text."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text: the end of text and, for a chat model, that of a turn."""
+        return self.chat.ends | {int(self.tokenizer.eos_id)}
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Encode a prompt; without `begin`, a text that continues another."""
@@ -88,7 +97,8 @@ def load(
     with stage(f"reading the weights in {source.name}"):
         params = load_params(source, cfg, mesh, log)
         weights = weights_for_sampling(params, cfg, mesh, modules=modules)
-    return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
+    chat = chat_format.of_folder(source.folder, tokenizer)
+    return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None, chat)
 
 
 def load_params_of(
@@ -117,7 +127,8 @@ def _of_run(
     begin = begin_of_prompts(folder, cfg, tokenizer)
     loaded = _params_of_run(folder, step, tensor, weights)
     cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
-    return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step)
+    chat = chat_format.of_run(folder, cfg, tokenizer)
+    return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step, chat)
 
 
 def _params_of_run(

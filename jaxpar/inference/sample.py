@@ -5,7 +5,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ class SampleOptions:
     max_tokens: Annotated[int, Range(1, MAX_TOKENS, 200)] = 200
     """Maximum number of tokens to generate for each prompt."""
     stop: tuple[str, ...] = ()
-    """Tokens that end a text, in addition to the tokenizer's end of text."""
+    """Tokens that end a text, in addition to the end of text, and of a turn of a chat model."""
     step: Annotated[checkpoint.Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Literal["trained", "ema"] = "trained"
@@ -82,12 +82,12 @@ def check_sampling(how: Sampling) -> None:
     require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0 and at most 1", "0.95")
 
 
-def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
-    """Return the ids of the end of text and of `texts`.
+def stop_ids(texts: Sequence[str], tokenizer: Any, ends: Collection[int] = ()) -> set[int]:
+    """Return the ids of the end of text, of `texts`, and `ends`.
 
     Raises:   ConfigError for a text that is not a single token.
     """
-    ids = {int(tokenizer.eos_id)}
+    ids = {int(tokenizer.eos_id), *ends}
     for text in texts:
         encoded = [int(i) for i in tokenizer.encode(text)]
         if len(encoded) != 1:
@@ -122,7 +122,7 @@ def sample(options: SampleOptions) -> None:
         options.sampling,
         max_tokens=options.max_tokens,
         vocab_size=tokenizer.vocab_size,
-        stop=stop_ids(options.stop, tokenizer),
+        stop=stop_ids(options.stop, tokenizer, model.ends),
     )
     with stage("compiling the model and reading the prompts"):
         next(made)

@@ -20,12 +20,14 @@ type Scores = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 
 
 @functools.cache  # compiled once for all checkpoints of a run
-def make_scores(cfg: Config, mesh: Mesh) -> Scores:
+def make_scores(cfg: Config, mesh: Mesh, vocab_size: int) -> Scores:
     """Make the compiled (weights, tokens int32 [B, T]) -> scores of tokens 1 to T - 1.
 
     The weights come from `generation.weights_for_sampling`. T - 1 is a multiple of POSITIONS; rows
     are padded at the end. The scores are log probabilities in nats, float32 [B, T - 1], and whether
     each token is the most likely one at its position.
+
+    Args:     vocab_size: of the tokenizer. Padded ids have no probability, as in an export.
     """
 
     def scores(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +37,7 @@ def make_scores(cfg: Config, mesh: Mesh) -> Scores:
         cache = decode.empty_cache(cfg.model, *read.shape)
         lengths = jnp.full(len(read), read.shape[1], jnp.int32)
         h, _ = decode.prompt(weights, read, lengths, cache, cfg)
-        return _in_pieces(weights, h, wanted, cfg.model)
+        return _in_pieces(weights, h, wanted, cfg.model, vocab_size)
 
     specs = PartitionSpec(TENSOR), PartitionSpec()
     alike = PartitionSpec(), PartitionSpec()
@@ -44,13 +46,14 @@ def make_scores(cfg: Config, mesh: Mesh) -> Scores:
 
 
 def _in_pieces(
-    weights: Any, h: jax.Array, wanted: jax.Array, m: ModelConfig
+    weights: Any, h: jax.Array, wanted: jax.Array, m: ModelConfig, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     B, T, D = h.shape
 
     def piece(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, ids = xs
-        logits = decode.logits(weights, h.reshape(-1, D), m).reshape(B, POSITIONS, -1)
+        logits = decode.logits(weights, h.reshape(-1, D), m)[:, :vocab_size]
+        logits = logits.reshape(B, POSITIONS, -1)
         own = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
         return own - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == ids
 

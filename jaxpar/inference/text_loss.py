@@ -1,28 +1,31 @@
 """Computes the loss of a model on a split of a dataset, as evaluations during training do."""
 
 import contextlib
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.data import Loader
+from jaxpar.data.formats.meta import SPLITS
 from jaxpar.data.sources import check_tokenizers
 from jaxpar.inference.load import LoadedParams
 from jaxpar.monitoring.evaluations import Score
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
-from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.step.evaluating import mean_loss
 from jaxpar.step.train_step import make_eval_step
+
+#: Fields whose value is the location of data.
+PLACES = ("data.path", "data.held_out", "data.mixture")
+
+#: An option of `jaxpar.train`, or of the preparation of data that exists already.
+OF_TRAINING = re.compile(r"--[a-z]+\.[a-z]|--split")
 
 
 def text_loss(
@@ -40,27 +43,49 @@ def text_loss(
     Raises:   ConfigError for data that is missing or cannot be used.
     """
     cfg = without_schedules(_with_data(model, data, batch_size))
-    try:
-        loader = Loader(cfg, model.mesh, split)
-    except ConfigError as error:
-        if not error.field.startswith("data."):
-            raise
-        fix = f"use another --split; or {error.fix}"
-        raise ConfigError("--data", error.value, error.rule, fix) from error
+    loader = _open(cfg, model.mesh, split)
     there, known = sum(loader.sequences_per_epoch), model.cfg.evaluation.num_batches
-    wanted = sequences or known * model.cfg.train.global_batch_size
-    number = min(wanted, there)
+    numbers = loader.first_sequences(sequences or known * model.cfg.train.global_batch_size)
     step = _eval_step(cfg, model.mesh, loader.max_documents)
-    name = cfg.data.held_out or ", ".join(share.path for share in shares(cfg))
-    with stage(f"evaluating on {split} of {name}"):
-        loss = mean_loss(step, model.params, _first(loader, number, batch_size))
+    name = ", ".join(source.dataset.name for source in loader.sources)
+    batches = contextlib.closing(loader.once(numbers))
+    with stage(f"evaluating on {split} of {name}"), batches as some:
+        loss = mean_loss(step, model.params, some)
     if loss is None:
-        rule = f"has no labeled token in the first {number} sequences of {split}"
+        rule = f"has no labeled token in the first {len(numbers)} sequences of {split}"
         raise ConfigError("--data", name, rule, "use more --sequences, or other data")
-    score = Score.of(loss, loader.bytes_per_token)
-    what = f"{number:,} of {there:,} sequences of {cfg.data.seq_len} tokens"
+    score = Score.of(loss, loader.bytes_per_token(numbers))
+    what = f"{len(numbers):,} of {there:,} sequences of {cfg.data.seq_len} tokens"
     log(f"{split} loss {score}   {name}, {what}")
     return score
+
+
+def _open(cfg: Config, mesh: Mesh, split: str) -> Loader:
+    """Open a split. Raises:   ConfigError about --data, with a fix among this command's options."""
+    try:
+        return Loader(cfg, mesh, split)
+    except ConfigError as error:
+        fix = error.fix
+        if OF_TRAINING.search(fix):
+            others = [name for name in SPLITS if name != split and _opens(cfg, mesh, name)]
+            fix = "use --data FOLDER with a dataset that `python -m jaxpar.data prepare` made"
+            fix = f"use --split {others[-1]}" if others else fix
+        value, rule = error.value, error.rule
+        if error.field not in PLACES:
+            value, rule = cfg.data.held_out or _paths(cfg), f"{error.field} = {value}: {rule}"
+        raise ConfigError("--data", value, rule, fix) from error
+
+
+def _opens(cfg: Config, mesh: Mesh, split: str) -> bool:
+    try:
+        Loader(cfg, mesh, split)
+    except ConfigError:
+        return False
+    return True
+
+
+def _paths(cfg: Config) -> str:
+    return ", ".join(share.path for share in shares(cfg))
 
 
 @functools.cache
@@ -85,17 +110,3 @@ def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config
         check_tokenizers(model.cfg, "--data", data, [data])
     only = {"data.path": data, "data.mixture": "", "data.mixture_schedule": "", "data.held_out": ""}
     return replace(model.cfg, **values, **only)
-
-
-def _first(loader: Loader, number: int, batch_size: int) -> Iterator[Batch]:
-    """Yield batches of the first sequences. Sequences beyond them have no labels."""
-    limit = jax.jit(
-        lambda labels, rest: jnp.where(jnp.arange(batch_size)[:, None] < rest, labels, IGNORED),
-        out_shardings=loader.abstract_batch().labels.sharding,
-    )
-    with contextlib.closing(loader.prefetched()) as batches:
-        for step, batch in itertools.islice(batches, -(-number // batch_size)):
-            rest = number - step * batch_size
-            if rest < batch_size:
-                batch = dataclasses.replace(batch, labels=limit(batch.labels, rest))
-            yield batch

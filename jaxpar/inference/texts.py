@@ -39,7 +39,7 @@ def continuations(
         sampling,
         max_tokens=max_tokens,
         vocab_size=model.tokenizer.vocab_size,
-        stop=stop_ids(stop, model.tokenizer),
+        stop=stop_ids(stop, model.tokenizer, model.ends),
     )
     with stage("compiling the model and reading the prompts"):
         next(made)

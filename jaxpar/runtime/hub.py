@@ -6,7 +6,10 @@ also without a network. An interrupted download is resumed. Credentials are thos
 login`, or HF_TOKEN.
 """
 
+import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +88,17 @@ def _download(
         fix = "try again; files that are complete are not downloaded again"
         raise ConfigError(option, text, f"{here} cannot be downloaded: {why}", fix) from error
     return Path(found)
+
+
+def answers(seconds: float = 5) -> bool:
+    """Return whether the Hub answers, in any way, within some seconds. False if HF_HUB_OFFLINE."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(endpoint, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

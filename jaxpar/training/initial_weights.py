@@ -9,9 +9,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf.config_file import CONFIG_FILE
-from jaxpar.convert.hf.importing import PublishedModel, open_source
+from jaxpar.convert.hf.importing import PublishedModel, keep_source, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.runtime import hub
 from jaxpar.sharding.fingerprint import fingerprints
@@ -91,6 +93,17 @@ def digest_of(params: Any, cfg: Config) -> str:
     """Return a hash of the values of parameters, the same on every mesh."""
     logical = to_logical(TrainState((), params, ()), cfg).params
     return hash_of(sorted(fingerprints({"params": logical}).items()))
+
+
+def keep_files(origin: Origin, run_dir: Path) -> None:
+    """Copy the files that came with published weights from the weights' folder to a run's.
+
+    Exports and generation then have the tokenizer, chat template and ends of text of the model.
+    """
+    if origin.source is not None:
+        keep_source(origin.source, run_dir)
+    elif (origin.folder / CARRIED).is_dir():
+        copy_carried(origin.folder / CARRIED, run_dir / CARRIED)
 
 
 def _as_there(cfg: Config, there: Config) -> Config:

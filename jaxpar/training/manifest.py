@@ -20,7 +20,8 @@ from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
-from jaxpar.training.frozen.chosen import to_json
+from jaxpar.training import initial_weights
+from jaxpar.training.frozen.chosen import to_json as chosen_to_json
 from jaxpar.training.run import Run
 
 
@@ -51,8 +52,9 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
+        initial_weights.keep_files(run.origin, run.dir)
     if run.weights_from:
-        manifest["weights_from"] = to_json(run.weights_from)
+        manifest["weights_from"] = chosen_to_json(run.weights_from)
     if steps := recorded_steps(run.cfg):
         manifest["recorded_routing"] = {
             "files": [file_of(step) for step in steps],

@@ -120,7 +120,7 @@ def test_logits_are_those_of_peft(run, devices):
 def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
     assert __main__.main(["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
-    assert "compared with merged adapters" in shown and "with the published files" in shown
+    assert "compared with merged adapters" in shown and "with the written files" in shown
     source = importing.open_source(tmp_path / "out")
     assert not source.config.lora.rank
     cfg = resolve(replace(source.config, **{"parallel.data": 1}), 1)

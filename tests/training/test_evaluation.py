@@ -15,7 +15,7 @@ from jaxpar.config.command_line import read_config
 from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
 from jaxpar.convert.__main__ import main as convert
-from jaxpar.data import Loader
+from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.inference.load import load
 from jaxpar.model import reference
@@ -24,6 +24,7 @@ from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training.run import Run
 from jaxpar.verification import traces
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,8 @@ def test_the_split_to_evaluate_on(make_run, three):
 
 def plain_loss(run: Path, dataset: str, split: str, sequences: int) -> float:
     """Nats per label of the first sequences of a split, by the plain model."""
-    cfg = replace(checkpoint.load_config(run), **{"parallel.data": 1, "data.path": dataset})
+    alone = {"parallel.data": 1, "parallel.sequence": 1}
+    cfg = replace(checkpoint.load_config(run), **alone, **{"data.path": dataset})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = checkpoint.restore_params(run, cfg, mesh)
     b = Loader(cfg, mesh, split).host_rows(0, np.arange(sequences))
@@ -114,6 +116,29 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
     found = json.loads(output.read_text())["text_loss"]
     assert found["loss"] == pytest.approx(last["test_loss"], abs=2e-5)
     assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
+
+
+@pytest.mark.parametrize("mesh", [(), slow(("--parallel.sequence", "2"))])
+def test_a_split_that_is_smaller_than_an_evaluation_is_read_once(
+    mesh, train_on, write_config, three, tmp_path, capsys
+):
+    """Five sequences and two batches of eight; by the command with several batch sizes."""
+    few, tokens = tmp_path / "few.bin", TokenDataset.open(three, "test").tokens
+    length = 32
+    np.asarray(tokens[: 5 * length + 1], "<u2").tofile(few)
+    flags = f"""--data.path {three} --data.held-out {few} --data.seq-len {length}
+    --data.document-mask False --evaluation.every 1 --evaluation.num-batches 2
+    --train.global-batch-size 8 --train.num-steps 1 --checkpoint.every 1"""
+    assert train_on(2, write_config(tmp_path), *flags.split(), *mesh) == exit_codes.EXIT_OK
+    (loss,) = [r["held_out_loss"] for r in records_of(tmp_path / "run") if "held_out_loss" in r]
+    cfg = checkpoint.load_config(tmp_path / "run")
+    assert loss == pytest.approx(plain_loss(tmp_path / "run", cfg.data.path, "val", 5), abs=2e-5)
+    for size in (1, 4, 8):
+        flags = ["--split", "val", "--batch-size", str(size), "--output"]
+        evaluate.main([str(tmp_path / "run"), *flags, str(tmp_path / "found.json")])
+        found = json.loads((tmp_path / "found.json").read_text())["text_loss"]
+        assert found["loss"] == pytest.approx(loss, abs=2e-5)
+        assert "5 of 5 sequences" in capsys.readouterr().out
 
 
 def weights_of(run: Path, step: int, weights: str) -> traces.Arrays:
@@ -238,7 +263,10 @@ def test_what_the_command_cannot_evaluate(evaluated, dataset, tmp_path):
     for flags, said in (
         ([], "nothing is to be evaluated"),
         (["--data", "data/web"], "--data = .*needs --split"),
-        (["--split", "test", "--data", str(dataset)], "has an empty test split"),
+        (
+            ["--split", "test", "--data", str(dataset)],
+            "--data = .*has an empty test split. Fix: use --split val.$",
+        ),
         (["--split", "val", "--data", str(tmp_path / "none")], "--data = .*does not exist"),
         (["--split", "val", "--sequences", "0"], "--sequences = 0: must be at least 1"),
     ):

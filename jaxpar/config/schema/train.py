@@ -74,7 +74,7 @@ class EvaluationConfig:
     every: int = 500
     """Steps between evaluations; the last step is evaluated too. 0: never."""
     num_batches: int = 8
-    """Global batches per evaluation, the same ones every time."""
+    """Global batches per evaluation, the same ones every time; fewer if the data has fewer."""
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
     sets: str = ""

@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck
 from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf import tokenizer
+from jaxpar.convert.hf.chat_format import is_imported
 from jaxpar.convert.hf.config import (
     choose_family,
     config_json,
@@ -107,6 +108,7 @@ def open_export(
     if dtype is None:
         dtype = dtype_of(carried) if carried else cfg.model.dtype
     arrays = open_run(run, cfg, saved.step, weights)
+    cfg = without_padding(run, cfg)
     return Export(
         run=Path(run),
         step=saved.step,
@@ -118,6 +120,22 @@ def open_export(
         entries=entry_table(family, cfg.model),
         sizes=sizes_of(cfg.model),
     )
+
+
+def without_padding(run: str | Path, cfg: Config) -> Config:
+    """Return the config with the vocabulary of the run's tokenizer, without padded ids.
+
+    Elsewhere, nothing would keep padded ids from being sampled. A model with published weights
+    keeps its vocabulary, and so does one whose tokenizer is missing.
+    """
+    if (Path(run) / CARRIED).is_dir():
+        return cfg
+    try:
+        size = tokenizer.tokenizer_of_run(run, cfg).vocab_size
+    except ConfigError:
+        return cfg
+    size = min(size, cfg.model.vocab_size)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size))
 
 
 def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Family:
@@ -168,7 +186,9 @@ def to_hf(
             check_tensors(tensors, export.entries, export.sizes)
             published = selfcheck.published_reader(export.entries, export.sizes, tensors)
             run = selfcheck.run_reader(export.arrays, m, export.dtype)
-            selfcheck.check_conversion(m, run, published, temporary, tolerance, log)
+            selfcheck.check_conversion(
+                m, run, published, temporary, tolerance, log, "the written files"
+            )
 
 
 def write_export(
@@ -183,8 +203,8 @@ def write_export(
     carried = export.carried
     if "model_type" not in carried:
         carried = own_values(export.config) | carried
-    if not (export.run / CARRIED).is_dir():
-        carried |= tokenizer.write(export.config, folder, log)
+    if not is_imported(export.run, export.config):
+        carried |= tokenizer.write(export.run, export.config, folder, log)
     values = config_json(m, family, carried, export.dtype)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
     shapes = export.shapes()
@@ -214,9 +234,14 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
     arrays, sizes = export.arrays, export.sizes
     found = arrays.counted(entry.path)
     writable = lambda name: stored[name].open("r+")  # noqa: E731
-    for box in grid(shape_of(entry.ours, sizes), arrays.chunk(entry.path)):
+    shape = shape_of(entry.ours, sizes)  # that of the run, or smaller: `without_padding`
+    for box in grid(arrays.shape(entry.path), arrays.chunk(entry.path)):
         values = arrays.read(entry.path, box)
         found.add(values, [part.start for part in box])
+        box = tuple(slice(p.start, min(p.stop, n)) for p, n in zip(box, shape, strict=True))
+        if any(part.start >= part.stop for part in box):
+            continue
+        values = values[tuple(slice(0, part.stop - part.start) for part in box)]
         for place, name, part in tensors_in(entry, sizes, box, writable):
             with np.errstate(over="ignore"):
                 assign(part, values[place])

@@ -17,10 +17,8 @@ from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-#: Files that are copied along with the weights, on import and export.
-CARRIED_FILES = (
-    "config.json",
-    "generation_config.json",
+#: Files of a tokenizer, and of its chat template.
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -31,6 +29,9 @@ CARRIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+#: Files that are copied along with the weights, on import and export.
+CARRIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 #: Files that can only be unpickled, which may run arbitrary code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

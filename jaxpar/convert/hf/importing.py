@@ -250,8 +250,13 @@ def fill_run(
         log(f"read {progress.summary(source.largest)}")
     weights_alone.seal(folder, about, found)
     (folder / "config.json").write_text(to_json(cfg))
-    copy_carried(source.folder, folder / CARRIED)
-    (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
+    keep_source(source, folder)
+
+
+def keep_source(source: PublishedModel, run_dir: Path) -> None:
+    """Copy the files that came with published weights to a run's folder."""
+    copy_carried(source.folder, run_dir / CARRIED)
+    (run_dir / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
 
 
 def check_tokenizer(folder: Path, log: Callable[[str], None], *, strict: bool) -> None:

@@ -36,6 +36,9 @@ BYTES, JSON = "bytes", "json"
 #: The kind of datasets whose documents are pairs of responses.
 PAIRS = "pairs"
 
+#: The layouts of conversations (`prepare/chat.py`).
+CHAT_TEMPLATES = ("plain", "chatml", "llama3")
+
 #: The tokenizer kind of tokens that were converted without a tokenizer.
 NO_TOKENIZER = "none"
 
@@ -136,6 +139,8 @@ class Meta:
     kind: str = ""
     """PAIRS if documents alternate between the chosen and the rejected response of a pair; not
     written otherwise."""
+    template: str = ""
+    """Layout of conversations, the option --template of the command; not written for other text."""
     bad_rows: int = 0
     """Rows of the inputs that were left out (--on-bad-row skip); not written if there are none."""
     first_bad_row: str = ""
@@ -147,8 +152,9 @@ class Meta:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all fields, and thereby of tokens, documents and tokenizer."""
-        return hashlib.sha256(meta_to_json(self).encode()).hexdigest()
+        """sha256 of all fields but `template`, and thereby of tokens, documents and tokenizer."""
+        counted = dataclasses.replace(self, template="")
+        return hashlib.sha256(meta_to_json(counted).encode()).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -165,7 +171,7 @@ def meta_to_json(meta: Meta) -> str:
                 del split[name]  # to keep the fingerprints of older datasets
     if not values["test"]:
         del values["test"]  # for the same reason
-    for name in ("kind", "bad_rows", "first_bad_row"):
+    for name in ("kind", "template", "bad_rows", "first_bad_row"):
         if not values[name]:
             del values[name]
     return json.dumps(values, indent=2) + "\n"
@@ -217,6 +223,7 @@ def _check_values(meta: Meta) -> None:
         "holdout": 0 <= meta.holdout < 1,
         "test": 0 <= meta.test < 1 and (meta.test == 0 or TEST in meta.splits),
         "kind": meta.kind in ("", PAIRS),
+        "template": meta.template in ("", *CHAT_TEMPLATES),
         "bad_rows": meta.bad_rows >= 0,
     }
     parts: list[tuple[Meta | SplitMeta, dict[str, bool]]] = [(meta, valid)]

@@ -153,12 +153,13 @@ def write_meta(
     holdout: float,
     test: float = 0.0,
     kind: str = "",
+    template: str = "",
     rows: Rows | None = None,
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 
     Args:     train: writer of the training split, closed.
-              inputs, holdout, test, kind: as in `Meta`.
+              inputs, holdout, test, kind, template: as in `Meta`.
               rows: the rows that were left out.
     Returns:  the contents of meta.json.
     """
@@ -175,6 +176,7 @@ def write_meta(
         test=test,
         splits=splits,
         kind=kind,
+        template=template,
         bad_rows=rows.num_bad if rows else 0,
         first_bad_row=rows.first_bad if rows else "",
     )

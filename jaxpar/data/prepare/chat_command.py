@@ -87,4 +87,6 @@ def _write(
     fix = "use more conversations"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
     train, inputs = writers[TRAIN], options.input
-    return write_meta(folder, tokenizer, train, splits, inputs, *shares, rows=rows)
+    return write_meta(
+        folder, tokenizer, train, splits, inputs, *shares, template=options.template, rows=rows
+    )

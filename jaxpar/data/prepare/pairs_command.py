@@ -98,4 +98,14 @@ def _write(
     fix = "use more pairs"
     check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
     train, inputs = writers[TRAIN], options.input
-    return write_meta(folder, tokenizer, train, splits, inputs, *shares, kind=PAIRS, rows=rows)
+    return write_meta(
+        folder,
+        tokenizer,
+        train,
+        splits,
+        inputs,
+        *shares,
+        kind=PAIRS,
+        template=options.template,
+        rows=rows,
+    )

@@ -1,7 +1,6 @@
 """Held-out losses during training."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +9,6 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
-from jaxpar.data import Loader
 from jaxpar.monitoring.evaluations import Score
 from jaxpar.objectives.dpo import MEASURES
 from jaxpar.optimizer import moving_average
@@ -35,7 +33,11 @@ class Evaluation:
         """
         Args:     alone: as in `FirstRunAlone`.
         """
-        self.cfg, self.data, self.num_batches = cfg, data, cfg.evaluation.num_batches
+        self.cfg, self.data = cfg, data
+        most = cfg.evaluation.num_batches * cfg.train.global_batch_size
+        self._numbers = {
+            name: loader.first_sequences(most) for name, loader in data.loaders.items()
+        }
         self._every, self._last = cfg.evaluation.every, cfg.train.num_steps
         if data.loaders:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
@@ -65,19 +67,17 @@ class Evaluation:
 
     def __call__(self, state: TrainState, names: Iterable[str]) -> dict[str, Score]:
         """Evaluate on some of the data, by name."""
-        return {name: self._score(*self._params_and_loader(state, name)) for name in names}
+        return {name: self._score(state, name) for name in names}
 
-    def _params_and_loader(self, state: TrainState, name: str) -> tuple[Any, Loader]:
-        if name == EMA:
-            return averaged(state, self.cfg), self.data.repeated[HELD_OUT]
-        return state.params, self.data.loaders[name]
-
-    def _score(self, params: Any, loader: Loader) -> Score:
-        with contextlib.closing(loader.prefetched()) as batches:
-            some = itertools.islice(batches, self.num_batches)
-            found = means(self.step, params, (batch for _, batch in some))
+    def _score(self, state: TrainState, name: str) -> Score:
+        ema = name == EMA
+        params = averaged(state, self.cfg) if ema else state.params
+        name = HELD_OUT if ema else name
+        loader, numbers = self.data.loaders[name], self._numbers[name]
+        with contextlib.closing(loader.once(numbers)) as batches:
+            found = means(self.step, params, batches)
         assert found is not None  # `held_out.check_labels`
         if self.cfg.dpo.beta:
             loss, *of_pairs = found.tolist()
             return Score(loss, None, dict(zip(MEASURES[1:], of_pairs, strict=True)))
-        return Score.of(float(found), loader.bytes_per_token)
+        return Score.of(float(found), loader.bytes_per_token(numbers))
