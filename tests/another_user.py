@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,13 @@ def open_folder() -> Iterator[Path]:
 def as_another_user(call: Callable[[], object]) -> str:
     """Return what a call returns, or the exception that it raises, as text.
 
-    Root may do everything, so the call runs as `NOBODY` then.
+    Root may do everything, so the call runs as `NOBODY` then. It runs in a forked process: it must
+    use no thread, and so neither JAX nor TensorStore.
     """
     read, write = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the call needs no thread of this process
+        child = os.fork()
     if child == 0:
         try:
             if os.getuid() == 0:

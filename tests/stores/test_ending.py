@@ -1,6 +1,5 @@
 """The end of a run: all of it is in the store, or it says so and has a code of its own."""
 
-import shutil
 import time
 
 import pytest
@@ -37,8 +36,17 @@ def test_a_run_that_is_not_stored_ends_with_its_own_code_and_is_later(
     assert steps.complete_steps(store) == [2, 4]
 
 
-def test_a_server_that_stores_nothing_is_noticed(s3, address, store, tmp_path, monkeypatch, capsys):
-    """It answers every request, and has none of the arrays."""
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [
+        (lambda store, name: store.delete([name]), "was sent, and is not there"),
+        (lambda store, name: store.write(name, b"cut"), "has 3 bytes, not the 20,000 that were"),
+    ],
+)
+def test_a_server_that_stores_something_else_is_noticed(
+    address, store, tmp_path, monkeypatch, capsys, lie, what
+):
+    """It answers every request as if it had stored the file."""
     upload = objects.Objects.upload
 
     def lying(self, name, file, beside=1):
@@ -47,19 +55,13 @@ def test_a_server_that_stores_nothing_is_noticed(s3, address, store, tmp_path, m
             lie(self, name)
         return there
 
-    for lie, what in (
-        (lambda self, name: self.delete([name]), "was sent, and is not there"),
-        (lambda self, name: self.write(name, b"cut"), "has 3 bytes, not the 20,000 that were sent"),
-    ):
-        write_run(tmp_path / "run", [10])
-        with monkeypatch.context() as patch:
-            patch.setattr(objects.Objects, "upload", lying)
-            patch.setattr(uploading, "DRAIN_FAILING_SECONDS", 0.2)
-            with mirrored(address, tmp_path / "run") as mirror:
-                pass
-            assert not mirror.drain() and not steps.complete_steps(store)
-        assert what in capsys.readouterr().err
-        shutil.rmtree(tmp_path / "run")
+    write_run(tmp_path / "run", [10])
+    monkeypatch.setattr(objects.Objects, "upload", lying)
+    monkeypatch.setattr(uploading, "DRAIN_FAILING_SECONDS", 0.2)
+    with mirrored(address, tmp_path / "run") as mirror:
+        pass
+    assert not mirror.drain() and not steps.complete_steps(store)
+    assert what in capsys.readouterr().err
 
 
 def test_who_has_lost_the_lease_completes_nothing_that_another_has(address, store, tmp_path):
