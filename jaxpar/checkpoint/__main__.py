@@ -32,7 +32,8 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Verify all files and arrays of a run's checkpoints. Exit code 1 on any damage."""
+    """Verify all files and arrays of a run's checkpoints. Exit code 1 on any damage, 74 if one
+    cannot be read."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
     """Run folder, or the address of a run."""

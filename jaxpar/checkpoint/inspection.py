@@ -273,7 +273,7 @@ def _steps(run_dir: str | Path, step: int | None) -> list[int]:
 
     Raises:   ConfigError when there is none, or not this one.
     """
-    steps = saved_steps(run_dir) if Path(run_dir).is_dir() else []
+    steps = saved_steps(run_dir)
     if not steps:
         raise ConfigError("RUN", str(run_dir), "contains no checkpoint", "use the folder of a run")
     if step is None:

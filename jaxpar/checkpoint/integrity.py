@@ -119,6 +119,30 @@ def _trouble(error: BaseException) -> str:
     return next(filter(None, (_trouble(cause) for cause in causes if cause is not None)), "")
 
 
+def folders_in(place: Path, names: re.Pattern[str]) -> list[str]:
+    """Return the names of folders in a place that match a pattern; none without the place.
+
+    Raises:   Unreadable if it, or one of them, cannot be reached. (`Path.is_dir` hides that.)
+    """
+    try:
+        found = [name for name in os.listdir(place) if names.fullmatch(name)]
+        return [name for name in found if _is_folder(place / name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise Unreadable(f"{place} cannot be read: {error.strerror}") from error
+
+
+def _is_folder(place: Path) -> bool:
+    try:
+        return stat.S_ISDIR(place.stat().st_mode)
+    except FileNotFoundError:
+        if place.is_symlink():
+            text = f"{place} cannot be read: it is a link to a folder that is not there"
+            raise Unreadable(text) from None
+        return False  # deleted meanwhile
+
+
 # ------------------------------------------------------------------------------ metadata
 
 

@@ -4,9 +4,7 @@ Reads only names and small files, so that a program can decide before it writes 
 """
 
 import dataclasses
-import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,28 +138,7 @@ def saved_steps(run_dir: str | Path) -> list[int]:
 
     Raises:   Unreadable.
     """
-    where = folder(run_dir)
-    try:
-        names = [name for name in os.listdir(where) if _STEP.fullmatch(name)]
-        return sorted(int(name) for name in names if _is_folder(where / name))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise integrity.Unreadable(f"{where} cannot be read: {error.strerror}") from error
-
-
-def _is_folder(place: Path) -> bool:
-    """Whether a place is a folder. (`Path.is_dir` hides those that cannot be reached.)
-
-    Raises:   OSError, also for a link to a folder that is not there; `Unreadable`.
-    """
-    try:
-        return stat.S_ISDIR(place.stat().st_mode)
-    except FileNotFoundError:
-        if place.is_symlink():
-            text = f"{place} cannot be read: it is a link to a folder that is not there"
-            raise integrity.Unreadable(text) from None
-        return False  # deleted meanwhile
+    return sorted(map(int, integrity.folders_in(folder(run_dir), _STEP)))
 
 
 def starting_step(cfg: Config) -> int | None:

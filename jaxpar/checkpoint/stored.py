@@ -7,12 +7,12 @@ from pathlib import Path
 
 from jaxpar.checkpoint import inspection
 from jaxpar.checkpoint.inspection import DAMAGED, CheckpointRow, mesh_in_words
-from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.integrity import Damaged, Unreadable
 from jaxpar.checkpoint.saved import METADATA, read_saved
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import local_folder, read_address
 from jaxpar.stores import steps
-from jaxpar.stores.objects import Altered, Found, Missing, Objects
+from jaxpar.stores.objects import Altered, Found, Missing, Objects, StoreError
 
 #: What is said of a checkpoint without its list of files.
 INCOMPLETE = "incomplete: its upload goes on, or was killed"
@@ -79,7 +79,7 @@ def verify(text: str, step: int | None, log: Callable[[str], None]) -> bool:
     """Download and verify every byte of the complete checkpoints of a run, one after another.
 
     Args, Returns:  as `inspection.verify`.
-    Raises:   ConfigError if there is no such checkpoint; StoreError.
+    Raises:   ConfigError if there is no such checkpoint; Unreadable; StoreError.
     """
     address = read_address("RUN", text)
     objects, folder = Objects(address, "RUN"), local_folder(address, "verify")
@@ -101,6 +101,8 @@ def verify(text: str, step: int | None, log: Callable[[str], None]) -> bool:
             whole = False
             log(f"step {at}: {error}")
             log(f"step {at}: {DAMAGED}")
+        except StoreError as error:
+            raise Unreadable(f"step {at} cannot be read: {error}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return whole

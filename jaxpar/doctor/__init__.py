@@ -20,6 +20,7 @@ from jaxpar.doctor.options import DoctorOptions, check_file, mesh_for, read_comm
 from jaxpar.doctor.progress import SectionProgress
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
 from jaxpar.runtime.processes import detect, peers, rendezvous
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(showing.summary(found, sum(progress.seconds.values())))
     record = examined.record()
     if options.json is not None and peers.rank() == 0:
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        atomic.write(options.json, (json.dumps(record, indent=2) + "\n").encode())
         console.print(f"written: {options.json}")
     sys.stdout.flush()
     return exit_codes.EXIT_ERROR if record["verdict"] == "fail" else exit_codes.EXIT_OK

@@ -29,6 +29,7 @@ from jaxpar.config.rules.run import MAX_PROFILED_STEPS, MAX_PROFILES
 from jaxpar.profiling import folder
 from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.trace import read as trace
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
 
 #: Creating this file in the run folder requests a profile.
@@ -220,7 +221,7 @@ class RunProfiler:
         for file in self._scratch().rglob("*.*"):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
-                    file.replace(traces / f"process_{peers.rank()}{ending}")
+                    atomic.move(file, traces / f"process_{peers.rank()}{ending}")
         shutil.rmtree(self._scratch())
         if peers.rank() == 0:
             cfg, program = self._steps.cfg, self._steps.program

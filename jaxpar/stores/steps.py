@@ -23,9 +23,11 @@ from jaxpar.stores.objects import (
     Content,
     Missing,
     Objects,
+    OddName,
     StoreError,
     can_be_named,
     content_of,
+    warn,
 )
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
@@ -151,7 +153,14 @@ def _require_sizes(objects: Objects, step: int, contents: Mapping[str, Content])
     Raises:   StoreError that names an object that is missing or has another size.
     """
     below = f"{STEPS}/{step}/"
-    there = {found.name.removeprefix(below): found.size for found in objects.names(below)}
+    try:
+        there = {found.name.removeprefix(below): found.size for found in objects.names(below)}
+    except OddName as error:  # then each is looked at, and others stay
+        warn(str(error))
+        there = {}
+        for name in contents:
+            with contextlib.suppress(Missing):
+                there[name], _ = objects.about(f"{below}{name}")
     for name, content in contents.items():
         if name not in there:
             raise StoreError(f"{objects.address}/{below}{name} was sent, and is not there")
@@ -165,7 +174,10 @@ def delete_step(objects: Objects, step: int) -> None:
     """Delete a checkpoint, whether it is complete or not. Raises:   StoreError."""
     objects.delete([f"{COMPLETE}/{step}"])
     for below in (SHARDS, STEPS):
-        objects.delete([found.name for found in objects.names(f"{below}/{step}/")])
+        try:
+            objects.delete([found.name for found in objects.names(f"{below}/{step}/")])
+        except OddName as error:  # what is left is no checkpoint
+            warn(str(error))
 
 
 def incomplete_steps(objects: Objects, complete: set[int]) -> list[int]:

@@ -27,10 +27,7 @@ class RunRecords:
         Raises:   OSError that names the file, for example when the disk is full.
         """
         path = self._folder / name
-        try:
-            path.write_text(text)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        atomic.write(path, text.encode())
         self._texts[path] = text
 
     def check_lock(self, at_once: bool = False) -> None:

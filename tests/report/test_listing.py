@@ -1,6 +1,7 @@
 """The table of runs, in the terminal and in the report."""
 
 import json
+import shutil
 from datetime import datetime
 
 import pytest
@@ -10,6 +11,7 @@ from jaxpar.config import ConfigError
 from jaxpar.report import listing
 from jaxpar.report.page import page
 from jaxpar.report.runs import read_run
+from tests.another_user import as_another_user, open_folder
 from tests.report.folders import write_run
 
 
@@ -102,3 +104,21 @@ def test_a_report_of_several_runs_begins_with_the_table(folder):
     html = page(both, datetime.now().astimezone()).decode()
     assert html.index("<h2>Runs</h2>") < html.index('class="cards"')
     assert "<h2>Runs</h2>" not in page(both[:1], datetime.now().astimezone()).decode()
+
+
+def test_folders_of_another_user_are_named_and_left_out(folder, capfd):
+    """As another user, of a shared folder with runs that were made under umask 077."""
+    with open_folder() as place:
+        shutil.copytree(folder / "runs", place / "runs")
+        closed = (place / "runs/a", place / "runs/sweep/b/config.json")
+        for one in closed:
+            one.chmod(0o000)
+        told = as_another_user(lambda: runs.main([str(place / "runs")]))
+        assert told == "None"
+        out, said = capfd.readouterr()
+        assert f"{place}/runs/sweep/c" in out and "Traceback" not in said
+        left_out = [line for line in said.splitlines() if line.startswith("left out   ")]
+        assert len(left_out) == 2 and all(any(str(x) in y for y in left_out) for x in closed)
+        for run in ("runs/a", "runs/sweep/b"):
+            told = as_another_user(lambda run=run: read_run(str(place / run)))
+            assert told.startswith("ConfigError: RUN = ") and "Permission denied" in told

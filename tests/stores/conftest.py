@@ -31,6 +31,8 @@ def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(uploading, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(mirror, "PART_SECONDS", 0.0)
     monkeypatch.setattr(uploading, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(uploading, "DRAIN_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(uploading, "DRAIN_FAILING_SECONDS", 3.0)
     s3_server.requests.clear()
     yield s3_server
     s3_server.fault = lambda method, path: None

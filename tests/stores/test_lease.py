@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -76,10 +77,75 @@ def test_that_of_a_dead_process_of_this_host_is_taken_at_once(address, store):
     taken(address, wait=False).release()
 
 
-def test_a_very_old_one_is_taken_at_once(address, store):
-    taken(address)._over.set()
-    of_another_host(store, time="2020-01-01T00:00:00+00:00")
-    taken(address, wait=False).release()
+@pytest.mark.parametrize("minutes", [-10_000, -16, 16, 10_000])
+def test_no_clock_tells_that_a_lease_is_old(address, store, monkeypatch, minutes):
+    """Whichever clock is wrong, that of the holder or that of the one who starts."""
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    real = datetime
+
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return real.now(tz) + timedelta(minutes=minutes)
+
+    with taken(address) as held:
+        monkeypatch.setattr(lease, "_process_space", lambda: "elsewhere")
+        monkeypatch.setattr(lease, "datetime", Wrong)
+        monkeypatch.setattr(time, "time", lambda: minutes * 60.0)
+        with pytest.raises(RunLocked, match="is being written"):
+            taken(address)
+        held.check()
+        assert held.is_held()
+
+
+def test_a_clock_that_jumps_while_it_waits_takes_no_lease_from_a_live_run(address, monkeypatch):
+    """As after a pause of the process: what it has read before is outdated, and says nothing."""
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    jumped = [0.0]
+    with taken(address) as held:
+        monkeypatch.setattr(lease, "_process_space", lambda: "elsewhere")
+        read = held._objects.__class__.read
+
+        def paused(self, name):
+            found = read(self, name)
+            if threading.current_thread() is threading.main_thread():
+                before, until = held._renewed, time.time() + 20
+                while held._renewed == before and time.time() < until:  # it is renewed meanwhile
+                    time.sleep(0.01)
+                jumped[0] += 1000.0
+            return found
+
+        clock = time.monotonic
+        monkeypatch.setattr(held._objects.__class__, "read", paused)
+        monkeypatch.setattr(
+            lease.time, "monotonic", lambda: clock() + jumped[0] if in_main() else clock()
+        )
+        with pytest.raises(RunLocked, match="is being written"):
+            taken(address)
+        assert held.is_held()
+
+
+def in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def test_it_counts_from_when_a_renewal_was_sent_not_answered(s3, address, monkeypatch):
+    """It arrives at once; its answer is late. Who waits counts from the arrival."""
+    with taken(address) as held:
+        s3.failing(1, 0.6, part=NAME)
+        before = lease._seconds()
+        assert held._written(held._stamp) is not None
+        assert lease._seconds() - before >= 0.6
+        assert held._renewed - before < 0.3
+
+
+def test_a_machine_that_was_suspended_does_not_hold_it(address, monkeypatch):
+    with taken(address) as held:
+        assert held.is_held()
+        seconds = lease._seconds
+        monkeypatch.setattr(lease, "_seconds", lambda: seconds() + lease.LEASE_SECONDS)
+        assert not held.is_held()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{\xff", b'{"time": 3}'])

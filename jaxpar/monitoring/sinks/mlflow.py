@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.metric_names import tag
+from jaxpar.runtime.files import atomic
 
 #: Most parameters in one request, and most characters of a value: MLflow's limits.
 MAX_PARAMS, MAX_VALUE = 100, 500
@@ -59,7 +60,7 @@ class MLflow:
         where = found.experiment_id if found else self._client.create_experiment(experiment)
         self._id = self._client.create_run(where, run_name=name or run_dir.name).info.run_id
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self._id + "\n", encoding="utf-8")
+        atomic.write(file, f"{self._id}\n".encode())
         self._log_params(about)
 
     def _log_params(self, about: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.monitoring.metric_names import tag
-from jaxpar.runtime.files import json_lines
+from jaxpar.runtime.files import atomic, json_lines
 
 #: Seconds that a run waits for a login at its start, and for the upload at its end. Data not sent
 #: by then stays in RUN/wandb, for `wandb sync`. By default, W&B waits without limit.
@@ -72,7 +72,7 @@ def _id(path: Path) -> str:
     """Read the id in a file, which is created with a new id if missing."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        atomic.write(path, f"{uuid.uuid4().hex[:12]}\n".encode())
     return path.read_text("utf-8").strip()
 
 
