@@ -231,7 +231,7 @@ def test_a_stranger_at_the_rendezvous_ends_nothing(hosts, capfd):
     here = one.agents["a"].here
     stranger = Store(one.address, here.store._command[-1], 20.0)
     try:
-        wait_for(stranger.free, 60)
+        wait_for(lambda: stranger.answer() is None and stranger.free(), 60)
         end = End(code=0, text="").as_text()
         stranger.ask({"end/1": end, "host/a": "{", "host/b": "[]"}, {"over/1": "x", "note": ""})
         wait_for(lambda: stranger.answer() is not None, 60)
