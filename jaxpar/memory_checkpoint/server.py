@@ -27,8 +27,8 @@ from jaxpar.memory_checkpoint.messages import (
     Answer,
     Greeting,
     Limits,
+    PieceRequest,
     Proof,
-    Request,
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, PARTIAL, complete_files, read_name
 from jaxpar.runtime.processes.children import end_with_parent
@@ -155,7 +155,7 @@ class _Conversation(socketserver.StreamRequestHandler):
                 if not self.server.admit(self.connection):
                     return self._answer(Answer(error="too many connections"))
                 while line := self.rfile.readline(MAX_REQUEST):
-                    self._serve(declared.read(Request, line))
+                    self._serve(declared.read(PieceRequest, line))
             finally:
                 self.server.dismiss()
 
@@ -164,7 +164,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         nonce = messages.new_nonce()
         self.connection.sendall(messages.line(Greeting(nonce=nonce)))
         until, line = time.monotonic() + PROOF_SECONDS, b""
-        while not line.endswith(b"\n"):
+        while b"\n" not in line:  # what follows the line makes it no proof
             left = until - time.monotonic()
             if left <= 0 or len(line) >= MAX_PROOF:
                 return False
@@ -181,7 +181,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         self._answer(Answer(signature=messages.server_signature(self.server.token, nonce, shown)))
         return True
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: PieceRequest) -> None:
         try:
             match request.do:
                 case "list":
