@@ -135,7 +135,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         with self._lock:
             self._peers -= 1
 
-    def handle_error(self, request: object, client_address: object) -> None:  # type: ignore[override]
+    def handle_error(self, request: object, client_address: object) -> None:
         """Say in one line that a conversation has failed."""
         error = sys.exception()
         print(f"WARNING    piece server: {type(error).__name__}: {error}", file=sys.stderr)
