@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxpar.config import declared
 from jaxpar.config.printable import printable
 from jaxpar.memory_checkpoint import messages
-from jaxpar.memory_checkpoint.messages import MAX_ANSWER, MAX_PROOF, Answer, Greeting, Request
+from jaxpar.memory_checkpoint.messages import MAX_ANSWER, MAX_PROOF, Answer, Greeting, PieceRequest
 from jaxpar.runtime.processes.token import RunToken
 
 #: Seconds to connect, and without any progress, after which a host counts as lost.
@@ -66,11 +66,11 @@ class PieceClient:
     def files(self) -> dict[str, int]:
         """Return the bytes of each complete file of the host, by name. Raises:   HostLost."""
         with self._lock:
-            return self._ask(Request(do="list")).files
+            return self._ask(PieceRequest(do="list")).files
 
     def read(self, name: str, begin: int, memory: memoryview) -> None:
         """Read bytes of a file, from `begin` on, as many as fit. Raises:   HostLost."""
-        request = Request(do="read", name=name, begin=begin, size=memory.nbytes)
+        request = PieceRequest(do="read", name=name, begin=begin, size=memory.nbytes)
         with self._lock, self._or_lost():
             self._ask(request)
             done = 0
@@ -84,12 +84,12 @@ class PieceClient:
         """Send a file, under its name. Raises:   HostLost; also if the host has no room for it."""
         with self._lock, open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            self._ask(Request(do="write", name=path.name, size=size))
+            self._ask(PieceRequest(do="write", name=path.name, size=size))
             with self._or_lost():
                 self._socket.sendfile(file)
             self._answer()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: PieceRequest) -> Answer:
         with self._or_lost():
             self._socket.sendall(messages.line(request))
         return self._answer()

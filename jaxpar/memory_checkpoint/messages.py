@@ -42,7 +42,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     signature: Signature
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class PieceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for."""
 
     do: Literal["list", "read", "write"]

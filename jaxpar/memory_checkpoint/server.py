@@ -27,8 +27,8 @@ from jaxpar.memory_checkpoint.messages import (
     Answer,
     Greeting,
     Limits,
+    PieceRequest,
     Proof,
-    Request,
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, PARTIAL, complete_files, read_name
 from jaxpar.runtime.processes.children import end_with_parent
@@ -113,7 +113,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         if oldest is not None:
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
-        super().process_request(request, client_address)  # type: ignore[arg-type]
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
         """Close a connection."""
@@ -135,7 +135,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         with self._lock:
             self._peers -= 1
 
-    def handle_error(self, request: object, client_address: object) -> None:  # type: ignore[override]
+    def handle_error(self, request: object, client_address: object) -> None:
         """Say in one line that a conversation has failed."""
         error = sys.exception()
         print(f"WARNING    piece server: {type(error).__name__}: {error}", file=sys.stderr)
@@ -155,7 +155,7 @@ class _Conversation(socketserver.StreamRequestHandler):
                 if not self.server.admit(self.connection):
                     return self._answer(Answer(error="too many connections"))
                 while line := self.rfile.readline(MAX_REQUEST):
-                    self._serve(declared.read(Request, line))
+                    self._serve(declared.read(PieceRequest, line))
             finally:
                 self.server.dismiss()
 
@@ -164,7 +164,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         nonce = messages.new_nonce()
         self.connection.sendall(messages.line(Greeting(nonce=nonce)))
         until, line = time.monotonic() + PROOF_SECONDS, b""
-        while not line.endswith(b"\n"):
+        while b"\n" not in line:  # what follows the line makes it no proof
             left = until - time.monotonic()
             if left <= 0 or len(line) >= MAX_PROOF:
                 return False
@@ -181,7 +181,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         self._answer(Answer(signature=messages.server_signature(self.server.token, nonce, shown)))
         return True
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: PieceRequest) -> None:
         try:
             match request.do:
                 case "list":

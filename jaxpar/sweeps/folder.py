@@ -92,7 +92,7 @@ class SweepFolder:
         if before.axes != about.axes:
             rule = f"has a sweep of {', '.join(before.axes)}"
         elif changed:
-            told = ", ".join(f"{path} {then.get(path)!r}" for path in changed[:10])
+            told = ", ".join(f"{path} {repr(then.get(path))[:100]}" for path in changed[:10])
             rule = f"has a sweep of another config, with {told}"
         else:
             return

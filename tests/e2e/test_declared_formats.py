@@ -263,6 +263,29 @@ def recorded(folder: Path) -> None:
     routing.read_routing("--routing", str(folder / "x.npz"), replace(Config(), **sizes))
 
 
+def said() -> dict[str, Format]:
+    """What hosts say to one another."""
+    nonce, signature = "0" * 32, "0" * 64
+    greeting, proof = (
+        messages.Greeting(nonce=nonce),
+        messages.Proof(nonce=nonce, signature=signature),
+    )
+    request = messages.PieceRequest(do="read", name="x", begin=1, size=2)
+    limits = messages.Limits(session="0123abcd", last_step=5, file_bytes=5, all_bytes=9)
+    of_message = lambda one: Format(messages.line(one), message(type(one)))  # noqa: E731
+    return {
+        "host": Format(HOST.as_text().encode(), entry("host/a")),
+        "generation": Format(FORMED.as_text().encode(), entry("generation/1")),
+        "over": Format(OVER.as_text().encode(), entry("over/1")),
+        "end": Format(End(code=0, text="").as_text().encode(), entry("end/1")),
+        "greeting": of_message(greeting),
+        "proof": of_message(proof),
+        "request": of_message(request),
+        "answer": of_message(messages.Answer(files={"a": 1})),
+        "limits": of_message(limits),
+    }
+
+
 def formats(folder: Path) -> dict[str, Format]:
     """All formats, with good texts."""
     listed = lambda read: Format(json.dumps(FILES).encode(), in_store(read))  # noqa: E731
@@ -273,25 +296,9 @@ def formats(folder: Path) -> dict[str, Format]:
     facts = written(lambda: write_facts(folder, FACTS), folder / "profile.json")
     recent = {"step": 1, "loss": 1.0, "grad_norm": 2.0, "bits": {"loss": "0", "grad_norm": "0"}}
     line = (json.dumps(recent) + "\n").encode() * 3
-    nonce, signature = "0" * 32, "0" * 64
-    greeting, proof = (
-        messages.Greeting(nonce=nonce),
-        messages.Proof(nonce=nonce, signature=signature),
-    )
-    request = messages.Request(do="read", name="x", begin=1, size=2)
-    limits = messages.Limits(session="0123abcd", last_step=5, file_bytes=5, all_bytes=9)
-    of_message = lambda one: Format(messages.line(one), message(type(one)))  # noqa: E731
     return {
-        "host": Format(HOST.as_text().encode(), entry("host/a")),
-        "generation": Format(FORMED.as_text().encode(), entry("generation/1")),
-        "over": Format(OVER.as_text().encode(), entry("over/1")),
-        "end": Format(End(code=0, text="").as_text().encode(), entry("end/1")),
+        **said(),
         "index of pieces": Format(index_of_pieces(folder / "pieces"), pieces),
-        "greeting": of_message(greeting),
-        "proof": of_message(proof),
-        "request": of_message(request),
-        "answer": of_message(messages.Answer(files={"a": 1})),
-        "limits": of_message(limits),
         "metadata of a checkpoint": Format(json.dumps(SAVED).encode(), metadata, of_valid),
         "sweep.json": Format(good_sweep(folder / "sweep"), in_folder("sweep.json", sweep)),
         "config.json": of_run("config.json"),

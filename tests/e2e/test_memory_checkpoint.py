@@ -11,7 +11,7 @@ from jaxpar.memory_checkpoint.places import MIRRORED, OWN, HostMemory
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.detect import LAUNCHED
 from tests import ranks
-from tests.memory_checkpoint.hosts import FakeHosts, fake_hosts
+from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path,
             place = dict(zip(LAUNCHED, (coordinator, "2", str(host)), strict=True))
             of_host = HostMemory(hosts.folders[host]).environment(hosts.peers, host)
             command = [sys.executable, "-m", "jaxpar.train", config, *words]
-            env = ranks.environment(**place, **of_host, **fault)
+            env = ranks.environment(**place, **of_host, **TOKEN.environment(), **fault)
             with open(tmp_path / f"out{host}", "w") as out:
                 started.append(
                     subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=ranks.ROOT)

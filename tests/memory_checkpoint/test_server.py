@@ -15,7 +15,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.memory_checkpoint import messages
 from jaxpar.memory_checkpoint import server as server_module
 from jaxpar.memory_checkpoint.client import HostLost, PieceClient
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Answer, Greeting, Request
+from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Answer, Greeting, PieceRequest
 from jaxpar.memory_checkpoint.places import (
     FOLDER,
     HOST,
@@ -103,7 +103,7 @@ def test_what_a_host_refuses(folder, tmp_path):
             client.read(str(NAME), 2, memoryview(bytearray(2)))
         # A connection that ends within a file leaves nothing.
         with PieceClient(address, TOKEN) as cut:
-            cut._ask(Request(do="write", name=str(NAME), size=1000))
+            cut._ask(PieceRequest(do="write", name=str(NAME), size=1000))
             cut._socket.sendall(b"x" * 999)
         with PieceClient(address, TOKEN) as client:
             assert client.files() == {str(NAME): 3}
@@ -194,7 +194,7 @@ def test_a_host_takes_only_what_its_run_has_planned(folder):
         ):
             with PieceClient(f"127.0.0.1:{server.port}", TOKEN) as client:
                 with pytest.raises(HostLost, match=why):
-                    client._ask(Request(do="write", name=str(name), size=size))
+                    client._ask(PieceRequest(do="write", name=str(name), size=size))
                 client.files()  # the conversation goes on
         assert not list((folder / MIRRORED).iterdir())
 

@@ -14,9 +14,10 @@ from jaxpar.config import Config, replace
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.hosts import trainers
 from jaxpar.runtime.processes.hosts.agent import Agent
+from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
-from jaxpar.runtime.processes.hosts.store import Service
+from jaxpar.runtime.processes.hosts.store import Service, Store
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.processes.token import token_of
 from tests.ranks import alive, free_port, wait_for
@@ -221,6 +222,28 @@ def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
     (one.run_dir / "code-0").write_text("0")
     wait_for(lambda: one.codes == {"a": 0}, 60)
     assert "answer" not in capfd.readouterr().err
+
+
+def test_a_stranger_at_the_rendezvous_ends_nothing(hosts, capfd):
+    one = hosts(nodes="1")
+    one.start("a")
+    wait_for(lambda: one.worlds() == ["1"], 60)
+    here = one.agents["a"].here
+    stranger = Store(one.address, here.store._command[-1], 20.0)
+    try:
+        wait_for(lambda: stranger.answer() is None and stranger.free(), 60)
+        end = End(code=0, text="").as_text()
+        stranger.ask({"end/1": end, "host/a": "{", "host/b": "[]"}, {"over/1": "x", "note": ""})
+        wait_for(lambda: stranger.answer() is not None, 60)
+    finally:
+        stranger.close()
+    count = here.own.count
+    wait_for(lambda: here.own.count > count + 2, 60)
+    assert one.worlds() == ["1"] and not one.codes
+    (one.run_dir / "code-0").write_text("0")
+    wait_for(lambda: one.codes == {"a": 0}, 60)
+    warned = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warned) == 5 and all("is not signed with this run's token" in w for w in warned)
 
 
 def test_too_few_hosts_wait_and_then_end(hosts, capfd):

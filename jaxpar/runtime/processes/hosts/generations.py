@@ -212,7 +212,8 @@ def view(texts: Mapping[str, str], alive: Collection[str]) -> StoreView:
 
     Args:     alive: names of hosts, from `Liveness`.
     """
-    kinds = {"host": Host, "generation": Generation, "over": Over, "end": End}
+    kinds: dict[str, type[_Entry]] = {}
+    kinds |= {"host": Host, "generation": Generation, "over": Over, "end": End}
     found: dict[str, dict[str, _Entry]] = {kind: {} for kind in kinds}
     unread: dict[str, str] = {}
     for key, text in texts.items():
