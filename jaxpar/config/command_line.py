@@ -6,10 +6,12 @@ and the fields of an optional section can be set.
 
 import itertools
 import re
+import shlex
 import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -48,9 +50,7 @@ def read_config(
     args, program = list(argv), as_called(f"python -m {prog}")
     name = args.pop(0) if args and not args[0].startswith("-") else None
     if name is None and not asks_help(args):
-        known = f"{known_configs()}, a .py file, or a run folder"
-        fix = f"use one of {known}, as in: {program} quickstart"
-        raise ConfigError("CONFIG", args[0] if args else "", "is missing", fix)
+        raise _missing_config(args, program)
     base = load_config(name) if name else Config()
     if asks_help(args):
         known = textwrap.fill(f"{known_configs()},", 98, subsequent_indent="  ")
@@ -154,16 +154,49 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")
         if not arg.startswith("--"):
-            raise ConfigError("command line", arg, "is not --section.field value", "see --help")
+            raise _no_option(arg, path, text)
         if not given:
             text = next(rest, "--")
         missing = not given and text.startswith("--")
         if path not in field_types():
+            if f"--{name}" in _NOT_OPTIONS and _is_config(text):
+                rule = f"is CONFIG, the first argument, and no value of --{name}"
+                raise ConfigError("command line", text, rule, f"use {text} in place of CONFIG")
             raise unknown_field(path, "" if missing else text, flag)
         if missing:
             leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
             raise ConfigError(path, "", "needs a value", f"use {flag(leaf, default_of(leaf))}")
         yield path, text
+
+
+def _missing_config(args: Sequence[str], program: str) -> ConfigError:
+    """Return the error for a command line that does not begin with CONFIG."""
+    rule = f"is missing before {args[0]}" if args else "is missing"
+    meant = next((arg for arg in args if _is_config(arg)), "")
+    if meant:
+        others = [shlex.quote(arg) for arg in args if arg not in (meant, *_NOT_OPTIONS)]
+        return ConfigError("CONFIG", "", rule, f"use {' '.join([program, meant, *others])}")
+    known = f"{known_configs()}, a .py file, or a run folder"
+    return ConfigError("CONFIG", "", rule, f"use one of {known}, as in: {program} quickstart")
+
+
+#: Options of other programs whose value is a config or a run here.
+_NOT_OPTIONS = ("--config", "--resume", "--resume-from", "--model", "--run", "-c")
+
+
+def _is_config(arg: str) -> bool:
+    """Return whether an argument names a config or a run, and so could be CONFIG."""
+    return arg in known_configs().split(", ") or (Path(arg) / "config.json").is_file()
+
+
+def _no_option(arg: str, path: str, text: str) -> ConfigError:
+    """Return the error for an argument without dashes, perhaps in the style of another program."""
+    rule, path = "is not --section.field value", path.lstrip("+-")
+    if path in field_types() and text:
+        return ConfigError("command line", arg, rule, f"use {flag(path, text)}")
+    if text:
+        return unknown_field(path, text, lambda known: flag(known, text))
+    return ConfigError("command line", arg, rule, "see --help; separate names with commas")
 
 
 def expand_set_options(args: Sequence[str]) -> Iterator[str]:

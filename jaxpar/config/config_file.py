@@ -4,6 +4,7 @@ The configs that come with jaxpar are in `configs/` of a checkout, or `jaxpar/co
 """
 
 import contextlib
+import difflib
 import importlib.util
 import traceback
 from collections.abc import Iterator
@@ -43,8 +44,7 @@ def load_config(name: str) -> Config:
     if not path.is_file() and Path(name).is_dir():
         return load_run(name)
     if not path.is_file():
-        fix = f"use one of {known_configs()}, a .py file, or a run folder"
-        raise ConfigError("CONFIG", name, "is not a config", fix)
+        raise no_config(name)
     spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,6 +58,21 @@ def load_config(name: str) -> Config:
         rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
         raise ConfigError("CONFIG", name, rule, f"see {_example()}")
     return cfg
+
+
+def no_config(name: str, rule: str = "is not a config") -> ConfigError:
+    """Return the error for what is no config, with the names that are most similar to it."""
+    if name.endswith(".py"):
+        rule, known = "does not exist", "the path of a config file"
+        return ConfigError("CONFIG", name, rule, f"use {known}, or one of {known_configs()}")
+    names = known_configs().split(", ")
+    plain = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(plain, names, n=3)
+    if near:
+        fix = f"use {', or '.join(near)}; --help lists all"
+    else:
+        fix = f"use one of {', '.join(names)}, a .py file, or a run folder"
+    return ConfigError("CONFIG", name, rule, fix)
 
 
 def _example() -> str:

@@ -76,9 +76,20 @@ def value_of(cfg: "Config", path: str) -> Any:
 
 
 def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
-    """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes."""
+    """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes.
+
+    Those that give a field its default come first: they turn nothing on that could be refused in
+    turn, so that following first fixes never leads in a circle.
+    """
     if not ok:
+        ways = tuple(sorted(ways, key=lambda way: not _is_default(way)))
         raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
+
+
+def _is_default(way: str) -> bool:
+    """Return whether a fix only gives a field its default."""
+    path = way.partition(" ")[0].removeprefix("--").replace("-", "_")
+    return path in leaf_paths() and way == flag(path, default_of(path))
 
 
 #: Names that other programs give to fields.

@@ -159,7 +159,7 @@ def test_an_unknown_config_is_refused_with_those_there_are(tmp_path):
     error = refused("nonesuch")
     assert (error.field, error.value, error.rule) == ("CONFIG", "nonesuch", "is not a config")
     assert error.fix == f"use one of {known_configs()}, a .py file, or a run folder"
-    assert refused(str(tmp_path / "none.py")).rule == "is not a config"
+    assert refused(str(tmp_path / "none.py")).rule == "does not exist"
 
 
 def test_a_config_file_must_return_a_config(tmp_path):

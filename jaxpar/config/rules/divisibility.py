@@ -138,9 +138,12 @@ def divisibility(cfg: Config) -> None:
         factors = [path for path in rule.by if value_of(cfg, path) > 1]
         ways = [flag(rule.path, -(-value // whole) * whole)]
         if rule.path == "model.d_model" and factors:
-            ways = _more_replicas(cfg) + ways
+            ways = _more_replicas(cfg) or ways
         elif rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
-            ways.append(flag(factors[0], largest_divisor(value, divisor)))
+            other = flag(factors[0], largest_divisor(value, divisor))
+            # Heads and widths belong to the model: the mesh comes first.
+            of_mesh = rule.path.startswith("model.") and factors[0].startswith("parallel.")
+            ways = [other, *ways] if of_mesh else [*ways, other]
         product = " * ".join(([str(rule.times)] if rule.times > 1 else []) + factors)
         product += f" = {divisor}" if factors else ""
         why = f"must be divisible by {product}, since {rule.why}"

@@ -118,6 +118,8 @@ def _between(cfg: Config) -> None:
     require(m.num_experts > 0, cfg, every, rule, one, flag(COUNT, 8))
     rule = f"leaves no layer with experts of model.num_layers = {m.num_layers}"
     require(m.moe_every <= m.num_layers, cfg, every, rule, one)
+    rule = "has no effect: the letters of model.layer_pattern say which layers have experts"
+    require(not m.layer_pattern, cfg, every, rule, one)
     wanted = m.num_layers - m.num_layers // m.moe_every
     rule = f"must be {wanted}, the layers without experts: every {m.moe_every}th has them"
     require(m.dense_layers == wanted, cfg, path, rule, flag(path, wanted))

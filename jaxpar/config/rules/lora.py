@@ -31,7 +31,8 @@ def _targets(cfg: Config) -> None:
     plain = [name.strip() for name in names]
     m, feed_forward = cfg.model, OF_FEED_FORWARD[not cfg.model.mlp_gate :]
     of_layer = (*of_attention(m), *of_recurrence(m), *feed_forward)
-    near = [m for n in plain for m in difflib.get_close_matches(n, of_layer, n=1, cutoff=0.4)]
+    known = of_layer if not m.num_experts else [n for n in of_layer if n not in feed_forward]
+    near = [m for n in plain for m in difflib.get_close_matches(n, known, n=1, cutoff=0.4)]
     rule = f"must be names from {', '.join(of_layer)}, separated by commas"
     fits = flag(path, ",".join(dict.fromkeys(near)) or "q_proj,v_proj")
     require(set(names) <= set(of_layer), cfg, path, rule, fits)

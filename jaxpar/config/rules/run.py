@@ -16,6 +16,8 @@ from jaxpar.config.rules.paths import (
 def places(cfg: Config) -> None:
     """Check the paths of the run and its data."""
     for path in ("run.dir", "data.path"):
+        if path == "data.path" and cfg.data.mixture:  # which is in place of it
+            continue
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]

@@ -330,9 +330,10 @@ def network_named(name: str) -> Network:
 def _find(table: dict, name: str, option: str, what: str):
     if name.lower() in table:
         return table[name.lower()]
-    near = difflib.get_close_matches(name.lower(), table, n=1) or [next(iter(table))]
+    near = difflib.get_close_matches(name.lower(), table, n=1)
     rule = f"is not a known {what}; known are {', '.join(table)}"
-    raise ConfigError(option, name, rule, f"use {option} {near[0]}")
+    fix = f"use {option} {near[0]}" if near else "use one of those that is no better than yours"
+    raise ConfigError(option, name, rule, fix)
 
 
 def gpu_of_kind(device_kind: str) -> Gpu | None:

@@ -1,0 +1,179 @@
+"""Whoever follows the first fix of each message comes to a legal config, and never in a circle."""
+
+import itertools
+import random
+import shlex
+import typing
+from pathlib import Path
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.command_line import parse_overrides, read_config
+from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.fields import field_types, leaf_paths
+from jaxpar.config.validate import check, resolve
+from jaxpar.planning.predict.hardware import gpu_named
+
+#: Most fixes to follow. Fields that a feature alone reads are refused one by one.
+MOST = 16
+
+#: Sections whose fields depend on one another.
+SECTIONS = ("model", "lora", "dpo", "distill", "train", "optimizer", "parallel", "data", "diloco")
+
+
+def follow(cfg: Config, legal=check) -> list[str]:
+    """Follow first fixes up to a legal config; the messages on the way."""
+    seen, messages = [], []
+    while True:
+        try:
+            legal(cfg)
+            return messages
+        except ConfigError as error:
+            messages.append(str(error))
+            first = error.fix.removeprefix("use ").split(", or ")[0]
+        seen.append(cfg)
+        cfg = parse_overrides(cfg, shlex.split(first), "")
+        assert cfg not in seen, "a circle: " + "\n".join(messages)
+        assert len(seen) < MOST, "no end: " + "\n".join(messages)
+
+
+CASES = {
+    "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
+    "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
+    "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
+    "modules of layers that differ": ("gemma_3/1b", {"model.mtp_depth": 1}),
+    "no path": ("quickstart", {"data.path": ""}),
+    "experts of Llama 4": (
+        "llama4_scout",
+        {"lora.rank": 4, "train.balance_loss": 0.1, "optimizer.qk_clip": 50.0},
+    ),
+    "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
+    "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
+    "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
+    "experts between": ("kimi_linear_48b_a3b", {"model.moe_every": 2}),
+    "two kinds of scaling": (
+        "llama3_70b",
+        {"model.rope_scaling.beta_fast": 8.0, "model.rope_scaling.low_freq_factor": 2.0},
+    ),
+    "heads of latent attention": ("moonlight_16b_a3b", {"parallel.tensor": 3}),
+    "a block that is not there": ("gemma_4/31b", {"model.shared_norm": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_first_fixes_end(case):
+    name, fields = CASES[case]
+    assert follow(replace(load_config(name), **fields))
+
+
+def test_a_mixture_needs_no_path_beside_it():
+    check(replace(Config(), **{"data.path": "", "data.mixture": "a:1,b:2"}))
+
+
+def test_advice_for_targets_is_not_refused_in_turn():
+    """Advice that only names what may be adapted ends with one message."""
+    for name in ("deepseek_v2_lite", "kimi_k2", "qwen3_next_80b_a3b"):
+        fields = {"lora.rank": 4, "lora.targets": "q_prj,gate_prj", "train.balance_loss": 0.0}
+        messages = follow(replace(load_config(name), **fields))
+        assert len([message for message in messages if "lora.targets" in message]) == 1
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5, 6, 7, 8, 12])
+def test_a_number_of_devices_asks_for_no_other_model(devices):
+    """128 is a width; 129 is what nobody would take."""
+    cfg = load_config("quickstart")
+    for message in follow(cfg, lambda cfg: resolve(cfg, devices)):
+        assert "--model." not in message
+
+
+def values_of(path: str, configs: list[Config]) -> list:
+    """Values of a field: of the configs, its default, and a few of its type."""
+    hint = field_types()[path]
+    few = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0]}.get(hint, [])
+    words = typing.get_args(hint) if "Literal" in str(hint) else ()
+    found = [default_of(path), *few, *words]
+    for cfg in configs:
+        try:
+            found.append(value_of(cfg, path))
+        except AttributeError:  # of a section that it does not have
+            continue
+    return sorted(set(found), key=repr)
+
+
+@pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])
+def test_first_fixes_end_for_random_fields(number):
+    rng = random.Random(number)
+    configs = [load_config(name) for name in known_configs().split(", ")]
+    paths = [path for path in leaf_paths() if path.partition(".")[0] in SECTIONS]
+    values = {path: values_of(path, configs) for path in paths}
+    lengths = set()
+    for _ in range(number):
+        chosen = rng.sample(paths, rng.randint(1, 5))
+        fields = {path: rng.choice(values[path]) for path in chosen}
+        lengths.add(len(follow(replace(rng.choice(configs), **fields))))
+    assert {0, 1, 2, 3} <= lengths  # there was something to follow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["quikstart"], "quickstart"),
+        (["Quickstart-MoE"], "quickstart_moe"),
+        (["llama3-8b"], "llama3_8b"),
+        (["gemma3/1b"], "gemma_3/1b"),
+    ],
+)
+def test_a_name_that_is_nearly_one_is_suggested_first(arguments, fix):
+    with pytest.raises(ConfigError, match="is not a config") as error:
+        read_config(arguments, "jaxpar.train", "")
+    assert error.value.fix.startswith(f"use {fix},") or error.value.fix.startswith(f"use {fix};")
+    load_config(fix)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["--config", "quickstart"], ["quickstart"]),
+        (["--train.seed", "5", "quickstart"], ["quickstart", "--train.seed", "5"]),
+        (["--resume", "RUN"], ["RUN"]),
+        (["quickstart", "--resume", "RUN"], None),
+        (["quickstart", "train.seed=5"], ["--train.seed", "5"]),
+        (["quickstart", "+optimizer.learning_rate=1e-4"], ["--optimizer.learning-rate", "1e-4"]),
+        (["quickstart", "lr=3"], ["--optimizer.learning-rate", "3"]),
+        (["quickstart", "vocab_size=3"], ["--model.vocab-size", "3"]),
+        (["quickstart", "--vocab-size", "3"], ["--model.vocab-size"]),
+    ],
+)
+def test_styles_of_other_programs(arguments, fix, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    put = lambda words: [str(run) if word == "RUN" else word for word in words]  # noqa: E731
+    with pytest.raises(ConfigError) as error:
+        read_config(put(arguments), "jaxpar.train", "")
+    wanted = f"use {run} in place of CONFIG" if fix is None else " ".join(put(fix))
+    assert error.value.fix.endswith(wanted)
+
+
+def test_a_file_that_is_missing_is_no_unknown_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"CONFIG = 'mine.py': does not exist"):
+        load_config("mine.py")
+    assert not Path("mine.py").exists()
+
+
+def test_a_gpu_that_is_like_no_other_is_not_taken_for_the_largest():
+    with pytest.raises(ConfigError, match=r"known are h200, .*one of those that is no better"):
+        gpu_named("rtx4090")
+    with pytest.raises(ConfigError, match="Fix: use --gpu h100"):
+        gpu_named("h10")
+
+
+def test_a_default_comes_before_what_turns_something_on():
+    cfg = replace(Config(), **{"lora.alpha": 8.0})
+    with pytest.raises(ConfigError) as error:
+        check(cfg)
+    ways = error.value.fix.removeprefix("use ").split(", or ")
+    defaults = [way == flag("lora.alpha", default_of("lora.alpha")) for way in ways]
+    assert defaults == [True, *itertools.repeat(False, len(ways) - 1)] and len(ways) > 1
