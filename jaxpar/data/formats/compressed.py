@@ -57,7 +57,8 @@ def _open(file: BinaryIO, kind: str, path: Path) -> BinaryIO:
         pyarrow = import_pyarrow(path)
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), kind)
         return cast(BinaryIO, io.BufferedReader(stream, READ_BYTES))
-    return cast(BinaryIO, {"gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}[kind](file))
+    openers: dict[str, Any] = {"gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}
+    return cast(BinaryIO, openers[kind](file))
 
 
 def damaged(path: Path, kind: str, why: str) -> ConfigError:

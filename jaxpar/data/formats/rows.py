@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jaxpar.config import ConfigError
 from jaxpar.runtime.units import size
@@ -15,7 +15,8 @@ from jaxpar.runtime.units import size
 MAX_LINE_BYTES = MAX_DOCUMENT_CHARS = 1 << 26
 
 #: The values of `--on-bad-row`.
-ERROR, SKIP = "error", "skip"
+ERROR: Final = "error"
+SKIP: Final = "skip"
 
 #: Kinds of files that a line names. The others are summed.
 NAMED_KINDS = 6
