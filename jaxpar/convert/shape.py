@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
 from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family
-from jaxpar.convert.hf.config_file import CONFIG_FILE, read_config_json, refuse
+from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys.known import unknown
 from jaxpar.model.flops import num_params
@@ -34,9 +34,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     if family is not None and named_family(family, like, "model.family").model_type != kind:
         rule = f"is not the family of {named}, which is {kind}"
         raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
-    for key, value in unknown(values, table).items():
-        rule = f"is not a key of {kind} that jaxpar knows: it may change the model"
-        raise refuse(key, value, rule, "use a config.json without it, if it does not")
+    _refuse_unknown(values, table)
     published = model_of(values, table)
     free = {name: getattr(like, name) for name in FREE_MODEL_FIELDS if name in _OF_COMPUTATION}
     model = dataclasses.replace(published, **free)
@@ -58,3 +56,10 @@ def in_words(name: str, family: Family, model: ModelConfig) -> str:
             shown.append(f"{field.name} {words}")
     size = f"{num_params(model):,} parameters"
     return f"model from {name} (family {family.model_type}): {size}; {', '.join(shown)}"
+
+
+def _refuse_unknown(values: Values, family: Family) -> None:
+    """Raises:   ConfigError that names the first key that the family does not have."""
+    for key, value in unknown(values, family).items():
+        rule = f"is not a key of {family.model_type} that jaxpar knows: it may change the model"
+        raise refuse(key, value, rule, "use a config.json without it, if it does not")

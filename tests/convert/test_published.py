@@ -109,6 +109,12 @@ def test_files_that_do_not_name_the_end_of_text(tmp_path):
         end_of_text(tmp_path, "m")
 
 
+def test_a_model_with_images_is_named_as_one():
+    values = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}}
+    with pytest.raises(ConfigError, match=r"architectures = .*images.*save its text part"):
+        family_of(values)
+
+
 # ------------------------------------------------------------------- two forms of one setting
 
 

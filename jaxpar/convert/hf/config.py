@@ -77,6 +77,10 @@ def family_of(values: Values) -> Family:
     if len(names) == 1 and names[0] in known:
         return _with_letters(values, known[names[0]])
     shown = names or values.get("model_type")
+    if isinstance(values.get("text_config"), dict):
+        rule = "reads images or sound, too, which jaxpar does not support"
+        fix = "save its text part as a folder of its own (docs/convert.md)"
+        raise refuse("architectures", shown, rule, fix)
     raise refuse(
         "architectures",
         shown,
@@ -315,7 +319,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own |= experts.write(m, family)
     own |= {other: own[key] for other, key in family.aliases.items()}
     own |= {key: own[other] for key, other in family.equal_keys.items()}
-    dropped = {QUANTIZATION} | two_forms.names(family)
+    dropped = {QUANTIZATION} | two_forms.names(family) | two_forms.OTHER_FORMS
     if "max_positions" in family.fields:  # transformers would take it for that field
         dropped.add("max_position_embeddings")
     return {key: value for key, value in carried.items() if key not in dropped} | own

@@ -35,6 +35,7 @@ from jaxpar.convert.hf.folder import (
     find_tensors,
 )
 from jaxpar.convert.hf.keys.known import unknown
+from jaxpar.convert.hf.keys.two_forms import TAKEN
 from jaxpar.convert.hf.other_names import as_published
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
@@ -155,9 +156,11 @@ def _absent_modules(values: Values, family: Family, tensors: Tensors) -> Values:
     Conversions of a model often lack them, and keep the key.
     """
     key, layers = family.fields.get("mtp_depth", ""), values.get("num_hidden_layers")
+    taken = TAKEN.get(family.model_type, {})
+    names = [key, *(other for other, own in taken.items() if own == key)]
     prefix = f"model.layers.{layers}."
     there = any(name.startswith(prefix) for name in tensors.stored)
-    return {} if there or not values.get(key) else {key: values[key]}
+    return {} if there else {name: values[name] for name in names if values.get(name)}
 
 
 def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ PACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)(
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a tensor, or of several that follow one another in their first dimension."""
 
     of: tuple[Readable, ...]
@@ -127,7 +127,7 @@ def _convolutions(
             first = 0
             for new, width in zip(names, widths, strict=True):
                 index = slice(first, first + width)
-                yield new, Part(of, (index,), (width, *of[0].shape[1:]))
+                yield new, TensorPart(of, (index,), (width, *of[0].shape[1:]))
                 first += width
 
 
@@ -158,7 +158,7 @@ def _experts(
                 sizes = zip(inner, tensor.shape[1:], strict=True)
                 shape = tuple(len(range(size)[part]) for part, size in sizes)
                 shape = shape[::-1] if transposed else shape
-                part = Part((tensor,), (e, *inner), shape, transposed)
+                part = TensorPart((tensor,), (e, *inner), shape, transposed)
                 yield f"{packed[1]}{e}.{ends[which]}", part
 
 

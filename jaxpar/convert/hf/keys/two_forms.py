@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.keys import layer_forms
+from jaxpar.convert.hf.keys import layer_forms, patterns
 from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
 from jaxpar.convert.hf.keys.ropes import ORIGINAL, PARTIAL, THETA, kind_of
 
@@ -55,6 +55,9 @@ TAKEN: dict[str, dict[str, str]] = {
     },
 }
 
+
+#: Keys that are another form of what a family writes, for a model that was changed.
+OTHER_FORMS = {ORIGINAL, patterns.NAMES, "layer_types", "qk_head_dim"}
 
 #: Families with a key for the width of heads, whose classes need them to fill the model.
 OUT_OF_MODEL = ("olmoe", "helium")
