@@ -1,7 +1,9 @@
 """Our scores through EleutherAI's Evaluation Harness, on a tiny task, against the plain model."""
 
 import functools
+import http.server
 import json
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from jaxpar.inference import evaluate as inference_evaluate
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.load import load
 from jaxpar.model import reference
+from jaxpar.runtime import hub
 from jaxpar.sharding.mesh import make_mesh
 
 TASK = """
@@ -197,3 +200,41 @@ def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(ConfigError, match=r"--output = .*folder that does not exist"):
         inference_evaluate.check(options)
+
+
+def test_data_that_cannot_be_loaded_is_one_line(finished, tmp_path, monkeypatch):
+    import lm_eval.tasks
+
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
+    task = TASK.format(name="far", data=tmp_path / "not_here.json") + CHOICES
+    (tmp_path / "far.yaml").write_text(task)
+    with pytest.raises(ConfigError, match=r"^--tasks = .far.: cannot be loaded, with its data: F"):
+        evaluate.main([str(finished), "--tasks", "far", "--include-path", str(tmp_path)])
+
+
+def test_whether_the_hub_answers(monkeypatch):
+    """An error is an answer. Nobody waits for one if HF_HUB_OFFLINE is set."""
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(503)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with http.server.HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert hub.answers(60)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not hub.answers(60)  # nothing listens there any more
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    assert not hub.answers()

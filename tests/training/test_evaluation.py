@@ -17,6 +17,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert.__main__ import main as convert
 from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.inference.load import load
 from jaxpar.model import reference
 from jaxpar.runtime import exit_codes
@@ -59,14 +60,20 @@ def test_the_split_to_evaluate_on(make_run, three):
         make_run("--evaluation.split", "test")
 
 
-def plain_loss(run: Path, dataset: str, split: str, sequences: int) -> float:
-    """Nats per label of the first sequences of a split, by the plain model."""
+def plain_loss(
+    run: Path, dataset: str, split: str, sequences: int, weights: str = "trained", ids: int = 0
+) -> float:
+    """Nats per label of the first sequences of a split, by the plain model.
+
+    Args:     ids: those that a token can be. 0: all of the model's.
+    """
     alone = {"parallel.data": 1, "parallel.sequence": 1}
     cfg = replace(checkpoint.load_config(run), **alone, **{"data.path": dataset})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    params = checkpoint.restore_params(run, cfg, mesh)
+    params = checkpoint.restore_params(run, cfg, mesh, None, weights)
     b = Loader(cfg, mesh, split).host_rows(0, np.arange(sequences))
     logits = reference.logits_of(params, b.tokens, b.positions, b.segment_ids, cfg.model)
+    logits = logits[..., : ids or None]
     scores = np.asarray(jax.nn.log_softmax(logits))
     own = np.take_along_axis(scores, np.maximum(b.labels, 0)[..., None], axis=-1)[..., 0]
     return -float(own[b.labels != IGNORED].mean())
@@ -167,10 +174,14 @@ def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
     data = str(checkpoint.load_config(evaluated).data.path)
     flags = ["--split", "val", "--sequences", "8", "--data", data, "--output"]
     evaluate.main([str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
-    for name in ("of_run", "of_hf"):
+    # An export has the ids of its tokenizer alone.
+    of_hf = plain_loss(evaluated, data, "val", 8, "ema", ByteTokenizer.vocab_size)
+    per_nat = losses[4]["ema_bits_per_byte"] / losses[4]["ema_loss"]
+    for name, loss in (("of_run", losses[4]["ema_loss"]), ("of_hf", of_hf)):
         found = json.loads((tmp_path / f"{name}.json").read_text())["text_loss"]
-        assert found["loss"] == pytest.approx(losses[4]["ema_loss"], abs=2e-5)
-        assert found["bits_per_byte"] == pytest.approx(losses[4]["ema_bits_per_byte"], abs=3e-5)
+        assert found["loss"] == pytest.approx(loss, abs=2e-5)
+        assert found["bits_per_byte"] == pytest.approx(loss * per_nat, abs=3e-5)
+    assert of_hf < losses[4]["ema_loss"]
     with pytest.raises(ConfigError, match="--weights = 'ema': selects weights of a run"):
         load(str(tmp_path / "hf"), None, 1, print, weights="ema")
 

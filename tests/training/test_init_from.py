@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.validate import check
@@ -101,6 +102,7 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     train_on, run_of, flags_to_fit, config, published, tmp_path, capsys
 ):
     shutil.copytree(published, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     run_dir, begin = tmp_path / "tuned", ["--run.init-from", str(tmp_path / "model")]
     args = [*flags_to_fit, "--run.dir", str(run_dir), "--checkpoint.every", "4"]
     # A step that does not depend on their number is compiled once.
@@ -111,6 +113,8 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0]
+    assert (run_dir / CARRIED / "config.json").is_file()
+    assert "[7, 2]" in (run_dir / CARRIED / "generation_config.json").read_text()
     shutil.rmtree(tmp_path / "model")
     assert train_on(2, config, *args, *begin, "--train.num-steps", "8") == 0  # its own come first
     assert "restored step 4" in capsys.readouterr().out
