@@ -1,6 +1,7 @@
 """What processes say to one another before and beside training, in two that have met."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,9 @@ import sys
 import pytest
 
 from tests import ranks
+
+#: Seconds after which a process hangs. It ends much earlier, unless the machine is busy.
+LIMIT = 240
 
 #: Every check in one start: what each of the two processes found is its last line.
 SCRIPT = """
@@ -115,6 +119,50 @@ def test_two_processes_meet_and_say_what_is_wrong(address):
     kind, text, _ = first["missing"]
     assert kind == "PeersMissing" and "here: after 2 s, still missing: process 1 (" in text
     assert 1 < first["seconds"] < 5
+
+
+#: One of two processes that see the GPUs of one host.
+ON_GPUS = """
+import os
+from jaxpar.config import Config
+from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes import detect, rendezvous
+from jaxpar.runtime.program import run_program
+visible.gpu_is_present = lambda: True
+run_program(lambda _: print(rendezvous.connect(detect.detect(Config(), os.environ), 60)))
+"""
+
+SMI = """#!/bin/sh
+echo uuid, pci.bus_id
+echo GPU-a, 00000000:1B:00.0
+echo GPU-b, 00000000:3B:00.0
+"""
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_processes_say_which_gpus_they_take_and_never_share_one(tmp_path, shares):
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    task |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_TRES_PER_TASK": "cpu=1"}
+    task |= {"CUDA_VISIBLE_DEVICES": "0,1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    task["SLURM_STEP_ID"] = str(os.getpid())  # a port of its own
+    if not shares:
+        task["SLURM_GPUS_PER_TASK"] = "2"  # as if each saw two of its own
+    started = []
+    for own in ("0", "1"):
+        env = ranks.environment(**task, SLURM_PROCID=own, SLURM_LOCALID=own)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", ON_GPUS], env=env, **pipes))
+    said = [process.communicate(timeout=LIMIT) for process in started]
+    host = socket.gethostname()
+    for own, (out, wrong) in enumerate(said):
+        which = f"GPU {own} of the 2 that it sees (GPU-{'ab'[own]})"
+        which = which if shares else "GPUs 0,1 of the 2 that it sees (GPU-a, GPU-b)"
+        assert out.count(f"cluster    process {own} ({host}) takes {which}\n") == 1, wrong
+        assert started[own].returncode == (0 if shares else 2), wrong
+        both = f"GPU = 'GPU-a': processes 0 and 1 on {host} both took it, and 1 more GPU like it"
+        assert (both in wrong) == (not shares)
 
 
 #: A process of a run of one, which gets SIGTERM before it has taken a step.
