@@ -21,11 +21,13 @@ OUTSIDE = """(() => {
 PICTURES = sorted(p for f in ("pictures", "images") for p in (ROOT / "docs" / f).glob("*.svg"))
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
 def test_labels_are_not_cut_off(show, picture):
     assert show(picture, 1000, 1000).page.evaluate(OUTSIDE) == []
 
 
+@pytest.mark.waits
 def test_a_label_that_leaves_its_panel_is_seen(show, tmp_path):
     panel = '<rect class="panel" x="0" y="0" width="60" height="40"/>'
     words = '<text x="5" y="20">in</text><text x="5" y="30">much too long for it</text>'

@@ -34,6 +34,7 @@ def picture(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_drawn_without_complaint_or_request(show, file, width, dark):
@@ -72,6 +73,7 @@ def place(page: Page) -> tuple[float, float, float]:
     return box["x"], box["y"], box["width"]
 
 
+@pytest.mark.waits
 def test_the_pointer_shows_values(show, file):
     page = show(file, WIDE).page
     tip = page.locator("#loss .tip")
@@ -106,6 +108,7 @@ def click(page: Page, selector: str) -> None:
     page.locator(selector).dispatch_event("click")
 
 
+@pytest.mark.waits
 def test_tokens_and_hours_instead_of_steps(show, file):
     shown = show(file, WIDE)
     page = shown.page
@@ -119,6 +122,7 @@ def test_tokens_and_hours_instead_of_steps(show, file):
     assert shown.complaints == []
 
 
+@pytest.mark.waits
 def test_what_is_drawn_again_is_what_came(show, file):
     """Over steps, with the smoothing that the page has: each line of each chart, to a pixel."""
     paths = (
@@ -137,6 +141,7 @@ def test_what_is_drawn_again_is_what_came(show, file):
         np.testing.assert_allclose(line[1:], again[1:], atol=1.0)
 
 
+@pytest.mark.waits
 def test_smoothing_runs_and_logarithms(show, file):
     shown = show(file, WIDE)
     page = shown.page
@@ -162,6 +167,7 @@ def test_smoothing_runs_and_logarithms(show, file):
     assert shown.complaints == []
 
 
+@pytest.mark.waits
 def test_zoom_by_pointer_and_by_keys(show, file):
     shown = show(file, WIDE)
     page = shown.page
@@ -189,6 +195,7 @@ def test_zoom_by_pointer_and_by_keys(show, file):
     assert shown.complaints == []
 
 
+@pytest.mark.waits
 def test_the_address_keeps_what_was_chosen(show, file, tmp_path):
     """As a page that reads its file again."""
     copy = tmp_path / "report.html"
@@ -203,6 +210,7 @@ def test_the_address_keeps_what_was_chosen(show, file, tmp_path):
     assert shown.complaints == []
 
 
+@pytest.mark.waits
 def test_it_can_be_printed(show, file):
     pdf = show(file, WIDE, dark=True).page.pdf()
     assert pdf.startswith(b"%PDF") and len(pdf) > 20_000

@@ -15,7 +15,7 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
-from jaxpar.runtime.processes import gloo
+from jaxpar.runtime.processes import gloo, mtls
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
 from jaxpar.runtime.processes.networks.choosing import between_hosts
@@ -77,9 +77,9 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
               message, since JAX would abort it without one.
     Returns:  a line that describes the connected processes.
     Raises:   ConfigError if the coordinator's address is invalid or the GPUs cannot be shared
-              evenly, or two processes take the same one; PortTaken.
+              evenly, two processes take the same one, or certificates are unusable; PortTaken.
     """
-    devices = local_gpus(cluster)
+    devices, certificates = local_gpus(cluster), mtls.arguments()
     bound = None
     if cluster.process_id == 0 and cluster.serves:
         bound = bind_address(cluster)
@@ -104,6 +104,7 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
             shutdown_timeout_seconds=30,
             # JAX would listen on all addresses: others could join, or have the port on one of them.
             coordinator_bind_address=bound,
+            **certificates,
         )
     timer.cancel()
     # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that

@@ -20,6 +20,8 @@ from jaxpar.runtime.processes.hosts.store import Service
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from tests.ranks import alive, free_port, wait_for
 
+pytestmark = pytest.mark.waits
+
 #: Says which rank it is, takes a step in rank 0, and ends as a file of the run's folder says.
 TRAINER = """
 import json, os, signal, sys, time
