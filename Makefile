@@ -37,6 +37,11 @@ test-all: lint types ## The same, slow tests included
 	@echo "==> Tests and slow tests, on 16 simulated CPU devices"
 	@$(PY) -m pytest $(WORKERS) -m "not gpu"
 
+.PHONY: test-waits
+test-waits: install ## The tests that wait for something, 20 times, with every core kept busy
+	@echo "==> Tests that wait, 20 times, beside a spinning process for each core"
+	@env -u MAKEFLAGS $(PY) -m tests.repeat_waits --rounds 20
+
 .PHONY: soak
 soak: install ## Kills, and resumes in every mesh and number of processes (SOAK_JOBS=8: at a time)
 	@echo "==> Soak: processes killed and resumed, on simulated CPU devices"

@@ -5,6 +5,7 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -240,6 +241,25 @@ def with_quick_weights():
 
 quick_compile = pytest.fixture(with_quick_weights)
 quick_compile_of_module = pytest.fixture(with_quick_weights, scope="module")
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """A browser. Skips the test where there is none."""
+    from tests import browser
+
+    with browser.started(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture
+def show(chromium):
+    """Open a file in a browser, and return the page: tests/browser.py, `open_page`."""
+    from tests import browser
+
+    yield functools.partial(browser.open_page, chromium)
+    for context in chromium.contexts:
+        context.close()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,10 @@ from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 
+#: Seconds after which something will never happen. A limit only ends a hang: it is far beyond what
+#: a busy machine needs, and no test depends on it.
+HANG = 240.0
+
 #: A config that does FAULT ("RANK STEP KIND") in one process, as that step has been dispatched.
 #: FAULT_ONCE names a file that is there once it has been done, and keeps it from being done again.
 CONFIG = """
@@ -115,7 +119,7 @@ def launch(count: int, each: int, *args: str, out: Any = None, **env: str) -> su
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 200) -> tuple[int, str]:
+def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str]:
     """A program's exit code and all that it said. Nothing of it is left running."""
     began = {pid: stat_of(pid)[START_TIME] for pid in children_of(process.pid)}
     try:
@@ -161,7 +165,7 @@ def alive(pid: int) -> bool:
     return stat_of(pid)[:1] not in ([], ["Z"])
 
 
-def wait_for(happened, seconds: float = 90) -> None:
+def wait_for(happened, seconds: float = HANG) -> None:
     """Wait until a function returns true."""
     until = time.monotonic() + seconds
     while not happened():

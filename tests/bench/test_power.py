@@ -4,11 +4,14 @@ import json
 import os
 import stat
 import sys
-import time
+import tempfile
 
 import pytest
 
 from jaxpar.bench.training import power
+from tests.ranks import wait_for
+
+pytestmark = pytest.mark.waits
 
 #: Prints what nvidia-smi 580 prints for two GPUs, again and again, until it is ended.
 PROGRAM = """#!{python}
@@ -36,21 +39,29 @@ def install(tmp_path, monkeypatch):
     return put
 
 
-def watched(seconds: float, warm_up: float = 0.0) -> dict:
-    """The card's entry of so many seconds."""
+def watched(monkeypatch, lines: int = 0) -> power.Watch:
+    """What was seen once nvidia-smi has written so many lines, before and after the warm-up."""
+    kept = []
+    make = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda mode: kept.append(make(mode)) or kept[0])
+    written = lambda: os.pread(kept[0].fileno(), 1 << 20, 0).count(b"\n")  # noqa: E731
     with power.watch_power(True) as watch:
-        time.sleep(warm_up)
+        wait_for(lambda: not kept or written() >= lines)
         watch.begin()
-        time.sleep(seconds)
-    return watch.card()
+        if kept:
+            before = written()
+            wait_for(lambda: written() >= before + (lines > 1) * lines)
+    return watch
 
 
 def test_means_of_all_gpus_and_of_each(install, tmp_path, monkeypatch):
     asked = tmp_path / "asked.json"
     install(PROGRAM.format(python=sys.executable, asked=str(asked)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,10")
-    found = watched(1.0, warm_up=1.0)["power"]
-    assert 2 < found.pop("samples") <= 20  # those of the warm-up are left out
+    watch = watched(monkeypatch, lines=10)
+    found = watch.card()["power"]
+    # Those of the warm-up are left out.
+    assert 2 < found.pop("samples") <= watch.text.count("\n") // 2 - 4
     each = found.pop("gpus")
     assert each == {
         "2": {"watts": 690.5, "sm_mhz": 1410, "at_power_limit": 1, "celsius": 61},
@@ -70,15 +81,18 @@ def test_means_of_all_gpus_and_of_each(install, tmp_path, monkeypatch):
         ("#!/bin/sh\necho '2026/11/22 10:00:00.000, 0, 69'\n", "2026/11/22 10:00:00.000, 0, 69"),
     ],
 )
-def test_nothing_seen_and_why(install, text, reason):
+def test_nothing_seen_and_why(install, text, reason, monkeypatch):
     install(text)
-    found = watched(0.3)
+    found = watched(monkeypatch, lines="echo" in text).card()
     assert found["power"] is None and found["power_missing"].startswith(reason)
 
 
 def test_without_nvidia_smi_or_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert watched(0.0) == {"power": None, "power_missing": "nvidia-smi is not installed"}
+    assert watched(monkeypatch).card() == {
+        "power": None,
+        "power_missing": "nvidia-smi is not installed",
+    }
     with power.watch_power(False) as watch:
         watch.begin()
     assert watch.card() == {"power": None, "power_missing": "no GPU"}
@@ -86,10 +100,8 @@ def test_without_nvidia_smi_or_a_gpu(monkeypatch, tmp_path):
 
 def test_one_that_does_not_end_is_killed(install, monkeypatch):
     monkeypatch.setattr(power, "PATIENCE", 0.2)
-    install("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.05; done\n")
-    began = time.monotonic()
-    assert watched(0.3)["power"] is None
-    assert time.monotonic() - began < 5
+    install("#!/bin/sh\ntrap '' TERM\necho\nwhile true; do sleep 0.05; done\n")
+    assert watched(monkeypatch, lines=1).card()["power"] is None
 
 
 def test_in_words():

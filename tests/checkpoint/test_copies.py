@@ -12,6 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.checkpoint import copies
 from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.runtime.gpus.host_copies import CudaError
+from tests.ranks import HANG, wait_for
+
+pytestmark = pytest.mark.waits
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def slow_memory(state, monkeypatch):
     def slow(num_bytes: int) -> np.ndarray:
         count.append(num_bytes)
         begun.release()
-        assert go_on.acquire(timeout=60)
+        assert go_on.acquire(timeout=HANG)
         return np.empty(num_bytes, np.uint8)
 
     monkeypatch.setattr(copies, "_aligned", slow)
@@ -88,19 +91,19 @@ def test_a_programs_first_run_waits_for_one_array_and_has_the_devices_alone(slow
     def first_run() -> None:
         with host.paused():
             alone.set()
-            assert done.wait(60)
+            assert done.wait(HANG)
 
     with host:
         host.begin()
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=HANG)
         runs = threading.Thread(target=first_run)
         runs.start()
         assert not alone.wait(0.1)
         go_on.release()
-        assert alone.wait(60)
+        assert alone.wait(HANG)
         assert not begun.acquire(timeout=0.1)
         done.set()
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=HANG)
         runs.join()
         go_on.release(7)
     assert len(count) <= 8
@@ -110,8 +113,8 @@ def test_a_run_that_ends_waits_for_one_array_only(slow_memory):
     host, begun, go_on, count = slow_memory
     with host:
         host.begin()
-        assert begun.acquire(timeout=60)
-        threading.Timer(0.1, go_on.release).start()
+        assert begun.acquire(timeout=HANG)
+        threading.Thread(target=lambda: (wait_for(lambda: host._ended), go_on.release())).start()
     assert len(count) == 1
 
 

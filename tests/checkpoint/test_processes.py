@@ -50,6 +50,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_two_processes_write_what_one_would(setup, tmp_path):
     cfg, mesh = setup(**{"parallel.data": 2, "parallel.tensor": 2})
@@ -68,7 +69,7 @@ def test_two_processes_write_what_one_would(setup, tmp_path):
         for number in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+        told = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

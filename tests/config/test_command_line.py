@@ -33,7 +33,7 @@ def run_train(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -89,7 +89,7 @@ def test_help_into_a_pipe_that_closes_is_no_traceback(tmp_path):
     command = f"{sys.executable} -m jaxpar.train quickstart --help | head -1"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.startswith("usage: python -m jaxpar.train CONFIG")
     assert "Traceback" not in done.stderr

@@ -152,10 +152,11 @@ def test_a_name_that_the_locale_cannot_represent_is_refused(monkeypatch):
         paths.check_path("run.dir", "runs/ü", "use --run.dir runs/default")
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_train_refuses_it_under_the_c_locale(tmp_path):
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", "jaxpar.train", "quickstart", "--run.dir", "ü"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=600)
     assert done.returncode == 2 and b"PYTHONUTF8=1" in done.stderr
     assert done.stderr.count(b"\n") <= 2 and not list(tmp_path.iterdir())

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Writes and prepares each format at two sizes: SMALL LARGE FOLDER. Prints peak memory, in bytes.
@@ -49,7 +53,7 @@ else:
 
 def run(folder: Path, *sizes: int) -> list[int]:
     command = [sys.executable, "-c", PROGRAM, str(folder), *map(str, sizes)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.split()]
 

@@ -19,6 +19,8 @@ from jaxpar.data.shuffle import sequence_order
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from tests.data.sequences import cut_sequences
 
+pytestmark = pytest.mark.waits
+
 BATCH, LENGTH = 8, 16
 
 MESHES = {
@@ -238,7 +240,7 @@ def start(dataset, process: int, port: int) -> subprocess.Popen:
 def test_interpreter_exit_does_not_hang(dataset):
     """A prefetch thread left running does not keep the program alive."""
     program = start(dataset, 0, 0)
-    output, _ = program.communicate(timeout=60)
+    output, _ = program.communicate(timeout=600)
     assert program.returncode == 0 and "rows read 8" in output
 
 
@@ -250,7 +252,7 @@ def test_two_processes(dataset, cfg):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     programs = [start(dataset, process, port) for process in (0, 1)]
-    outputs = [program.communicate(timeout=120)[0] for program in programs]
+    outputs = [program.communicate(timeout=600)[0] for program in programs]
     assert [program.returncode for program in programs] == [0, 0]
     expected, seen = arrays(Loader(cfg, make_mesh()).batch(0))[0], []
     for output in outputs:

@@ -75,6 +75,7 @@ def grow(file: Path) -> None:
         opened.write(b"\x01\x00")
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("change", [write_in_place, replace, grow])
 def test_a_file_that_changed_is_read_again(change, file, passes):
     before = open_tokens(file)

@@ -18,6 +18,8 @@ from jaxpar.runtime import exit_codes
 from tests import ranks
 from tests.doctor import hosts
 
+pytestmark = pytest.mark.waits
+
 #: What the JSON holds at its top, and of which type.
 TOP = {
     **{"schema": int, "verdict": str, "conditions": dict, "findings": list, "seconds": dict},
@@ -148,7 +150,7 @@ def two_processes(tmp_path, *args: str) -> dict:
         env = ranks.environment(**place, JAX_PROCESS_ID=str(own), **(HURTS if own else {}))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen([*command, *args], env=env, **pipes))
-    said = [process.communicate(timeout=250)[0] for process in started]
+    said = [process.communicate(timeout=600)[0] for process in started]
     assert [process.returncode for process in started] == [1, 1], said
     assert "process 0 of 2" in said[0] and "checklist" in said[0]
     assert "checklist" not in said[1]

@@ -10,7 +10,7 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import read_saved
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.waits]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ MODEL = """llama_1b --model.num-layers 2 --train.num-steps 6 --train.global-batc
 def program(*words: str | Path) -> None:
     """Run a program of jaxpar on all GPUs."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": ""}
-    subprocess.run([sys.executable, "-m", *words], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", *words], env=environment, check=True, timeout=600)
 
 
 @pytest.mark.timeout(900)

@@ -14,6 +14,8 @@ from jaxpar.runtime import exit_codes
 from tests.e2e.test_train import environment_of_start, losses_of
 from tests.slow import slow
 
+pytestmark = pytest.mark.waits
+
 #: Runs a command on a file system of its own, in memory and of a given size, on a given folder, and
 #: copies what it holds in the end. Nobody else sees it, and it ends with the command.
 ON_SMALL_DISK = """
@@ -37,7 +39,7 @@ def on_small_disk(size: int, folder: Path, copy: Path, *command: str):
         env=environment_of_start(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

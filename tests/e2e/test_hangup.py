@@ -14,6 +14,7 @@ from jaxpar.runtime import exit_codes
 from tests.e2e.test_train import environment_of_start
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_run_saves_when_its_terminal_closes(config_file, launched):

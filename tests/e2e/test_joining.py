@@ -17,6 +17,8 @@ from jaxpar.runtime.processes import rendezvous
 from tests import ranks
 from tests.slow import slow
 
+pytestmark = pytest.mark.waits
+
 #: A line of gloo's, and what another of its threads wrote in the middle of it.
 GLOO = r"\[Gloo\].*\n(?:\d*\n)*"
 
@@ -33,7 +35,7 @@ def in_two(*words: str, at: tuple[Path | None, ...] = (None, None)) -> list[tupl
         command = [sys.executable, "-m", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=env, cwd=at[own], **pipes))
-    said = [process.communicate(timeout=150) for process in started]
+    said = [process.communicate(timeout=600) for process in started]
     codes = [process.returncode for process in started]
     own = lambda out: re.sub(GLOO, "", out)  # noqa: E731
     return [(code, own(out), err) for code, (out, err) in zip(codes, said, strict=True)]
@@ -83,7 +85,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
     words += ["--include-path", str(tmp_path), "--output"]
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     command = [sys.executable, "-m", *words, str(one)]
-    subprocess.run(command, env=ranks.environment(), check=True, timeout=150)
+    subprocess.run(command, env=ranks.environment(), check=True, timeout=600)
     assert [code for code, _, _ in in_two(*words, str(two))] == [0, 0]
     found, wanted = (json.loads(file.read_text())["results"] for file in (two, one))
     assert found == wanted and "acc,none" in found["letters"]

@@ -14,6 +14,7 @@ from tests import ranks
 from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_path, whole):
     config, run = write_ranks(tmp_path), tmp_path / "run"
@@ -30,6 +31,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_p
     assert not list(tmp_path.glob("*jaxpar-memory-*"))  # given back at the end
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path, whole):

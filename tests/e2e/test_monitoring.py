@@ -12,6 +12,8 @@ from jaxpar.monitoring.metric_names import METRICS, tag
 from jaxpar.report.__main__ import ReportOptions, report
 from tests.monitoring.test_sinks import free_port, scalars
 
+pytestmark = pytest.mark.waits
+
 STEPS = 12
 
 

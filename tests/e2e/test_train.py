@@ -30,6 +30,8 @@ from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow
 from tests.weights import as_programs_do
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: The training program, in which a signal arrives when a step has just been dispatched, once the
@@ -66,7 +68,7 @@ def start(*command: str) -> subprocess.CompletedProcess:
     """A program of Python's, in such a process."""
     env = environment_of_start()
     return subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=600
     )
 
 

@@ -82,6 +82,7 @@ def test_a_host_takes_a_file_and_gives_it_back(folder, tmp_path):
     assert not alive(child)
 
 
+@pytest.mark.waits
 def test_what_a_host_refuses(folder, tmp_path):
     with PieceServer(folder, "127.0.0.1", TOKEN) as server:
         address = f"127.0.0.1:{server.port}"

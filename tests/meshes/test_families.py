@@ -123,11 +123,16 @@ def test_gradients_of_adapters_in_some_stacks(name, targets, mesh, devices):
     compare(replace(cfg, **{"train.balance_loss": 0.0}), mesh, devices)
 
 
-def compare(cfg: Config, mesh: str, devices) -> None:
+def gradients_of(cfg: Config, mesh: str, devices) -> tuple:
+    """Traces of loss and gradients on a mesh, and of the plain model."""
     parallel = parse_meshes([mesh], cfg.parallel)[mesh]
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     batch, wanted = reference_of(cfg)
-    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
+    return weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch), wanted
+
+
+def compare(cfg: Config, mesh: str, devices) -> None:
+    found, wanted = gradients_of(cfg, mesh, devices)
     zero = distances.zero_gradients(cfg.model)
     assert not distances.compare(found, wanted, TOLERANCE, zero).mismatches()

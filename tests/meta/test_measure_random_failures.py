@@ -83,6 +83,7 @@ def test_the_fixed_part_of_a_step():
     assert report.fixed_part({4: 3.0}, 4) == 0.0
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_loses_a_host(tmp_path):

@@ -71,6 +71,7 @@ def test_what_differs_is_found(change, same, schedules, tmp_path, capsys):
     assert ("DIFFERENT" in capsys.readouterr().out) == (not same)
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_a_killed_and_moved_run_has_the_same_losses():
     script = [sys.executable, "scripts/measure/schedules.py", "--kills", "3", "--steps", "20"]

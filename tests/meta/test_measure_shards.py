@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured(script: str, *words: str) -> list[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "scripts" / "measure" / script), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "measure" / "thousands.py"
 
@@ -15,7 +17,7 @@ SCRIPT = ROOT / "scripts" / "measure" / "thousands.py"
 def measured(*words: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.meta.test_repository import ROOT
-from tests.report.chromium import Chromium
 
 #: Names of a picture's labels that leave the panel they begin in, or the picture.
 OUTSIDE = """(() => {
@@ -22,22 +21,16 @@ OUTSIDE = """(() => {
 PICTURES = sorted(p for f in ("pictures", "images") for p in (ROOT / "docs" / f).glob("*.svg"))
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Chromium(tmp_path_factory.mktemp("chromium")) as started:
-        yield started
-
-
+@pytest.mark.waits
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
-def test_labels_are_not_cut_off(browser, picture):
-    browser.open(picture, 1000, 1000)
-    assert browser.value(OUTSIDE) == []
+def test_labels_are_not_cut_off(show, picture):
+    assert show(picture, 1000, 1000).page.evaluate(OUTSIDE) == []
 
 
-def test_a_label_that_leaves_its_panel_is_seen(browser, tmp_path):
+@pytest.mark.waits
+def test_a_label_that_leaves_its_panel_is_seen(show, tmp_path):
     panel = '<rect class="panel" x="0" y="0" width="60" height="40"/>'
     words = '<text x="5" y="20">in</text><text x="5" y="30">much too long for it</text>'
     page = tmp_path / "picture.svg"
     page.write_text(f'<svg xmlns="http://www.w3.org/2000/svg">{panel}{words}</svg>', "utf-8")
-    browser.open(page, 400)
-    assert browser.value(OUTSIDE) == ["much too long for it"]
+    assert show(page, 400).page.evaluate(OUTSIDE) == ["much too long for it"]

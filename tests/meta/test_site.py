@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.meta.test_repository import links_of, text_of_pages
-from tests.report.chromium import Chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,31 +44,27 @@ def test_every_page_is_there_and_found_by_search(site):
     assert any("zigzag" in entry["text"].lower() for entry in index)
 
 
-def search_from_disk(browser: Chromium, site: Path, words: str) -> list[str]:
-    """Type words into the search of the site's first page, opened as a file. Returns: the links."""
-    browser.open(site / "index.html", 1280)
-    browser.value(
-        "(box => {box.focus(); box.value = " + json.dumps(words) + ";"
-        "box.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))})"
-        "(document.querySelector('input.md-search__input'))"
-    )
-    answer, until = (
-        "document.querySelector('.md-search-result__meta').textContent",
-        time.monotonic() + 60,
-    )
-    while not re.search(r"\bmatching document", browser.value(answer)):
-        assert time.monotonic() < until, "no answer"
-        time.sleep(0.1)
-    found = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
-    return browser.value(found)
+def search(shown, words: str) -> list[str]:
+    """Type words into the search of a page. Returns: the links that are found."""
+    box = shown.page.locator("input.md-search__input")
+    box.fill(words)
+    box.press("End")  # it searches as a key is released
+    answer = shown.page.locator(".md-search-result__meta")
+    expect(answer).to_have_text(re.compile(r"\bmatching document"))
+    links = shown.page.locator(".md-search-result__link")
+    return links.evaluate_all("found => found.map(a => a.href)")
 
 
-def test_search_works_from_disk(site, tmp_path):
-    with Chromium(tmp_path) as browser:
-        links = search_from_disk(browser, site, "zigzag")
-        assert browser.complaints() == []
-        assert {urlsplit(address).scheme for address in browser.requests()} <= {"file", "data"}
-        assert search_from_disk(browser, site, "zzyzzyva") == []
+#: Words to search for: one of several pages, and one of none.
+WORDS = ("zigzag", "zzyzzyva")
+
+
+@pytest.mark.waits
+def test_search_works_from_disk(site, show):
+    opened = [show(site / "index.html", 1280) for _ in range(2)]
+    links, none = (search(shown, words) for shown, words in zip(opened, WORDS, strict=True))
+    assert none == [] and opened[0].complaints == []
+    assert {urlsplit(address).scheme for address in opened[0].requests} <= {"file", "data"}
     pages = {Path(urlsplit(link).path).relative_to(site) for link in links}
     assert Path("parallelism.html") in pages
     assert all("zigzag" in (site / page).read_text("utf-8").lower() for page in pages)

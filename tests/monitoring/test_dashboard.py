@@ -19,6 +19,8 @@ import yaml
 from jaxpar.monitoring.metric_names import METRICS
 from tests.monitoring.test_sinks import free_port
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "scripts" / "deploy" / "grafana_dashboard.json"
 RULES = ROOT / "scripts" / "deploy" / "prometheus_rules.yml"

@@ -13,6 +13,9 @@ from jaxpar.config import Config, replace
 from jaxpar.monitoring import gpus
 from jaxpar.monitoring.gpus import GpuReader, open_gpus
 from jaxpar.monitoring.metric_names import METRICS
+from tests.ranks import HANG
+
+pytestmark = pytest.mark.waits
 
 
 class FakeNvml(types.ModuleType):
@@ -141,7 +144,7 @@ def test_an_xid_error_is_counted_and_logged():
     nvml, said = FakeNvml(), queue.Queue()
     nvml.xids.put((1, 79))
     with GpuReader(nvml, ["0", "1"], said.put) as reader:
-        line = said.get(timeout=5)
+        line = said.get(timeout=HANG)
         assert line == "WARNING    GPU-b reports Xid 79, an error of GPU or driver"
         assert reader.metrics(None)["xid_errors"] == 1.0
 

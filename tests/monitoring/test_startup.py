@@ -22,6 +22,7 @@ def test_parts_add_up(monkeypatch):
     )
 
 
+@pytest.mark.waits
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_a_process_knows_its_age():
     code = "import time; time.sleep(0.5); from jaxpar.monitoring import startup; "

@@ -312,6 +312,7 @@ def test_a_failed_compilation_says_what_is_wrong():
     assert compiling.error_in("killed\n\n") == "killed" and compiling.error_in("") == ""
 
 
+@pytest.mark.waits
 def test_a_compilation_that_takes_too_long_is_reported_and_not_waited_for():
     cluster = Cluster(GPUS["h200"], NETWORKS["ib400"], 1, 1)
     with pytest.raises(RuntimeError, match="did not finish in 0 s"):

@@ -170,6 +170,7 @@ def test_a_profiler_that_fails_ends_no_run(
     assert not list((tmp_path / "run" / "profiles").rglob(".process_*"))
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_a_signal_to_one_process_makes_all_trace_the_same_steps(write_ranks, tmp_path, capsys):
     config = write_ranks(tmp_path)

@@ -114,6 +114,7 @@ rendezvous.connect(place, 60)
 """
 
 
+@pytest.mark.waits
 @pytest.mark.skipif(not own_address(), reason="this host has only loopback addresses")
 def test_nothing_listens_on_the_other_addresses():
     port = ranks.free_port()

@@ -3,11 +3,13 @@
 import contextlib
 import socket
 import threading
-import time
 
 import pytest
 
 from jaxpar.runtime.gpus import nccl_ras
+from tests.ranks import HANG
+
+pytestmark = pytest.mark.waits
 
 #: As NCCL writes it: a table of communicators, then sections, each heading underlined.
 REPORT = """\
@@ -48,7 +50,7 @@ def serving(talk):
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
-        thread.join(5)
+        thread.join(HANG)
 
 
 def answering(report: str, heard: list[str]):
@@ -67,8 +69,8 @@ def test_the_report_and_what_it_finds_wrong(monkeypatch):
     heard: list[str] = []
     with serving(answering(REPORT, heard)) as address:
         monkeypatch.setenv("NCCL_RAS_ADDR", address)
-        report = nccl_ras.status(4.0)
-    assert heard == ["CLIENT PROTOCOL 2", "TIMEOUT 3", "VERBOSE STATUS"]
+        report = nccl_ras.status(HANG)
+    assert heard == ["CLIENT PROTOCOL 2", f"TIMEOUT {HANG - 1:.0f}", "VERBOSE STATUS"]
     assert report == REPORT
     found = nccl_ras.what_is_wrong(report)
     assert found[0] == "#0-0 (e1f2a3b4c5d6e7f8) MISMATCH" and len(found) == 6
@@ -77,7 +79,7 @@ def test_the_report_and_what_it_finds_wrong(monkeypatch):
 
 
 def silent(lines):
-    time.sleep(1.0)
+    lines.read()  # until the client leaves
 
 
 def refusing(lines):
@@ -96,7 +98,7 @@ def closing(lines):
 )
 def test_no_answer_is_said_in_time(talk, why):
     with serving(talk) as address, pytest.raises(nccl_ras.NoAnswer, match=why):
-        nccl_ras.status(0.3, address)
+        nccl_ras.status(HANG if talk is not silent else 0.3, address)
 
 
 def test_nobody_listens():
@@ -109,7 +111,7 @@ def test_nobody_listens():
 def test_a_report_that_does_not_end_is_cut_off():
     def talk(lines):
         answering("half of a report\n", [])(lines)
-        time.sleep(1.0)
+        lines.read()  # until the client leaves
 
     with serving(talk) as address:
-        assert nccl_ras.status(0.5, address).startswith("half of a report\n\n[truncated")
+        assert nccl_ras.status(2.0, address).startswith("half of a report\n\n[truncated")

@@ -10,6 +10,8 @@ from jaxpar.runtime.gpus import numa, nvidia_smi, pci, visible
 from tests.runtime import kernel_files
 from tests.runtime.kernel_files import GPUS, gpu, two_sockets, write
 
+pytestmark = pytest.mark.waits
+
 ADDRESSES = [way.split("/")[-1] for way, _ in GPUS]
 ALL = set(range(8))
 

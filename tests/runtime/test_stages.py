@@ -85,6 +85,7 @@ def test_a_failing_block_ends_its_stage(told):
     assert told(100) == []
 
 
+@pytest.mark.waits
 def test_a_thread_looks(monkeypatch, capfd):
     monkeypatch.setattr(stages, "FIRST", 0.05)
     monkeypatch.setattr(stages, "LOOK_EVERY", 0.02)

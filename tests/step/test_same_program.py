@@ -76,6 +76,7 @@ def hashes_of(item: str) -> tuple[str, str]:
     return hashlib.sha256(content[0]).hexdigest(), hashlib.sha256(content[1]).hexdigest()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "item",
     [
@@ -94,7 +95,7 @@ def test_another_process_lowers_the_same_step(item):
         )
         for seed, *more in (("1",), ("2", "forgetting"))
     ]
-    one, other = (process.communicate(timeout=300)[0].splitlines() for process in processes)
+    one, other = (process.communicate(timeout=600)[0].splitlines() for process in processes)
     (first,), (second, third) = one, other
     assert len(first) == 129 and first == second
     assert third.split()[0] == first.split()[0] and third.split()[1] != first.split()[1]

@@ -46,7 +46,7 @@ def run_hosts(
         (place / "config.json").write_text(here)
     command = [sys.executable, "-m", "tests.stores.hosts", str(folder), str(last), str(count)]
     told = subprocess.run(
-        [*command, fault], cwd=ROOT, timeout=300, capture_output=True, text=True, check=False
+        [*command, fault], cwd=ROOT, timeout=600, capture_output=True, text=True, check=False
     )
     codes = [int(code) for code in told.stdout.split()]
     assert len(codes) == count, told.stderr

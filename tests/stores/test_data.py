@@ -120,6 +120,7 @@ def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
     assert not [path for _, path in s3.requests if path.endswith("train.bin")][1:]  # the head
 
 
+@pytest.mark.waits
 def test_what_fits_is_fetched_in_the_background(made, s3):
     source = open_sources(made, "train")[0].dataset
     stored = source.tokens.stored
@@ -280,6 +281,7 @@ def test_what_cannot_be_in_a_store_is_refused(made, data, capsys, text):
         open_sources(replace(made, **{"data.cache_dir": f"{text}"}), "train")
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_two_processes_share_the_cache(made, data, monkeypatch, s3, here):
     """Both read every token at the same time: each part is asked for once."""
@@ -301,7 +303,7 @@ print(source.dataset.tokens[:].astype(np.int64).sum())
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    sums = {int(one.communicate(timeout=120)[0]) for one in both}
+    sums = {int(one.communicate(timeout=600)[0]) for one in both}
     (whole,) = open_sources(config(here), "train")
     assert sums == {int(whole.dataset.tokens[:].astype(np.int64).sum())}
     parts = -(-whole.dataset.tokens.nbytes // 512)

@@ -22,6 +22,8 @@ from jaxpar.stores.objects import Altered, Missing
 from tests.stores.folders import MARK, append, read_step, write_run, write_step
 from tests.stores.server import objects_at
 
+pytestmark = pytest.mark.waits
+
 
 @contextlib.contextmanager
 def mirrored(address, folder: Path, keep: int = 9, every: int = 0, best: int = 0, log=print):
@@ -33,7 +35,7 @@ def mirrored(address, folder: Path, keep: int = 9, every: int = 0, best: int = 0
 
 
 def soon(condition) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 240  # ends a hang
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

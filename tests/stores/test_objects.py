@@ -8,6 +8,7 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.stores import client, objects, steps
 from jaxpar.stores.objects import ATTEMPTS, Altered, Conflict, Content, Missing, StoreError
+from tests.ranks import HANG
 from tests.stores.server import objects_at
 
 
@@ -92,20 +93,23 @@ def test_altered_objects_are_found(store, tmp_path):
         assert not list(tmp_path.glob("*x*"))
 
 
+@pytest.mark.waits
 def test_the_parts_of_all_files_together_are_bounded(s3, store, tmp_path, monkeypatch):
     """Eight files at once: each request has its share of a slow link."""
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(objects, "PARTS_AT_ONCE", 4)
-    asked, most, lock = [0], [0], threading.Lock()
+    asked, most, changed = [0], [0], threading.Condition()
 
     def slow(method: str, path: str) -> float | None:
         if method != "PUT":
             return None
-        with lock:
+        with changed:
             asked[0] += 1
             most[0] = max(most[0], asked[0])
-        time.sleep(0.05)
-        with lock:
+            changed.notify_all()
+            changed.wait_for(lambda: most[0] > 1, HANG)  # the first one, for a second
+        time.sleep(0.05)  # a third to fifth may come meanwhile
+        with changed:
             asked[0] -= 1
         return None
 

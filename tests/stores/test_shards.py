@@ -146,6 +146,7 @@ def test_processes_without_an_index_are_refused(tmp_path):
         join([{"state/_METADATA": b"{}"}], {}, tmp_path / "10")
 
 
+@pytest.mark.waits
 def test_threads_of_all_processes_upload_while_the_run_saves(address, store, tmp_path, capsys):
     made, said = processes(address, tmp_path, 3), []
     run = tmp_path / "run"

@@ -16,6 +16,8 @@ from jaxpar.runtime import exit_codes
 from jaxpar.training import elastic
 from tests import ranks
 
+pytestmark = pytest.mark.waits
+
 AUTO = ("--parallel.auto", "all")
 
 

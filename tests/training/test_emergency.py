@@ -114,6 +114,7 @@ def test_bad_numbers_failed_devices_and_no_new_step_save_nothing(
     assert checkpoint.saved_steps(run) == []
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 def test_a_save_that_fails_or_hangs_ends_the_run_by_the_first_error(
     train_on, config_file, tmp_path, fails, monkeypatch, capfd

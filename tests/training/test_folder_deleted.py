@@ -39,6 +39,7 @@ def at_step(monkeypatch):
 FILES = "config.json manifest.json metrics.jsonl events.jsonl recent.jsonl lock".split()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("what", ["the folder", slow("its files"), slow("its checkpoints")])
 def test_what_is_deleted_is_written_again(what, config_file, train_on, at_step, capfd):
     run = Path(config_file).parent / "run"

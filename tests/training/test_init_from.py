@@ -125,6 +125,7 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     assert int(state.step) == 0
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ["published", "finished"])
 def test_two_processes_begin_with_the_bits_that_one_does(

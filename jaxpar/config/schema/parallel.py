@@ -88,7 +88,7 @@ class ParallelConfig:
 class ClusterConfig:
     """The processes of a run: how they connect, and when they time out."""
 
-    detect: Literal["auto", "none", "jax", "jaxjob", "torch", "mpi", "slurm"] = "auto"
+    detect: Literal["auto", "none", "jax", "jaxjob", "torch", "mpi", "flux", "slurm"] = "auto"
     """Launcher whose environment variables identify this process. auto: detect it. none: single
     process."""
     coordinator: str = ""

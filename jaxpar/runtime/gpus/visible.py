@@ -3,6 +3,7 @@
 import glob
 import os
 import subprocess
+from collections.abc import Mapping
 
 
 def gpu_is_present() -> bool:
@@ -10,9 +11,9 @@ def gpu_is_present() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get("JAX_PLATFORMS", "") != "cpu"
 
 
-def visible_gpu_ids() -> list[str]:
+def visible_gpu_ids(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES, or the indices of this host's. Starts no backend."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = env.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
     return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]

@@ -1,58 +1,28 @@
-"""Detect the rank of this process in its run, from flags or environment variables, without JAX.
+"""Detect the place of this process in its run, from flags or environment variables, without JAX.
 
-Slurm, Open MPI, Kubernetes and Kubeflow each set their own variables. Variables that are incomplete
-or contradict each other are an error.
+Each launcher sets its own variables (`sources.py`). A complete set of variables wins over those
+that are incomplete; complete sets that contradict each other are an error.
+
+JAX detects clusters too, but within `jax.distributed.initialize`, which takes the port and returns
+nothing. The place must be known before: GPUs, CPUs, XLA's flags and the address to listen on depend
+on it. What JAX 0.11.2 detects does not suffice either: it gives each task of Slurm and Open MPI the
+one GPU of its local rank, also where `--gpus-per-task` shows it a single one, numbered 0; it takes
+the port from the job, which two steps share; Open MPI 5 needs mpi4py, and Kubernetes needs its
+client and the right to read pods. It does not know torchrun, Hydra, jsrun and Flux. Tests compare
+the places with JAX's where JAX has them.
 """
 
+import contextlib
 import ipaddress
 import re
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxpar.config import Config, ConfigError, flag
 from jaxpar.config.numerals import only_digits
+from jaxpar.runtime.processes.place import Environment, NotANumber, ProcessPlace
+from jaxpar.runtime.processes.sources import LAUNCHED, NUM_HOSTS, SOURCES, launched
 
-type Environment = Mapping[str, str]
-
-#: Variables that `jaxpar.launch` sets: coordinator, number of processes, process id.
-LAUNCHED = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
-
-#: Variable that `jaxpar.launch` sets in a run with several launchers: the number of hosts. The
-#: coordinator is then a process of its own.
-NUM_HOSTS = "JAXPAR_NUM_HOSTS"
-
-#: Ports for jobs that do not name one; below the ephemeral ports of operating systems.
-FIRST_PORT, PORTS = 12_000, 16_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessPlace:
-    """The place of a process in its run."""
-
-    source: str
-    """Where the place was read from."""
-    coordinator: str
-    """host:port on which process 0 listens."""
-    num_processes: int
-    process_id: int
-    num_hosts: int | None = None
-    """None if the source does not specify it."""
-    local_processes: int = 1
-    """Processes on this host that share its visible GPUs; 1 if each sees only its own GPUs."""
-    local_id: int = 0
-    """Index of this process among them."""
-    serves: bool = True
-    """Process 0 runs the coordinator. Otherwise its launcher does."""
-
-    def __str__(self) -> str:
-        place = f"process {self.process_id} of {self.num_processes}"
-        return f"{self.source}: {place}, coordinator {self.coordinator}"
-
-    @property
-    def host(self) -> str:
-        """The coordinator's host."""
-        return self.coordinator.rpartition(":")[0].strip("[]")
+__all__ = ["LAUNCHED", "NUM_HOSTS", "Environment", "ProcessPlace", "detect", "is_loopback"]
 
 
 def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
@@ -63,6 +33,7 @@ def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
               and for a loopback coordinator of processes on several hosts.
     """
     c = cfg.cluster
+    env = {name: value for name, value in env.items() if value}  # empty variables count as not set
     if (c.num_processes == 0) != (c.process_id == -1):
         missing = "cluster.process_id" if c.process_id == -1 else "cluster.num_processes"
         rule = "must be set together with the other: num_processes and process_id"
@@ -72,12 +43,7 @@ def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
         if not c.coordinator:
             fix = f"use process 0's host and a free port: {flag('cluster.coordinator')} host:1234"
             raise ConfigError("cluster.coordinator", "", "is needed with num_processes", fix)
-        found: ProcessPlace | None = ProcessPlace(
-            source="flags",
-            coordinator=c.coordinator,
-            num_processes=c.num_processes,
-            process_id=c.process_id,
-        )
+        found: ProcessPlace | None = _from_flags(cfg, env)
     else:
         found = _from_environment(c.detect, env)
         if found is not None and c.coordinator:
@@ -96,25 +62,85 @@ def is_loopback(host: str) -> bool:
         return host.partition(".")[0] == "localhost"
 
 
+def _from_flags(cfg: Config, env: Environment) -> ProcessPlace:
+    """Return the place that flags name. Which GPUs belong to the process, its launcher knows."""
+    c = cfg.cluster
+    place = ProcessPlace(
+        source="flags",
+        coordinator=c.coordinator,
+        num_processes=c.num_processes,
+        process_id=c.process_id,
+    )
+    with contextlib.suppress(ConfigError):
+        there = _from_environment(c.detect, env)
+        if there is not None and _same(there, place):
+            return _with_share_of(place, [there])
+    return place
+
+
 def _from_environment(wanted: str, env: Environment) -> ProcessPlace | None:
-    env = {name: value for name, value in env.items() if value}  # empty variables count as not set
-    launched = _launched(env)
-    if launched is not None or wanted == "none":
-        return launched
-    names = list(SOURCES) if wanted == "auto" else [wanted]
-    found = [c for c in (SOURCES[name](env) for name in names) if c is not None]
-    if wanted != "auto" and not found:
-        rule = "is selected, but its variables are not set"
-        raise ConfigError("cluster.detect", wanted, rule, f"use {flag('cluster.detect', 'auto')}")
-    if "mpi" in (c.source for c in found):
-        # In a Slurm job, Slurm's variables describe mpirun's daemons.
-        found = [c for c in found if c.source != "slurm"]
+    place = launched(env)  # the launcher may be a task of any other
+    if place is not None or wanted == "none":
+        return place
+    found: list[ProcessPlace] = []
+    failed: dict[str, ConfigError] = {}
+    for name in SOURCES if wanted == "auto" else [wanted]:
+        try:
+            place = SOURCES[name](env)
+        except ConfigError as error:
+            if isinstance(error, NotANumber) and not found:
+                raise  # an outer launcher's place would be that of several processes
+            failed[name] = error
+            continue
+        found += [place] if place is not None else []
+    if not found:
+        if failed:
+            raise next(iter(failed.values()))
+        if wanted != "auto":
+            rule = "is selected, but its variables are not set"
+            fix = f"use {flag('cluster.detect', 'auto')}"
+            raise ConfigError("cluster.detect", wanted, rule, fix)
+        return None
+    found = [p for p in found if not any(_runs_within(inner, p) for inner in found)]
     for other in found[1:]:
-        if (other.num_processes, other.process_id) != (found[0].num_processes, found[0].process_id):
+        if not _same(other, found[0]):
             told = f"{found[0]}; {other}"
-            fix = f"select the right one: {flag('cluster.detect', other.source)}"
+            kinds = {"kubernetes": "jax"}  # as the option names it
+            source = kinds.get(other.source, other.source)
+            fix = f"select the right one: {flag('cluster.detect', source)}"
             raise ConfigError("environment", told, "contradicts itself", fix)
-    return found[0] if found else None
+    # A launcher within another one leaves the outer one's variables incomplete: no news.
+    by_hand = [error for name, error in failed.items() if name in ("jax", "torch")]
+    passed_over = "; ".join(f"{error.field} {error.rule}" for error in by_hand)
+    return replace(_with_share_of(found[0], found), passed_over=passed_over)
+
+
+def _same(one: ProcessPlace, other: ProcessPlace) -> bool:
+    return (one.num_processes, one.process_id) == (other.num_processes, other.process_id)
+
+
+def _runs_within(inner: ProcessPlace, outer: ProcessPlace) -> bool:
+    """Return whether a task of one launcher started the other, so that it describes no process.
+
+    A single task may start whatever it likes. mpirun starts its daemons as tasks of srun, and srun
+    may start torchrun on each host. An inner run of one process in each of several tasks is a
+    contradiction: these would all train the same run.
+    """
+    if inner.num_processes == 1 or not outer.started:
+        return False
+    order = ["jax", "kubernetes", "jaxjob", "torch", "mpi", "flux", "slurm"]
+    if order.index(inner.source) >= order.index(outer.source):
+        return False
+    by_host = inner.source == "torch" and inner.local_processes > 1
+    by_host &= inner.num_processes == inner.local_processes * outer.num_processes
+    return outer.num_processes == 1 or inner.started or by_host
+
+
+def _with_share_of(place: ProcessPlace, agreeing: list[ProcessPlace]) -> ProcessPlace:
+    """Return the place with the share of GPUs that one of several agreeing sources knows."""
+    known = [p for p in agreeing if p.bound] or sorted(agreeing, key=lambda p: -p.local_processes)
+    share = ("bound", "local_processes", "local_id")
+    return replace(place, **{name: getattr(known[0], name) for name in share})
 
 
 def _check(c: ProcessPlace) -> None:
@@ -122,9 +148,14 @@ def _check(c: ProcessPlace) -> None:
     if not 0 <= c.process_id < c.num_processes:
         rule = f"process {c.process_id} is not one of {c.num_processes}, counted from 0"
         raise ConfigError("cluster.process_id", c.process_id, rule, "number them from 0")
+    if not c.coordinator:
+        told = f"{c.num_processes} processes on {c.num_hosts} hosts"
+        rule = "does not name the host of mpirun" if c.source == "mpi" else "does not name a host"
+        fix = f"set process 0's host: {flag('cluster.coordinator')} HOST:1234"
+        raise ConfigError("environment", f"{c.source}: {told}", rule, fix)
     host, _, port = c.coordinator.rpartition(":")
     bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # on which JAX would crash
-    if bare or not host or not only_digits(port) or not 0 < int(port) < 1 << 16:
+    if bare or not host or not only_digits(port) or not 0 < int(port[:9]) < 1 << 16:
         rule = "is not host:port" + "; an IPv6 address needs brackets" * bare
         like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
         fix = f"use {flag('cluster.coordinator', like)}"
@@ -133,199 +164,3 @@ def _check(c: ProcessPlace) -> None:
         rule = f"is a loopback address, but the processes are on {c.num_hosts} hosts"
         fix = f"use a name of process 0's host that all can resolve: {flag('cluster.coordinator')}"
         raise ConfigError("cluster.coordinator", c.coordinator, rule, fix + f" HOST:{port}")
-
-
-# ------------------------------------------------------------------------- one for each source
-
-
-def _launched(env: Environment) -> ProcessPlace | None:
-    values = _whole(env, "launch", LAUNCHED)
-    if values is None:
-        return None
-    coordinator, count, own = values
-    return ProcessPlace(
-        source="launch",
-        coordinator=coordinator,
-        num_processes=_number(env, LAUNCHED[1]),
-        process_id=_number(env, LAUNCHED[2]),
-        num_hosts=_number(env, NUM_HOSTS, 1),
-        serves=NUM_HOSTS not in env,
-    )
-
-
-def _jax(env: Environment) -> ProcessPlace | None:
-    """JAX's variables, which Kubeflow's Trainer sets; in an indexed Job, the index is the id."""
-    indexed = "JOB_COMPLETION_INDEX" in env
-    own = "JOB_COMPLETION_INDEX" if indexed and "JAX_PROCESS_ID" not in env else "JAX_PROCESS_ID"
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", own)
-    values = _whole(env, "kubernetes" if indexed else "jax", names)
-    if values is None:
-        return None
-    process_id = _number(env, own)
-    if indexed and _number(env, "JOB_COMPLETION_INDEX") != process_id:
-        told = f"JAX_PROCESS_ID={process_id} JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}"
-        raise ConfigError("environment", told, "contradicts itself", "unset JAX_PROCESS_ID")
-    return ProcessPlace(
-        source="kubernetes" if indexed else "jax",
-        coordinator=values[0],
-        num_processes=_number(env, "JAX_NUM_PROCESSES"),
-        process_id=process_id,
-        # A pod is a host.
-        num_hosts=_number(env, "JAX_NUM_PROCESSES") if indexed else None,
-    )
-
-
-def _kubeflow_jaxjob(env: Environment) -> ProcessPlace | None:
-    """The variables of Kubeflow's older JAXJob."""
-    names = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
-    if not {"NUM_PROCESSES", "PROCESS_ID"} & env.keys():
-        return None  # other programs also use the other two
-    values = _whole(env, "jaxjob", names)
-    assert values is not None
-    count = _number(env, "NUM_PROCESSES")
-    return ProcessPlace(
-        source="jaxjob",
-        coordinator=_address(values[0], values[1]),
-        num_processes=count,
-        process_id=_number(env, "PROCESS_ID"),
-        num_hosts=count,
-    )
-
-
-def _torch(env: Environment) -> ProcessPlace | None:
-    """The variables of torchrun, and of Kubeflow for PyTorch: PET_* count nodes of one process.
-
-    A process that torchrun started uses torchrun's variables: PET_* were options of torchrun.
-    """
-    by_torchrun = "LOCAL_WORLD_SIZE" in env
-    nodes = not by_torchrun and bool({"PET_NNODES", "PET_NODE_RANK"} & env.keys())
-    prefix = "PET_" if nodes and "PET_MASTER_ADDR" in env else ""
-    counts = ("PET_NNODES", "PET_NODE_RANK") if nodes else ("WORLD_SIZE", "RANK")
-    if not nodes and not {"MASTER_ADDR", "RANK"} & env.keys():
-        return None  # other programs also use WORLD_SIZE
-    values = _whole(env, "torch", (f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT", *counts))
-    assert values is not None
-    count, local = _number(env, counts[0]), _number(env, "LOCAL_WORLD_SIZE", 0)
-    return ProcessPlace(
-        source="torch",
-        coordinator=_address(values[0], values[1]),
-        num_processes=count,
-        process_id=_number(env, counts[1]),
-        num_hosts=count if nodes else (-(-count // local) if local else None),
-        local_processes=max(local, 1),
-        local_id=_number(env, "LOCAL_RANK", 0) if local else 0,
-    )
-
-
-def _open_mpi(env: Environment) -> ProcessPlace | None:
-    """Open MPI 4 (ORTE) and 5 (PRRTE); process 0 is assumed to run on the host of mpirun."""
-    names = ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
-    values = _whole(env, "mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
-    if values is None:
-        return None
-    size, rank, _, local_id = (_number(env, f"OMPI_COMM_WORLD_{name}") for name in names)
-    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
-    uri, namespace = env.get("OMPI_MCA_orte_hnp_uri", ""), env.get("PMIX_NAMESPACE", "")
-    four = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
-    five = re.match(r"prterun-(.+)-\d+@\d+$", namespace)
-    if size == local:
-        host = "127.0.0.1"
-    elif four or five:
-        host = next(filter(None, (four or five).groups()))  # type: ignore[union-attr]
-    else:
-        told = f"OMPI_COMM_WORLD_SIZE={size}"
-        fix = f"set process 0's host: {flag('cluster.coordinator')} HOST:1234"
-        raise ConfigError("environment", told, "does not name the host of mpirun", fix)
-    return ProcessPlace(
-        source="mpi",
-        coordinator=_address(host, _port(namespace or uri.partition(".")[0] or "mpi")),
-        num_processes=size,
-        process_id=rank,
-        num_hosts=-(-size // local),
-        local_processes=local,
-        local_id=local_id,
-    )
-
-
-def _slurm(env: Environment) -> ProcessPlace | None:
-    """A task of srun."""
-    if "SLURM_STEP_NUM_TASKS" not in env:
-        tasks = env.get("SLURM_NTASKS", "1")
-        if "SLURM_JOB_ID" in env and tasks != "1":
-            rule = f"the job has {tasks} tasks, but this process was not started by srun"
-            fix = f"start it with srun, or as one process with {flag('cluster.detect', 'none')}"
-            raise ConfigError("SLURM_NTASKS", tasks, rule, fix)
-        return None
-    names = "JOB_ID STEP_NUM_TASKS STEP_NODELIST STEP_NUM_NODES PROCID LOCALID".split()
-    values = _whole(env, "slurm", tuple(f"SLURM_{name}" for name in names))
-    assert values is not None
-    count = _number(env, "SLURM_STEP_NUM_TASKS")
-    hosts = _number(env, "SLURM_STEP_NUM_NODES", least=1)
-    bound = any(name in env for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
-    step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    return ProcessPlace(
-        source="slurm",
-        coordinator=f"{first_host(env['SLURM_STEP_NODELIST'])}:{_port(step)}",
-        num_processes=count,
-        process_id=_number(env, "SLURM_PROCID"),
-        num_hosts=hosts,
-        local_processes=1 if bound else -(-count // hosts),
-        local_id=0 if bound else _number(env, "SLURM_LOCALID"),
-    )
-
-
-#: Detectors in order of preference, if several agree.
-SOURCES: dict[str, Callable[[Environment], ProcessPlace | None]] = {
-    "jax": _jax,
-    "jaxjob": _kubeflow_jaxjob,
-    "torch": _torch,
-    "mpi": _open_mpi,
-    "slurm": _slurm,
-}
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list: "gpu[03-07,12],login1" gives "gpu03"."""
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes).group())  # type: ignore[union-attr]
-
-
-def _port(job: str) -> int:
-    """Return a port that all processes of a job share, and that other jobs rarely use."""
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-
-
-def _address(host: str, port: object) -> str:
-    """Return host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _whole(env: Environment, source: str, names: tuple[str, ...]) -> list[str] | None:
-    """Return the variables' values; None if none is set.
-
-    Raises:   ConfigError if only some are set.
-    """
-    missing = [name for name in names if not env.get(name)]
-    if len(missing) == len(names):
-        return None
-    if missing:
-        there = " ".join(f"{name}={env[name]}" for name in names if name not in missing)
-        rule = f"is incomplete for {source}: {', '.join(missing)} not set"
-        fix = f"set all, or run a single process with {flag('cluster.detect', 'none')}"
-        raise ConfigError("environment", there, rule, fix)
-    return [env[name] for name in names]
-
-
-def _number(env: Environment, name: str, default: int | None = None, least: int = 0) -> int:
-    """Return a variable as a number; torch's range of one, such as 2:2, is also a number.
-
-    Raises:   ConfigError if it is not a number, or below the minimum.
-    """
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
-    low, _, high = (text or "").partition(":")
-    if not only_digits(low) or high not in ("", low):
-        raise ConfigError(name, text, "is not an integer", "check what sets it")
-    if int(low) < least:
-        raise ConfigError(name, text, f"must be at least {least}", "check what sets it")
-    return int(low)

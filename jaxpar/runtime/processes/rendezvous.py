@@ -15,11 +15,12 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
-from jaxpar.runtime.processes import gloo
+from jaxpar.runtime.processes import gloo, mtls
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
 from jaxpar.runtime.processes.networks.choosing import between_hosts
-from jaxpar.runtime.processes.peers import exchange, hosts, log, stops
+from jaxpar.runtime.processes.own_gpus import check_own, identities, local_gpus, taken
+from jaxpar.runtime.processes.peers import exchange, hosts, log, process_name, stops
 from jaxpar.runtime.stages import stage
 
 #: Seconds without a heartbeat after which JAX considers a process dead and ends the others.
@@ -76,9 +77,9 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
               message, since JAX would abort it without one.
     Returns:  a line that describes the connected processes.
     Raises:   ConfigError if the coordinator's address is invalid or the GPUs cannot be shared
-              evenly; PortTaken.
+              evenly, two processes take the same one, or certificates are unusable; PortTaken.
     """
-    devices = local_gpus(cluster)
+    devices, certificates = local_gpus(cluster), mtls.arguments()
     bound = None
     if cluster.process_id == 0 and cluster.serves:
         bound = bind_address(cluster)
@@ -103,6 +104,7 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
             shutdown_timeout_seconds=30,
             # JAX would listen on all addresses: others could join, or have the port on one of them.
             coordinator_bind_address=bound,
+            **certificates,
         )
     timer.cancel()
     # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
@@ -110,11 +112,23 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     # of the loop. Without a manager in this place, Orbax assumes that there is no preemption.
     stops[:] = [distributed.global_state.preemption_sync_manager]
     distributed.global_state.preemption_sync_manager = None
-    hosts[:] = exchange("hosts", socket.gethostname(), seconds)
+    _meet(cluster, devices, seconds)
     gloo.listen_where_peers_connect(cluster, lambda own: exchange("gloo", own, seconds))
     many = f", {len(set(hosts))} hosts" if len(set(hosts)) > 1 else ""
-    seen = f", GPUs {','.join(map(str, devices))}" if devices else ""
-    return f"{cluster}{many}{seen}"
+    passed_over = f"; passed over: {cluster.passed_over}" if cluster.passed_over else ""
+    return f"{cluster}{many}{passed_over}"
+
+
+def _meet(cluster: ProcessPlace, devices: list[int] | None, seconds: int) -> None:
+    """Exchange hosts and GPUs, and print which GPUs this process takes."""
+    known = identities(devices)
+    told = exchange("hosts", "\n".join([socket.gethostname(), *known]), seconds)
+    claims = [(host, gpus) for host, *gpus in (text.split("\n") for text in told)]
+    hosts[:] = [host for host, _ in claims]
+    if visible.gpu_is_present():
+        name = process_name(cluster.process_id)
+        print(f"cluster    {name} takes {taken(devices, known)}", flush=True)
+    check_own(claims)
 
 
 class _Elsewhere:
@@ -149,25 +163,6 @@ def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
         told += ". It is a loopback address, which processes on other hosts cannot reach"
     print(f"error: {told}", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def local_gpus(cluster: ProcessPlace) -> list[int] | None:
-    """Return this process's share of the visible GPUs; None for all of them.
-
-    Raises:   ConfigError if they cannot be shared evenly.
-    """
-    shared = cluster.local_processes
-    if shared == 1 or not visible.gpu_is_present():
-        return None
-    seen = visible.visible_gpus()
-    if seen == 1:
-        return None
-    if seen % shared:
-        rule = f"{shared} processes of this host cannot share {seen} GPUs evenly"
-        fix = "assign GPUs to each process, as srun --gpus-per-task does"
-        raise ConfigError("CUDA_VISIBLE_DEVICES", seen, rule, fix)
-    each = seen // shared
-    return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
 
 
 def _check_reachable(cluster: ProcessPlace) -> None:

@@ -12,6 +12,7 @@ from tests.e2e.hosts.elastic import SIZES, ElasticRun, assert_same_to_rounding, 
 from tests.e2e.hosts.network import Network, require_namespaces
 
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.usefixtures("namespaces"),
     pytest.mark.slow,
     pytest.mark.timeout(1500),

@@ -5,7 +5,11 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.hosts.network import Network, require_namespaces
+
+pytestmark = pytest.mark.waits
 
 #: Datagrams from host 1 to host 0. The receiver prints the seconds that each took.
 RECEIVE = """
@@ -55,11 +59,11 @@ def said(network: Network, server: str, client: str) -> tuple[list[str], list[st
     first = start(0, server)
     try:
         assert first.stdout.readline() == "ready\n"
-        of_client = start(1, client).communicate(timeout=60)[0]
+        of_client = start(1, client).communicate(timeout=600)[0]
         network.kill(1)
         if server is LISTEN:
             network.kill(0)
-        of_server = first.communicate(timeout=60)[0]
+        of_server = first.communicate(timeout=600)[0]
     finally:
         network.kill(0)
     return of_server.split("\n")[:-1], of_client.split("\n")[:-1]

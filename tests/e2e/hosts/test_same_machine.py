@@ -18,6 +18,7 @@ OPTIONS = ["--nodes", "1:2", "--heartbeat-seconds", "4", "--join-seconds", "60"]
 STARTS = 300
 
 
+@pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_other_host_goes_on_from_its_memory(write_ranks, tmp_path):

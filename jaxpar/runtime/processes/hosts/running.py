@@ -12,6 +12,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes import mtls
 from jaxpar.runtime.processes.children import POLL_SECONDS
 from jaxpar.runtime.processes.detect import is_loopback
 from jaxpar.runtime.processes.hosts import addresses, options
@@ -68,6 +69,7 @@ def run(
     """
     token = _token(cfg)
     gpus = shares_of_gpus(asked.num_processes) if not cfg.run.cpu_devices else []
+    mtls.arguments()  # as the coordinator of a generation has them, in a process of its own
     each = cfg.run.cpu_devices * asked.num_processes
     devices = each or (len(visible.visible_gpu_ids()) if gpus else asked.num_processes)
     stopped: list[signal.Signals] = []

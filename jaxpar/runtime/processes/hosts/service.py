@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
             return PORT_TAKEN
         from jaxlib import _jax
 
+        from jaxpar.runtime.processes import mtls
+
         try:
             service = _jax.get_distributed_runtime_service(
                 address,
@@ -46,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
                 heartbeat_timeout=TRAINING_HEARTBEAT if nodes else NO_HEARTBEAT,
                 shutdown_timeout=30,
                 recoverable=not nodes,
+                # Launchers sign what they write in their store, and have no certificates.
+                **(mtls.arguments() if nodes else {}),
             )
         except RuntimeError as error:
             print(f"error: {address}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
