@@ -232,7 +232,7 @@ class Trainer:
         Raises:   ConfigError, SaveFailed, and whatever a callback raises.
         """
         known = [field.name for field in dataclasses.fields(Callbacks)]
-        for name in callbacks.keys() - set(known):
+        for name in (name for name in callbacks if name not in known):
             raise ConfigError("callbacks", name, "is not one", f"use one of {', '.join(known)}")
         startup.begin_now()
         code = run_to_end(self._asked, self._environment, Callbacks(**callbacks))

@@ -128,7 +128,7 @@ def saved_steps(run_dir: str | Path) -> list[int]:
     where = folder(run_dir)
     with integrity.reading_checkpoint(str(where)):
         try:
-            found = [path for path in where.iterdir() if _STEP.fullmatch(path.name)]
+            found = [path for path in sorted(where.iterdir()) if _STEP.fullmatch(path.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(int(path.name) for path in found if path.is_dir())
@@ -314,7 +314,7 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
             raise integrity.Damaged(where, ["its metadata is missing"])
         rule = f"the checkpoint of step {step} was not written by jaxpar"
         raise ConfigError("run.dir", str(run_dir), rule, "use a run of jaxpar")
-    known = {f.name for f in fields} & set(about)
+    known = [f.name for f in fields if f.name in about]
     found = Saved(step=step, **{name: about[name] for name in known})
     if not _well_formed(found):
         raise integrity.Damaged(where, ["its metadata has values of the wrong type"])

@@ -170,9 +170,11 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
 
     Files that a killed process has left unfinished are deleted.
     """
-    for key in (entry for entry in os.scandir(folder) if entry.is_dir()):
-        with contextlib.suppress(FileNotFoundError), os.scandir(key.path) as entries:
-            for entry in entries:
+    for key in sorted(os.scandir(folder), key=lambda entry: entry.path):
+        if not key.is_dir():
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            for entry in sorted(os.scandir(key.path), key=lambda entry: entry.path):
                 with contextlib.suppress(FileNotFoundError):
                     about = entry.stat()
                     if not entry.name.endswith(".tmp"):

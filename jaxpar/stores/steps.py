@@ -61,7 +61,7 @@ def finished_steps(folder: Path, mark: str) -> dict[int, tuple[int, int]]:
     Args:     mark: the file that a checkpoint has once it is finished.
     """
     found = {}
-    for file in (folder / STEPS).glob(f"*/{mark}"):
+    for file in sorted((folder / STEPS).glob(f"*/{mark}")):
         if file.parent.name.isdecimal():
             with contextlib.suppress(FileNotFoundError):
                 about = file.stat()

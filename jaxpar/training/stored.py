@@ -163,7 +163,7 @@ class RunInStore:
         uploader.wait(REWIND_SECONDS)
         peers.any_process(False)
         step = self._bring() or 0
-        for place in checkpoint.folder(self.own).glob("*"):
+        for place in sorted(checkpoint.folder(self.own).glob("*")):
             if place.name.isdecimal() and int(place.name) > step:  # it is saved again
                 shutil.rmtree(place)
 

@@ -219,7 +219,7 @@ def _failure(rank: int, code: int, words: Mapping[int, dict[str, Any]]) -> Failu
 def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
     """Return the last words in RUN/ranks since a time (of `time.time`), by rank."""
     found = {}
-    for file in (run_dir / "ranks").glob("*.json"):
+    for file in sorted((run_dir / "ranks").glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             words = read_json_object(file)
             if words["time"] >= since:

@@ -13,7 +13,7 @@ launchers that see different things still do the same.
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -144,7 +144,7 @@ class StoreView:
     """The store as one launcher reads it, with the hosts that are alive."""
 
     hosts: Mapping[str, Host]
-    alive: Collection[str]
+    alive: Set[str]
     generations: Mapping[int, Generation]
     overs: Mapping[int, Over]
     ends: Mapping[int, End]
@@ -175,7 +175,7 @@ class StoreView:
         ]
 
 
-def view(texts: Mapping[str, str], alive: Collection[str]) -> StoreView:
+def view(texts: Mapping[str, str], alive: Set[str]) -> StoreView:
     """Read the texts of the store. Args: alive: names of hosts, from `Liveness`."""
     parts: dict[str, dict[str, str]] = {"host": {}, "generation": {}, "over": {}, "end": {}}
     for key, text in texts.items():
