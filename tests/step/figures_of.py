@@ -38,9 +38,9 @@ from tests.fingerprints import sums_of
 #: Entry -> value, of one part of a config's figures.
 type Entries = dict[str, Any]
 
-#: The mesh of fused layouts and shrunk configs, and the GPUs of predictions: the fewest that fit.
+#: The mesh of fused layouts and shrunk configs, and the GPUs of predictions.
 MESH = ParallelConfig(data=2, tensor=2)
-GPU, NETWORK, PER_HOST, GPUS = "h200", "ib400", 8, (8, 64, 256, 1024, 2048)
+GPU, NETWORK, PER_HOST = "h200", "ib400", 8
 
 
 def names() -> list[str]:
@@ -199,11 +199,15 @@ def plan(cfg: Config) -> Entries:
 
 
 def _resolved(cfg: Config) -> Config:
-    for num in GPUS:
+    """The config on the fewest GPUs, of whole hosts, on which its layout is legal."""
+    fixed = math.prod(size for size in axis_sizes(cfg.parallel) if size > 0)
+    last: ConfigError | None = None
+    for num in (fixed << doublings for doublings in range(12)):
         try:
-            return resolve(cfg, num)
+            return resolve(cfg, math.lcm(num, PER_HOST))
         except ConfigError as error:
             last = error
+    assert last is not None
     raise last
 
 

@@ -53,6 +53,7 @@ def kernel_of(escaped: str) -> Kernel:
         text = body.decode("utf-8", "replace")
         return Kernel("config", digest_of(body), text)
     with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True  # of Mosaic's stable form
         mosaic_gpu_dialect.register_dialect(context)
         triton.dialect.register_dialect(context)
         module = ir.Module.parse(body)
