@@ -16,18 +16,30 @@ KERNEL = re.compile(r'\b(module|ir|kernel_hash|backend_config) = "((?:[^"\\]|\\.
 
 #: How MLIR writes bytes in a string.
 ESCAPE = re.compile(rb'\\([0-9A-F]{2}|[\\"nt])')
+MLIR = b"ML\xefR"  # how MLIR bytecode begins
 NAMED = {b"n": b"\n", b"t": b"\t", b"\\": b"\\", b'"': b'"'}
 
 
 class Kernel(NamedTuple):
-    """The body of a kernel."""
+    """The body of a kernel: MLIR bytecode, or what a library is asked for."""
 
     name: str
-    digest: str
-    text: str
+    body: bytes
 
     def __str__(self) -> str:
         return f"{self.name} {self.digest}"
+
+    @property
+    def digest(self) -> str:
+        """The hash of the body."""
+        return digest_of(self.body)
+
+    def text(self) -> str:
+        """The body in words. That of an attention kernel has 7 MB."""
+        if not self.body.startswith(MLIR):
+            return self.body.decode("utf-8", "replace")
+        with _context():
+            return str(ir.Module.parse(self.body))
 
 
 def without_bodies(text: str) -> str:
@@ -49,19 +61,23 @@ def kernels_of(text: str) -> list[Kernel]:
 def kernel_of(escaped: str) -> Kernel:
     """The kernel of an embedded string."""
     body = ESCAPE.sub(_byte, escaped.encode("utf-8", "surrogateescape"))
-    if not body.startswith(b"ML\xefR"):  # not MLIR: what a library is asked for
-        text = body.decode("utf-8", "replace")
-        return Kernel("config", digest_of(body), text)
-    with mlir.make_ir_context() as context:
-        context.allow_unregistered_dialects = True  # of Mosaic's stable form
-        mosaic_gpu_dialect.register_dialect(context)
-        triton.dialect.register_dialect(context)
+    if not body.startswith(MLIR):
+        return Kernel("config", body)
+    with _context():
         module = ir.Module.parse(body)
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         stripped = io.BytesIO()
         module.operation.write_bytecode(stripped)
-        name = next(filter(None, _names(module)), "kernel")
-        return Kernel(name, digest_of(stripped.getvalue()), str(module))
+        return Kernel(next(filter(None, _names(module)), "kernel"), stripped.getvalue())
+
+
+def _context() -> ir.Context:
+    """A context with the dialects of kernels. Mosaic's stable form is not a registered one."""
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    mosaic_gpu_dialect.register_dialect(context)
+    triton.dialect.register_dialect(context)
+    return context
 
 
 def _byte(escape: re.Match[bytes]) -> bytes:

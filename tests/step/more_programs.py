@@ -109,7 +109,7 @@ CHUNKS = {
 }
 LLAMA_4 = CHUNKS | EXPERTS | {"model.router_scales_input": True, "model.router_score": "sigmoid"}
 LLAMA_4 |= {"model.experts_per_token": 1, "model.normalize_experts": False, "model.moe_every": 2}
-LLAMA_4 |= {"model.num_shared_experts": 1}
+LLAMA_4 |= {"model.num_shared_experts": 1, "model.dense_layers": 1}
 GPT_OSS = EXPERTS | {
     "model.attention_sinks": True,
     "model.global_every": 2,

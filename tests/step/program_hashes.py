@@ -149,7 +149,7 @@ def write_texts(folder: Path, name: str, program: Lowered) -> None:
     stem = re.sub(r"[ :,]+", "_", name)
     (folder / f"{stem}.mlir").write_text(program.text)
     for number, kernel in enumerate(program.kernels):
-        (folder / f"{stem}.kernel_{number}_{kernel.name}.mlir").write_text(kernel.text)
+        (folder / f"{stem}.kernel_{number}_{kernel.name}.mlir").write_text(kernel.text())
 
 
 def differences(recorded: dict, found: Hashes, bodies: KernelHashes) -> list[str]:
