@@ -6,6 +6,7 @@ import json
 import jax
 import pytest
 
+from jaxpar.config import replace
 from tests.step import figures, figures_of
 from tests.tiny import TINY
 
@@ -72,7 +73,7 @@ def test_a_difference_names_config_part_and_entry():
 )
 def test_a_change_of_a_config_changes_figures(part, changes):
     of = figures_of.PARTS[part]
-    assert of(TINY) != of(figures_of.replace(TINY, **changes))
+    assert of(TINY) != of(replace(TINY, **changes))
 
 
 def test_the_file_is_as_it_is_written():
