@@ -266,7 +266,7 @@ class Trainer:
             fix = "return from the callback first, or train in another thread"
             raise exit_codes.RunError(f"train() was called by a callback of train(). Fix: {fix}.")
         known = [field.name for field in dataclasses.fields(Callbacks)]
-        for name in callbacks.keys() - set(known):
+        for name in (name for name in callbacks if name not in known):
             raise ConfigError("callbacks", name, "is not one", f"use one of {', '.join(known)}")
         startup.begin_now()
         calls = Callbacks(**callbacks)

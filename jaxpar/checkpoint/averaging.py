@@ -104,7 +104,7 @@ def _check_shapes(source: Source, own: Weights, first: Mapping[str, Any]) -> Non
     """Raises:   Damaged when arrays are missing, or have other shapes than those of the first."""
     wrong = [f"it does not contain params/{path}" for path in first if path not in own]
     wrong += [f"params/{path} does not belong to the model" for path in own if path not in first]
-    for path in first.keys() & own.keys():
+    for path in (path for path in first if path in own):
         here, there = tuple(own[path][1].shape), tuple(first[path].shape)
         if here != there:
             wrong.append(f"params/{path} has shape {here}, not {there}")

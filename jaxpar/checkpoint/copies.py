@@ -225,15 +225,16 @@ def _host_devices(leaves: list[Any]) -> dict[jax.Device, jax.Device] | None:
     if any(x.sharding.memory_kind == "pinned_host" for x in leaves):
         return None
     devices = {device for x in leaves for device in x.sharding.device_set}
-    if all(device.platform == "cpu" for device in devices):
-        return {device: device for device in devices}
+    order = sorted(devices, key=lambda device: device.id)
+    if all(device.platform == "cpu" for device in order):
+        return dict(zip(order, order, strict=True))
     try:
         cpus = jax.devices("cpu")
     except RuntimeError:  # JAX_PLATFORMS excludes them
         return None
     if jax.process_count() > 1 or len(cpus) < len(devices):
         return None
-    return dict(zip(sorted(devices, key=lambda device: device.id), cpus, strict=False))
+    return dict(zip(order, cpus, strict=False))
 
 
 def _on_host(

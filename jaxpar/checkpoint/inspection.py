@@ -99,7 +99,7 @@ def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
 def _row(run_dir: str | Path, step: int) -> CheckpointRow:
     """Raises:   FileNotFoundError or ConfigError when it is gone."""
     at = folder(run_dir) / str(step)
-    files = [file.stat() for file in _paths(at) if file.is_file()]
+    files = [file.stat() for file in sorted(_paths(at)) if file.is_file()]
     date = datetime.fromtimestamp(at.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
     found, mesh = damage(run_dir, step), "?"
     if found:

@@ -254,7 +254,7 @@ def _size(file: Path) -> int | None:
 
 
 def _names(step_folder: Path) -> list[str]:
-    files = (path for path in step_folder.rglob("*") if path.is_file())
+    files = (path for path in sorted(step_folder.rglob("*")) if path.is_file())
     names = (str(path.relative_to(step_folder)) for path in files)
     return sorted(name for name in names if not name.startswith((FILES, f".{FILES}")))
 

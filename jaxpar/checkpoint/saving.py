@@ -283,8 +283,8 @@ class Checkpointer:
         """
         if not self._is_first:
             return
-        for step in self._half_written:
-            for left in self._dir.glob(f"{step}.orbax-checkpoint-tmp*"):
+        for step in sorted(self._half_written):
+            for left in sorted(self._dir.glob(f"{step}.orbax-checkpoint-tmp*")):
                 shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:

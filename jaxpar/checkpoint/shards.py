@@ -74,7 +74,8 @@ def join(
     found = [indices / str(rank) for rank in range(len(shards))]
     if len(places) != 1 or not all((one / MANIFEST).is_file() for one in found):
         raise ValueError("a process has no index of its shards")
-    _join_indices(found, places.pop())
+    (place,) = places
+    _join_indices(found, place)
     shutil.rmtree(indices)
     integrity.write_file_list(step_folder, {name: one._asdict() for name, one in arrays.items()})
 

@@ -81,7 +81,7 @@ def _tell_shapes(
 ) -> None:
     """Write the arrays' shapes into Orbax's metadata, in place of those of the single numbers."""
     names = {".".join(["params", *path.split("/")]): path for path in shapes}
-    for file in (folder / "array_metadatas").iterdir():
+    for file in sorted((folder / "array_metadatas").iterdir()):
         notes = read_json_object(file)
         for note in notes["array_metadatas"]:
             about = note["array_metadata"]

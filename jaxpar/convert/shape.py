@@ -36,7 +36,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
         raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
     _refuse_unknown(values, table)
     published = model_of(values, table)
-    free = {name: getattr(like, name) for name in FREE_MODEL_FIELDS if name in _OF_COMPUTATION}
+    free = {name: getattr(like, name) for name in sorted(_OF_COMPUTATION)}
     model = dataclasses.replace(published, **free)
     print(in_words(found.name, table, model), file=sys.stderr, flush=True)
     return model

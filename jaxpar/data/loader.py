@@ -64,7 +64,7 @@ class Loader:
         self.split = split
         self._cfg = cfg if split == TRAIN else without_schedules(cfg)
         self._sharding, self.sizes = NamedSharding(mesh, BATCH_SPEC), step_sizes(self._cfg)
-        lengths = {size.length for size in self.sizes.sizes}
+        lengths = sorted({size.length for size in self.sizes.sizes})
         shapes = [(size.rows, size.length) for size in self.sizes.sizes]
         self._rows = {shape[0]: _rows_of_this_process(self._sharding, shape) for shape in shapes}
         self._order = {length: _checked_order(order(length), length) for length in lengths}
@@ -348,7 +348,7 @@ def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:
 
 def _rows_of_this_process(sharding: NamedSharding, shape: tuple[int, int]) -> np.ndarray:
     shards = sharding.addressable_devices_indices_map(shape).values()
-    ranges = {index[0].indices(shape[0]) for index in shards if index is not None}
+    ranges = sorted({index[0].indices(shape[0]) for index in shards if index is not None})
     return np.unique(np.concatenate([np.arange(*r, dtype=np.int64) for r in ranges]))
 
 

@@ -7,7 +7,7 @@ other rows, the mesh or CHUNK.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Annotated, Any
 
 import flax.struct
@@ -319,7 +319,7 @@ def generate(
     *,
     max_tokens: int,
     vocab_size: int,
-    stop: Collection[int],
+    stop: Set[int],
     numbers: Sequence[int] | None = None,
 ) -> Iterator[list[list[int]]]:
     """Generate token ids after each prompt, until a stop token or `max_tokens`.
@@ -348,7 +348,7 @@ def generate(
             until_stop(ids, stop) if going else []
             for ids, going in zip(new, open_rows, strict=True)
         ]
-        open_rows &= ~np.isin(new, list(stop)).any(axis=1)
+        open_rows &= ~np.isin(new, sorted(stop)).any(axis=1)
         if made == max_tokens or not open_rows.any():
             return
         rows, tokens = go_on(weights, rows)
@@ -382,6 +382,6 @@ def _rounded(length: Any) -> int:
     return -(-int(length) // SLOTS) * SLOTS
 
 
-def until_stop(ids: np.ndarray, stop: Collection[int]) -> list[int]:
+def until_stop(ids: np.ndarray, stop: Set[int]) -> list[int]:
     """Return the tokens before the first of `stop`."""
     return list(itertools.takewhile(lambda i: i not in stop, map(int, ids)))

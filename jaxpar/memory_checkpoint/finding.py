@@ -190,5 +190,5 @@ def missing_parts(indices: Iterable[PieceIndex]) -> list[str]:
     return [
         array.name
         for number, (array, box) in enumerate(zip(arrays, whole, strict=True))
-        if not covers(boxes.get(number, ()), box)
+        if not covers(sorted(boxes.get(number, ())), box)
     ]

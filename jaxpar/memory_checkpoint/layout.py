@@ -1,6 +1,6 @@
 """Which pieces of the state each process writes: every part that its host holds, once a host."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +60,15 @@ def pieces_of(
     return ProcessPieces(index(single), index(shared), source)
 
 
-def boxes_of(x: Any, devices: Iterable[jax.Device] | None = None) -> dict[Box, list[jax.Device]]:
+def boxes_of(x: Any, devices: Set[jax.Device] | None = None) -> dict[Box, list[jax.Device]]:
     """Return the parts of an array that devices hold, each with its devices.
 
     Args:     x: an array, or an abstract one with a sharding. devices: None: those of all
               processes.
     """
     found: dict[Box, list[jax.Device]] = {}
-    wanted = None if devices is None else set(devices)
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
-        if wanted is not None and device not in wanted:
+        if devices is not None and device not in devices:
             continue
         bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
         found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)

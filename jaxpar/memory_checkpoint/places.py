@@ -85,7 +85,7 @@ def delete_files(folder: Path, kind: str, keep: Callable[[PieceFile | None], boo
 
     Args:     keep: called with what a name says, None for a file that is not complete.
     """
-    for path in (folder / kind).iterdir():
+    for path in sorted((folder / kind).iterdir()):
         if not keep(read_name(path.name)):
             path.unlink(missing_ok=True)
 
@@ -198,7 +198,7 @@ def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator
 
 def _delete_abandoned(above: Path) -> None:
     """Delete the folders that no launcher holds: memory is not given back by itself."""
-    for folder in above.glob(f"{_PREFIX}*"):
+    for folder in sorted(above.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -116,7 +116,7 @@ IN_USE = "in_use"
 def top_dims(top: Tree) -> gather.Dims:
     """Return TOP_DIMS, and the dimensions of the arrays of layers outside the stages."""
     found = dict(TOP_DIMS)
-    for prefix in {name.partition(".")[0] for name in top if "." in name}:
+    for prefix in dict.fromkeys(name.partition(".")[0] for name in top if "." in name):
         found |= with_prefix(prefix, outside_dims(of_prefix(prefix, top)))
     return found
 
@@ -269,8 +269,7 @@ def _fuse_attention(w: Tree, lead: tuple[int, ...]) -> Tree:
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     out: Tree = {}
     if "wkv_a" in w:
-        for n in {"wq", "wq_b", "wkv_b"} & set(w):
-            out[n] = flat(n, w[n].shape[-3], -1)
+        out |= {n: flat(n, w[n].shape[-3], -1) for n in ("wq", "wq_b", "wkv_b") if n in w}
     else:
         D = w["wq"].shape[-3]
         fused, names = ("wqkv", ("wq", "wk", "wv")) if "wv" in w else ("wqk", ("wq", "wk"))

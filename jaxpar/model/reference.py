@@ -89,7 +89,7 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
     found, stacks = dict(params), recurrent.stacks_of_biases(params, cfg.model)
-    for stack in set(stacks):
+    for stack in dict.fromkeys(stacks):
         part = change[jnp.array([i for i, name in enumerate(stacks) if name == stack])]
         found[stack] = params[stack] | {"router_bias": params[stack]["router_bias"] + part}
     return found

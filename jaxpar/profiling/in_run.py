@@ -218,7 +218,7 @@ class RunProfiler:
         where = folder.folder_of(self._dir, first)
         traces = folder.trace_folder(where)
         traces.mkdir(parents=True, exist_ok=True)
-        for file in self._scratch().rglob("*.*"):
+        for file in sorted(self._scratch().rglob("*.*")):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
                     atomic.move(file, traces / f"process_{peers.rank()}{ending}")

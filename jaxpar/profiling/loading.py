@@ -96,8 +96,8 @@ def _traces_in(where: Path) -> list[Path]:
     if not found:
         fix = "set --profile.start N, or create RUN/profile.request during the run"
         raise ConfigError(OPTION, str(where), "contains no profile", fix)
-    newest = max(found, key=lambda file: file.stat().st_mtime).parent
-    return sorted((f for f in found if f.parent == newest), key=lambda f: (len(f.name), f.name))
+    newest = max(found, key=lambda file: (file.stat().st_mtime, file)).parent
+    return sorted((f for f in found if f.parent == newest), key=lambda f: (len(f.name), f))
 
 
 def _hlo_beside(where: Path, missing: list[str]) -> str:

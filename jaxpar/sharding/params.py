@@ -131,4 +131,4 @@ def join(a: Any, b: Any) -> Any:
     """Merge two trees of dicts, tuples and lists into one with the names of both."""
     if isinstance(a, (tuple, list)):
         return type(a)(map(join, a, b)) if b else a
-    return a | b | {name: join(a[name], b[name]) for name in a.keys() & b.keys()}
+    return a | b | {name: join(a[name], b[name]) for name in a if name in b}

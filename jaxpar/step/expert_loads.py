@@ -144,8 +144,8 @@ def _rows_by_stack(rows: jax.Array, m: ModelConfig) -> dict[str, jax.Array]:
     here = kinds_with_experts(m)[: len(rows)]  # a stage has whole periods
     if len(set(here)) == 1:
         return {STACKS[here[0]]: rows}
-    places = {kind: [i for i, other in enumerate(here) if other == kind] for kind in set(here)}
-    return {STACKS[kind]: rows[jnp.array(at)] for kind, at in sorted(places.items())}
+    places = lambda kind: [i for i, other in enumerate(here) if other == kind]  # noqa: E731
+    return {STACKS[kind]: rows[jnp.array(places(kind))] for kind in sorted(set(here))}
 
 
 def bias_range(params: Any) -> jax.Array:

@@ -52,9 +52,9 @@ def _name_by_content(program: Any) -> None:
             call.attributes["callee"] = hashed(call.attributes["callee"].value)
 
     called = {call.attributes["callee"].value for found in calls.values() for call in found}
-    for name in functions.keys() - called:
+    for name in (name for name in functions if name not in called):
         rename(name)
-    for name in called:
+    for name in (name for name in functions if name in called):
         functions[name].erase()
 
 

@@ -278,7 +278,7 @@ def _init_params(specs: Any, seed: int, to: Any) -> Any:
     with ThreadPoolExecutor() as pool:
 
         def start(spec: ParamSpec, to: NamedSharding, key: jax.Array) -> Future:
-            device: Any = next(iter(to.device_set))
+            device: Any = to.mesh.devices.flat[0]
             return pool.submit(_initial_values(spec, to, init_options(device.platform)), key)
 
         return jax.tree.map(Future.result, map_specs(start, specs, to, keys))

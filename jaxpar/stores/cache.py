@@ -191,12 +191,14 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
 
     Files that a killed process has left unfinished are deleted.
     """
-    for key in (entry for entry in os.scandir(folder) if entry.is_dir()):
+    for key in sorted(os.scandir(folder), key=lambda entry: entry.path):
+        if not key.is_dir():
+            continue
         with (
             contextlib.suppress(FileNotFoundError, PermissionError),
             os.scandir(key.path) as entries,
         ):
-            for entry in entries:
+            for entry in sorted(entries, key=lambda entry: entry.path):
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     about = entry.stat()
                     if not entry.name.endswith(".tmp"):

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,7 +130,7 @@ def update_copy(
     objects: Objects,
     folder: Path,
     names: Sequence[str],
-    there: Collection[str],
+    there: Set[str],
     again: bool = False,
 ) -> None:
     """Bring the copy of a folder up to date. One process at a time does so.
@@ -162,7 +162,7 @@ def update_copy(
             same = now[name] == before.get(name)
             if not (same and _is_intact(folder / name, size, expected if again else None)):
                 _download(objects, name, folder / name, expected)
-        for old in set(before) - set(there):
+        for old in sorted(set(before) - there):
             (folder / old).unlink(missing_ok=True)
         kept = {name: about for name, about in before.items() if name in there}
         atomic.write(known, json.dumps(kept | now).encode())

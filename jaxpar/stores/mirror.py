@@ -146,7 +146,8 @@ class Mirror(Uploader):
         failure = self._files_failure()
         for step in reversed(self.late_steps()):  # the newest first: the others may be deleted soon
             self._upload(step)
-        for step in self._began.keys() - self._finished().keys():  # deleted before it was complete
+        # Those deleted before they were complete.
+        for step in sorted(self._began.keys() - self._finished().keys()):
             steps.delete_step(self._objects, step)
             del self._began[step]
         if ending or time.monotonic() - self._parted >= PART_SECONDS:
@@ -260,7 +261,7 @@ def upload_rest(
 def _size_of(folder: Path) -> int:
     """Return the bytes of the files below a folder, which may be deleted meanwhile."""
     count = 0
-    for file in folder.rglob("*"):
+    for file in sorted(folder.rglob("*")):
         with contextlib.suppress(OSError):
             count += file.stat().st_size if file.is_file() else 0
     return count

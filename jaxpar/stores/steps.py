@@ -83,7 +83,7 @@ def finished_steps(folder: Path, mark: str) -> dict[int, tuple[int, int]]:
     Args:     mark: the file that a checkpoint has once it is finished.
     """
     found = {}
-    for file in (folder / STEPS).glob(f"*/{mark}"):
+    for file in sorted((folder / STEPS).glob(f"*/{mark}")):
         if (step := step_of(file.parent.name)) is not None:
             with contextlib.suppress(FileNotFoundError):
                 about = file.stat()

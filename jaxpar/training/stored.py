@@ -165,7 +165,7 @@ class RunInStore:
         uploader.wait(REWIND_SECONDS)
         peers.any_process(False)
         step = self._bring() or 0
-        for place in checkpoint.folder(self.own).glob("*"):
+        for place in sorted(checkpoint.folder(self.own).glob("*")):
             if (steps.step_of(place.name) or 0) > step:  # it is saved again
                 shutil.rmtree(place)
 

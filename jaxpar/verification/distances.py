@@ -1,7 +1,7 @@
 """Distances between two traces of training, and their tolerances."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxpar.verification.traces import Arrays, TrainingTrace
 
 def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     """Return the names of the arrays that differ in any bit."""
-    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    assert found.keys() == wanted.keys(), sorted(set(found) ^ set(wanted))
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
 
 
@@ -33,13 +33,13 @@ def zero_gradients(m: ModelConfig) -> frozenset[str]:
     return frozenset(found)
 
 
-def gradient_errors(found: Arrays, wanted: Arrays, zero: Collection[str] = ()) -> dict[str, float]:
+def gradient_errors(found: Arrays, wanted: Arrays, zero: Container[str] = ()) -> dict[str, float]:
     """Compute each array's largest absolute error, relative to its largest absolute value.
 
     Args:     zero: arrays whose exact gradient is 0. Their errors are relative to the largest value
               of all arrays.
     """
-    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    assert found.keys() == wanted.keys(), sorted(set(found) ^ set(wanted))
     sizes = {n: np.abs(w).max() for n, w in wanted.items()}
     sizes |= {n: max(sizes.values()) for n in sizes if n in zero}
     return {n: _ratio(np.abs(found[n] - w).max(), sizes[n]) for n, w in wanted.items()}
@@ -53,7 +53,7 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
     mesh. Such elements are few; `update_tolerance` bounds their effect on the mean, and `steady`
     avoids them.
     """
-    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    assert found.keys() == wanted.keys(), sorted(set(found) ^ set(wanted))
     mean = lambda a, b: np.abs(a.astype(np.float64) - b).mean()  # noqa: E731
     return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
 
@@ -115,7 +115,7 @@ def update_tolerance(tolerance: float) -> float:
 
 
 def compare(
-    found: TrainingTrace, wanted: TrainingTrace, tolerance: float, zero: Collection[str] = ()
+    found: TrainingTrace, wanted: TrainingTrace, tolerance: float, zero: Container[str] = ()
 ) -> Comparison:
     """Compare the trace of a mesh with that of the reference.
 

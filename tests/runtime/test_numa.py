@@ -28,7 +28,7 @@ def no_driver(_):
 
 def test_lists_of_cpus():
     assert pci.read_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and pci.read_cpus("") == set()
-    assert pci.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and pci.write_cpus([5]) == "5"
+    assert pci.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and pci.write_cpus({5}) == "5"
 
 
 def test_gpus_by_index_and_uuid(root):

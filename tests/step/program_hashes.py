@@ -1,12 +1,15 @@
-"""Hashes of lowered train steps: a change of the code that should change no program changes none.
+"""Hashes of lowered programs: a change of the code that should change no program changes none.
 
     python -m tests.step.program_hashes             compare with the recorded table
+    python -m tests.step.program_hashes --seeds 1 2 3    the same under each PYTHONHASHSEED
     python -m tests.step.program_hashes --write     record it again, and print what changed
     python -m tests.step.program_hashes --only tensor lora --texts FOLDER    write texts to compare
 
-The configs are those of `programs.py`. A step is traced and lowered to StableHLO, neither compiled
-nor run; the text names no source line. Steps named `cuda: ...` are lowered for an H200, with or
-without one: their Triton and Mosaic kernels are in the text.
+The configs are those of `programs.py` and `more_programs.py`; the programs are steps of every kind,
+outer steps of DiLoCo, and those of text generation (`traced.py`). A program is traced and lowered
+to StableHLO, neither compiled nor run; the text names no source line. Programs named `cuda: ...`
+are lowered for an H200, with or without one: the bodies of their Triton and Mosaic kernels have
+hashes of their own, by program and kernel.
 
 A hash holds for one version of JAX. After a change that should change programs, record the table
 again, and say in the commit which changed and why.
@@ -14,64 +17,99 @@ again, and say in the commit which changed and why.
 
 import argparse
 import contextlib
-import hashlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import jax
 
-from jaxpar.config import Config, replace
-from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform, compiling_for
-from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step.state import abstract_state, state_shardings
-from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from jaxpar.verification.traces import place_batch, random_batch
+from tests.step.kernel_bodies import Kernel, digest_of, kernels_of, without_bodies
+from tests.step.more_programs import (
+    CUDA_MODELS,
+    DRAFTING,
+    MODELS,
+    OTHER,
+    SAMPLED,
+    fields_of,
+)
 from tests.step.programs import CPU, CUDA, LARGE, TINY
+from tests.step.traced import DEVICES, trace
 
 TABLE = Path(__file__).with_name("program_hashes.json")
+ROOT = TABLE.parents[2]
 
 H200 = Platform("gpu", "NVIDIA H200", "9.0")
-
-STEPS = {"train": make_train_step, "eval": make_eval_step, "gradient": make_gradient_step}
 
 #: Configs whose evaluation and gradient steps are lowered too.
 MORE_STEPS = ("tensor", "float8", "pipeline")
 
-#: What embeds the body of a kernel in the text.
-KERNEL = re.compile(r'\b(module|ir|kernel_hash|backend_config) = "((?:[^"\\]|\\.){24,})"')
+
+class Program(NamedTuple):
+    """A program of the table."""
+
+    name: str
+    fields: dict
+    step: str
+    cuda: bool
 
 
-def programs() -> Iterator[tuple[str, dict, str, bool]]:
-    """Name, config fields, step and whether it is lowered for CUDA, of every program."""
+class Lowered(NamedTuple):
+    """A lowered program, and the bodies of its kernels."""
+
+    text: str
+    kernels: list[Kernel]
+
+    @property
+    def digest(self) -> str:
+        """The hash of the text."""
+        return digest_of(self.text.encode())
+
+
+def programs() -> Iterator[Program]:
+    """Every program."""
     for name, changes in CPU.items():
-        yield name, TINY | changes, "train", False
+        yield Program(name, TINY | changes, "train", False)
     for name in MORE_STEPS:
         for step in ("eval", "gradient"):
-            yield f"{step}: {name}", TINY | CPU[name], step, False
+            yield Program(f"{step}: {name}", TINY | CPU[name], step, False)
     for name, changes in CUDA.items():
-        yield name, LARGE | changes, "train", True
+        yield Program(name, LARGE | changes, "train", True)
+    for name, changes in MODELS.items():
+        yield Program(name, TINY | changes, "train", False)
+    for step, names in OTHER.items():
+        for name in names:
+            yield Program(f"{step}: {name}", TINY | fields_of(name), step, False)
+    for name, changes in SAMPLED.items():
+        for step in ("prefill", "tokens, tensor"):
+            yield Program(f"{step}: {name}", TINY | changes, step, False)
+    for name, changes in DRAFTING.items():
+        for step in ("drafts, prefill", "drafts, rounds"):
+            yield Program(f"{step}: {name}", TINY | changes, step, False)
+    for step in ("prefill, tensor", "tokens", "scoring"):
+        yield Program(f"{step}: dense", TINY, step, False)
+    for name in ("dense", "latent", "kda"):
+        yield Program(f"fuse: {name}", TINY | SAMPLED[name], "fuse", False)
+    for name, changes in CUDA_MODELS.items():
+        yield Program(name, LARGE | changes, "train", True)
+    for step in ("eval", "prefill", "tokens, tensor"):
+        changes = CUDA["cuda: fsdp"] if step == "eval" else {}
+        yield Program(f"cuda: {step}: dense", LARGE | changes, step, True)
 
 
-def lowered(fields: dict, step: str, cuda: bool) -> str:
-    """StableHLO of one step on 8 devices, without the bodies of kernels."""
-    cfg = resolve(replace(Config(), **fields), 8)
-    mesh = make_mesh(cfg.parallel)
-
-    def placed(a, sharding):
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, mesh))
-    batch = jax.tree.map(lambda a: placed(a, a.sharding), place_batch(random_batch(cfg), cfg, mesh))
+def lowered(fields: dict, step: str, cuda: bool) -> Lowered:
+    """Lower a program for 8 devices, or those that text generation takes."""
     with for_h200() if cuda else contextlib.nullcontext():
-        traced = STEPS[step](cfg, mesh).trace(state if step == "train" else state.params, batch)
+        traced = trace(fields, step)
         platforms = {"lowering_platforms": ("cuda",)} if cuda else {}
         text = traced.lower(**platforms).as_text()
-    return KERNEL.sub(r'\1 = "..."', text)
+    return Lowered(without_bodies(text), kernels_of(text))
 
 
 @contextlib.contextmanager
@@ -82,24 +120,60 @@ def for_h200() -> Iterator[None]:
         yield
 
 
-def digest_of(text: str) -> str:
-    """The hash of a program's text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+type Hashes = dict[str, str]
+type KernelHashes = dict[str, list[str]]
 
 
-def hashes(only: list[str], texts: Path | None) -> dict[str, str]:
-    """Name -> hash, of all programs or of those whose name holds one of these parts."""
-    found = {}
+def hashes(only: list[str], texts: Path | None) -> tuple[Hashes, KernelHashes]:
+    """Hashes by name, of all programs or of those whose name holds one of these parts: of the text,
+    and of each kernel."""
+    found: Hashes = {}
+    bodies: KernelHashes = {}
     for name, fields, step, cuda in programs():
         if only and not any(part in name for part in only):
             continue
-        text = lowered(fields, step, cuda)
-        found[name] = digest_of(text)
-        print(f"{found[name]}  {len(text) >> 10:5} KiB  {name}", flush=True)
+        one = lowered(fields, step, cuda)
+        found[name] = one.digest
+        if one.kernels:
+            bodies[name] = [str(kernel) for kernel in one.kernels]
+        size, kernels = len(one.text) >> 10, len(one.kernels)
+        print(f"{one.digest}  {size:5} KiB  {kernels:2} kernels  {name}", flush=True)
         if texts:
-            texts.mkdir(parents=True, exist_ok=True)
-            (texts / f"{re.sub(r'[ :,]+', '_', name)}.mlir").write_text(text)
-    return found
+            write_texts(texts, name, one)
+    return found, bodies
+
+
+def write_texts(folder: Path, name: str, program: Lowered) -> None:
+    """Write a program's text, and those of its kernels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"[ :,]+", "_", name)
+    (folder / f"{stem}.mlir").write_text(program.text)
+    for number, kernel in enumerate(program.kernels):
+        (folder / f"{stem}.kernel_{number}_{kernel.name}.mlir").write_text(kernel.text())
+
+
+def differences(recorded: dict, found: Hashes, bodies: KernelHashes) -> list[str]:
+    """Name the programs that differ from recorded ones, and kernels that only one of both has."""
+    lines = [name for name, digest in found.items() if recorded["programs"].get(name) != digest]
+    for name in found:
+        before, now = recorded["kernels"].get(name, []), bodies.get(name, [])
+        lines += [f"{name}: no longer has kernel {k}" for k in before if k not in now]
+        lines += [f"{name}: new kernel {k}" for k in now if k not in before]
+    return lines
+
+
+def under_seeds(seeds: list[int], only: list[str]) -> int:
+    """Compare with the table under each PYTHONHASHSEED. Returns: 1 if a program differs."""
+    codes = []
+    for seed in seeds:
+        print(f"PYTHONHASHSEED={seed}", flush=True)
+        command = [sys.executable, "-m", "tests.step.program_hashes"]
+        command += ["--only", *only] if only else []
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
+    same = [seed for seed, code in zip(seeds, codes, strict=True) if code == 0]
+    print(f"as recorded under seeds {same} of {seeds}")
+    return max(codes)
 
 
 def main() -> int:
@@ -109,23 +183,39 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="parts of names")
     parser.add_argument("--texts", type=Path, metavar="FOLDER", help="write each text there")
+    parser.add_argument("--seeds", type=int, nargs="*", metavar="N", help="PYTHONHASHSEEDs")
     parser.add_argument("--write", action="store_true", help="record the hashes")
     options = parser.parse_args()
     recorded = json.loads(TABLE.read_text("utf-8"))
     if recorded["jax"] != jax.__version__ and not options.write:
         print(f"recorded with JAX {recorded['jax']}, this is {jax.__version__}: use --write")
         return 2
+    if options.seeds:
+        return under_seeds(options.seeds, options.only)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    found = hashes(options.only, options.texts)
-    known = recorded["programs"]
-    changed = [name for name, digest in found.items() if known.get(name) != digest]
-    print(f"{len(found)} programs, {len(changed)} changed" + "".join(f"\n  {n}" for n in changed))
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_traceback_in_locations_limit", 1)  # quicker; hashes are without places
+    found, bodies = hashes(options.only, options.texts)
+    lines = differences(recorded, found, bodies)
+    changed = {line.partition(": no longer")[0].partition(": new kernel")[0] for line in lines}
+    print(f"{len(found)} programs, {len(changed)} changed" + "".join(f"\n  {n}" for n in lines))
     if options.write:
-        kept = known if options.only else {}
-        table = {"jax": jax.__version__, "programs": kept | found}
-        TABLE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+        write(found, bodies, recorded if options.only else {})
     return 1 if changed and not options.write else 0
+
+
+def write(found: Hashes, bodies: KernelHashes, kept: dict) -> None:
+    """Record hashes, in the order of `programs`, beside those that are kept."""
+    order = [program.name for program in programs()]
+    parts = {
+        "programs": kept.get("programs", {}) | found,
+        "kernels": kept.get("kernels", {}) | bodies,
+    }
+    table = {
+        part: {name: values[name] for name in order if name in values}
+        for part, values in parts.items()
+    }
+    TABLE.write_text(json.dumps({"jax": jax.__version__, **table}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

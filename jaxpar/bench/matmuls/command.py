@@ -208,7 +208,8 @@ def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[li
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
     command = ["jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
-    ends = sorted(programs.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
+    texts = programs.glob("*after_optimizations.txt")
+    ends = sorted(texts, key=lambda file: (file.stat().st_size, file))
     if not (ends and tried.is_file() and results.is_file()):
         raise exit_codes.RunError(f"XLA wrote no log or no program of the train step to {folder}")
     log = tried.read_text()

@@ -189,7 +189,7 @@ def _whole(letters: str, entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
     index = dict(zip(entry.stacked, at, strict=True))
-    for letter in set(index) & set("LJMPUOTya"):
+    for letter in (letter for letter in index if letter in "LJMPUOTya"):
         index[letter] = entry.layers[index[letter]] if entry.layers else index[letter] + entry.first
     if "N" in index and entry.layers:
         index["N"] = entry.layers[index["N"]]

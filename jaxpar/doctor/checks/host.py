@@ -246,7 +246,7 @@ def same_gpus(all_facts: Sequence[HostFacts]) -> Finding:
     if len(kinds) > 1:
         remedy = "give every process the same number of devices of the same kind"
         return failed("same devices", ", ".join(sorted(kinds)), remedy)
-    return passed("same devices", f"{kinds.pop()} in each process")
+    return passed("same devices", f"{min(kinds)} in each process")
 
 
 def clock_skew(times: Sequence[float], names: Sequence[str], hosts: Sequence[str]) -> Finding:

@@ -165,7 +165,8 @@ def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
 
     def call(x: jax.Array) -> jax.Array:
         result = kind.run(x)
-        missing = tuple(set(mesh.axis_names) - set(jax.typeof(result).manual_axis_type.varying))
+        varying = jax.typeof(result).manual_axis_type.varying
+        missing = tuple(axis for axis in mesh.axis_names if axis not in varying)
         result = lax.pcast(result, missing, to="varying") if missing else result
         if kind.in_place:
             own = lax.axis_index(DEVICES).astype(

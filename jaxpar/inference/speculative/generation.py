@@ -1,6 +1,6 @@
 """Text generation with drafts: as `inference/generation.py`, with several tokens in each pass."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def generate(
     *,
     max_tokens: int,
     vocab_size: int,
-    stop: Collection[int],
+    stop: Set[int],
     drafts: Drafts | None = None,
 ) -> Iterator[list[list[int]]]:
     """Generate token ids after each prompt, as `inference.generation.generate`.
@@ -66,7 +66,7 @@ def generate(
             until_stop(ids, stop) if going else []
             for ids, going in zip(new, open_rows, strict=True)
         ]
-        stopped = np.array([bool(np.isin(ids, list(stop)).any()) for ids in new])
+        stopped = np.array([bool(np.isin(ids, sorted(stop)).any()) for ids in new])
         open_rows &= ~stopped & (shown <= end)
         if not open_rows.any():
             return

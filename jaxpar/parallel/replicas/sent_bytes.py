@@ -27,7 +27,7 @@ def sent_bytes(specs: Any, p: ParallelConfig) -> float:
 
 def _of(spec: ParamSpec, p: ParallelConfig) -> float:
     ways = lambda axes: math.prod(getattr(p, axis) for axis in axes)  # noqa: E731
-    n, r = math.prod(spec.shape) // ways(axes_of(spec.partition_spec)), p.replica
+    n, r = math.prod(spec.shape) // ways(sorted(axes_of(spec.partition_spec))), p.replica
     summed = 2 * (r - 1) / r
     if not compresses(spec, p):
         return summed * 4 * n
@@ -44,5 +44,5 @@ def _of(spec: ParamSpec, p: ParallelConfig) -> float:
     columns = math.prod(spec.shape[dims.cut :])
     rows = whole // lead // columns
     factors = rows // ways(dims.rows) + columns // ways(dims.columns)
-    lead //= ways(axes_of(spec.partition_spec) - {*dims.rows, *dims.columns})
+    lead //= ways(sorted(axes_of(spec.partition_spec) - {*dims.rows, *dims.columns}))
     return summed * 4 * lead * p.replica_rank * factors

@@ -100,4 +100,4 @@ def shares_of_policies(cfg: Config) -> dict[str, float]:
     if not p.remat_layers:
         return {p.remat: 1.0}
     policies = of_layers(p, slots_per_chunk(cfg))
-    return {remat: policies.count(remat) / len(policies) for remat in set(policies)}
+    return {remat: policies.count(remat) / len(policies) for remat in dict.fromkeys(policies)}

@@ -230,7 +230,8 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tu
     if m.num_experts:  # hidden values of the router's experts are never saved
         sizes["gate_up"] *= rows
         sizes["mlp_hidden"] *= m.num_shared_experts
-    return sum(sizes[name] for name in here), sum(sizes[name] for name in on_host)
+    device, host = (sum(sizes[name] for name in sorted(names)) for names in (here, on_host))
+    return device, host
 
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:

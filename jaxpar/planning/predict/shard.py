@@ -224,7 +224,9 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     layers = num_slots(cfg) // p.pipeline
     ways_of_layers = p.tensor, p.expert, spreads_experts(p)
     dense, module = (_of_a_layer(m, n, *ways_of_layers) for n in ("dense_layers", "mtp"))
-    of_kinds = {kind: _of_a_layer(m, STACKS[kind], *ways_of_layers) for kind in set(kinds(m))}
+    of_kinds = {
+        kind: _of_a_layer(m, STACKS[kind], *ways_of_layers) for kind in dict.fromkeys(kinds(m))
+    }
     layer = max(of_kinds.values(), key=lambda one: one.everything)
     before = dense_before_stages(m, p)
     alike = layers - (m.dense_layers - before)

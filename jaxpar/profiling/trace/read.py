@@ -99,7 +99,8 @@ def newest_file(folder: str | Path) -> Path:
 
     Raises:   NoKernels if there is none.
     """
-    files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    found = Path(folder).rglob("*.xplane.pb")
+    files = sorted(found, key=lambda file: (file.stat().st_mtime, file))
     if not files:
         raise NoKernels(f"no *.xplane.pb file below {folder}")
     return files[-1]

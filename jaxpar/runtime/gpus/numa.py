@@ -72,7 +72,7 @@ def bind(planned: NumaPlan) -> bool:
 
     Returns:  whether the memory policy is set, too. Docker's default profile forbids it.
     """
-    for task in os.listdir("/proc/self/task"):
+    for task in sorted(os.listdir("/proc/self/task")):
         try:
             os.sched_setaffinity(int(task), planned.cpus)
         except ProcessLookupError:

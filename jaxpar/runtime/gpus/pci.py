@@ -7,7 +7,7 @@ such as 0000:18:00.0.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from jaxpar.runtime.gpus import nvidia_smi
@@ -41,7 +41,7 @@ def gpus(root: Path = ROOT, ask: nvidia_smi.Run = nvidia_smi.run) -> dict[str, s
         for gpu in nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask):
             found[address_of(gpu.get("pci.bus_id", ""))] = gpu.get("uuid", "")
     if not found:
-        for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
             uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
             found[address_of(file.parent.name)] = uuid[1] if uuid else ""
     return {address: found[address] for address in sorted(found) if address}
@@ -92,7 +92,7 @@ def read_cpus(text: str) -> set[int]:
     return found
 
 
-def write_cpus(cpus: Iterable[int]) -> str:
+def write_cpus(cpus: Set[int]) -> str:
     """{0, 1, 2, 3, 8} -> "0-3,8"."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):

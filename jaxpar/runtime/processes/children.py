@@ -231,7 +231,7 @@ def _failure(rank: int, code: int, words: Mapping[int, LastWords]) -> Failure:
 def last_words(run_dir: Path, since: float) -> dict[int, LastWords]:
     """Return the last words in RUN/ranks since a time (of `time.time`), by rank."""
     found = {}
-    for file in (run_dir / "ranks").glob("*.json"):
+    for file in sorted((run_dir / "ranks").glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
             words = declared.read(LastWords, file, max_bytes=MAX_WORDS)
             if words.time >= since:

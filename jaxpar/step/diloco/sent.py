@@ -51,5 +51,5 @@ def in_words(cfg: Config) -> str:
 
 def _on_device(spec: ParamSpec, cfg: Config) -> int:
     """Return the elements of a parameter's shard on one device."""
-    ways = math.prod(getattr(cfg.parallel, axis) for axis in axes_of(spec.partition_spec))
+    ways = math.prod(getattr(cfg.parallel, axis) for axis in sorted(axes_of(spec.partition_spec)))
     return math.prod(spec.shape) // ways

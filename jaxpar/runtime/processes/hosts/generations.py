@@ -12,7 +12,7 @@ launchers that see different things still do the same. An entry that this versio
 passed over: launchers of a run may have different versions.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
@@ -165,7 +165,7 @@ class StoreView:
     """The store as one launcher reads it, with the hosts that are alive."""
 
     hosts: Mapping[str, Host]
-    alive: Collection[str]
+    alive: Set[str]
     generations: Mapping[int, Generation]
     overs: Mapping[int, Over]
     ends: Mapping[int, End]
@@ -207,7 +207,7 @@ class StoreView:
         ]
 
 
-def view(texts: Mapping[str, str], alive: Collection[str]) -> StoreView:
+def view(texts: Mapping[str, str], alive: Set[str]) -> StoreView:
     """Read the texts of the store. Entries that cannot be read are passed over.
 
     Args:     alive: names of hosts, from `Liveness`.

@@ -157,7 +157,9 @@ def _linger(membership: Membership, asked: LaunchOptions) -> None:
     while time.monotonic() < until:
         seen = membership.turn()
         if seen is not None:
-            others = [seen.hosts[name] for name in seen.alive if name != membership.own.name]
+            others = [
+                seen.hosts[name] for name in sorted(seen.alive) if name != membership.own.name
+            ]
             if all(host.left for host in others):
                 return
         time.sleep(POLL_SECONDS)

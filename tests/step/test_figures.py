@@ -1,0 +1,81 @@
+"""A change of structure changes no figure of a config: those that `figures.py` records."""
+
+import copy
+import json
+
+import jax
+import pytest
+
+from jaxpar.config import replace
+from tests.step import figures, figures_of
+from tests.tiny import TINY
+
+RECORDED = json.loads(figures.FIGURES.read_text("utf-8"))
+FIGURES = RECORDED["figures"]
+
+#: All but initial values, which are compiled.
+QUICK = [part for part in figures_of.PARTS if part != "initial"]
+
+of_this_jax = pytest.mark.skipif(
+    RECORDED["jax"] != jax.__version__, reason=f"recorded with JAX {RECORDED['jax']}"
+)
+
+
+@pytest.mark.parametrize("name", figures_of.names())
+def test_figures_of_a_config_are_the_recorded_ones(name):
+    assert figures.differences(FIGURES, {name: figures_of.of_config(name, QUICK)}) == []
+
+
+@pytest.mark.parametrize("name", figures_of.STATES)
+def test_names_of_a_state_are_the_recorded_ones(name):
+    found = {f"state, {name}": figures_of.of_state(name)}
+    assert figures.differences(FIGURES, found) == []
+
+
+@of_this_jax
+@pytest.mark.slow
+@pytest.mark.parametrize("name", figures_of.names())
+def test_initial_values_are_the_recorded_ones(name):
+    assert figures.differences(FIGURES, {name: figures_of.of_config(name, ["initial"])}) == []
+
+
+def test_every_config_is_recorded():
+    states = [f"state, {name}" for name in figures_of.STATES]
+    assert list(FIGURES) == [*figures_of.names(), *states]
+    assert all(list(FIGURES[name]) == list(figures_of.PARTS) for name in figures_of.names())
+
+
+def test_a_difference_names_config_part_and_entry():
+    found = copy.deepcopy({"llama3_8b": FIGURES["llama3_8b"]})
+    found["llama3_8b"]["specs"]["head"] += "0"
+    del found["llama3_8b"]["counts"]["params"]
+    found["llama3_8b"]["plan"]["new"] = 1
+    lines = figures.differences(FIGURES, found)
+    assert [line.partition(" ->")[0].rpartition(": ")[0] for line in lines] == [
+        "llama3_8b: specs: head",
+        "llama3_8b: counts: params",
+        "llama3_8b: plan: new",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("specs", {"model.tie_embeddings": True}),
+        ("specs", {"model.init_std": 0.1}),
+        ("counts", {"model.d_ff": 48}),
+        ("plan", {"parallel.remat": "full"}),
+        ("shrunk", {"model.qk_norm": True}),
+        ("layout", {"model.qk_norm": True}),
+        ("layout", {"model.matmul_dtype": "float8", "model.d_ff": 64}),
+        ("checkpoint", {"optimizer.name": "lion"}),
+    ],
+)
+def test_a_change_of_a_config_changes_figures(part, changes):
+    of = figures_of.PARTS[part]
+    assert of(TINY) != of(replace(TINY, **changes))
+
+
+def test_the_file_is_as_it_is_written():
+    """So that a difference of two versions is a difference of figures."""
+    assert figures.FIGURES.read_text("utf-8") == figures.as_text(FIGURES)
