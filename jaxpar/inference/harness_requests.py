@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 TOP_K = 50
 
 
-class Wanted(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A request to write text."""
 
     context: str
@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
     @classmethod
     def of(
         cls, context: str, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-    ) -> "Wanted":
+    ) -> "GenerationRequest":
         """Read the arguments of a request, as the harness's Hugging Face model does.
 
         Args:     given: `generation_kwargs`. defaults: of the model's generation_config.json.

@@ -19,7 +19,7 @@ from jaxpar.config import ConfigError, replace
 from jaxpar.convert.hf.tokenizer import as_json
 from jaxpar.inference import chat_prompt, scoring
 from jaxpar.inference.generation import generate
-from jaxpar.inference.harness_requests import Wanted, sample_numbers
+from jaxpar.inference.harness_requests import GenerationRequest, sample_numbers
 from jaxpar.inference.load import LoadedModel
 
 #: As the harness's own messages, which its option `verbosity` shows.
@@ -197,7 +197,7 @@ class HarnessModel(TemplateLM):
         Raises:   ConfigError for arguments of generation that are unknown or impossible.
         """
         defaults = self.model.chat.sampling
-        wanted = [Wanted.of(*request.args, defaults) for request in requests]
+        wanted = [GenerationRequest.of(*request.args, defaults) for request in requests]
         prompts = self._prompts(wanted)
         numbers = sample_numbers(requests, self.seed)
         texts = [""] * len(wanted)
@@ -211,7 +211,7 @@ class HarnessModel(TemplateLM):
                 progress.update(len(batch))
         return texts
 
-    def _prompts(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def _prompts(self, wanted: Sequence[GenerationRequest]) -> list[list[int]]:
         """Encode contexts, without the tokens at their start that leave no room for the text."""
         prompts, cut, full = [], 0, 0
         for one in wanted:
@@ -229,7 +229,7 @@ class HarnessModel(TemplateLM):
         return prompts
 
     def _batches(
-        self, wanted: Sequence[Wanted], prompts: Sequence[Sequence[int]]
+        self, wanted: Sequence[GenerationRequest], prompts: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, ...]]:
         """Yield the numbers of requests that can be written together, long prompts first."""
         kind = lambda i: (repr(wanted[i].sampling), wanted[i].max_tokens)  # noqa: E731
@@ -237,7 +237,7 @@ class HarnessModel(TemplateLM):
         for _, group in itertools.groupby(order, key=kind):
             yield from itertools.batched(group, self.rows)
 
-    def _write(self, batch: Sequence[tuple[list[int], Wanted, int]]) -> list[str]:
+    def _write(self, batch: Sequence[tuple[list[int], GenerationRequest, int]]) -> list[str]:
         """Write texts after prompts, until each has one of its stop strings.
 
         Args:     batch: prompts, requests alike in all but their stops, and numbers of samples.
@@ -262,15 +262,15 @@ class HarnessModel(TemplateLM):
                 break
         return [self._cut(row, one) for row, (_, one, _) in zip(ids, batch, strict=True)]
 
-    def _stops(self, one: Wanted) -> list[str]:
+    def _stops(self, one: GenerationRequest) -> list[str]:
         return [*one.until, self._named(self.eot_token_id)]
 
-    def _has(self, ids: list[int], one: Wanted) -> bool:
+    def _has(self, ids: list[int], one: GenerationRequest) -> bool:
         """Return whether a text has one of its stops, which may be the name of a special token."""
         text = self._text.decode(ids, skip_special_tokens=False)
         return any(stop in text for stop in self._stops(one))
 
-    def _cut(self, ids: list[int], one: Wanted) -> str:
+    def _cut(self, ids: list[int], one: GenerationRequest) -> str:
         """Return the text up to the first stop, without special tokens."""
         if self._has(ids, one):
             few, enough = 0, len(ids)  # the fewest tokens that have a stop

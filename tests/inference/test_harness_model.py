@@ -89,10 +89,10 @@ def test_conversations(model, wanted):
 
 
 def test_arguments_are_read_as_the_harness_reads_them():
-    from jaxpar.inference.harness_requests import TOP_K, Wanted
+    from jaxpar.inference.harness_requests import TOP_K, GenerationRequest
 
     for how, its in zip(harness.ARGUMENTS, GOLDENS["arguments"], strict=True):
-        one = Wanted.of("", how)
+        one = GenerationRequest.of("", how)
         assert (one.max_tokens, list(one.until)) == (its["max_gen_toks"], its["until"])
         assert one.sampled == its["do_sample"]
         if one.sampled:
@@ -116,18 +116,18 @@ def test_arguments_are_read_as_the_harness_reads_them():
     ],
 )
 def test_arguments_that_are_refused_by_name(how, said):
-    from jaxpar.inference.harness_requests import Wanted
+    from jaxpar.inference.harness_requests import GenerationRequest
 
     with pytest.raises(ConfigError, match=said):
-        Wanted.of("", how)
+        GenerationRequest.of("", how)
 
 
 def test_arguments_that_change_nothing_and_the_models_own_defaults():
-    from jaxpar.inference.harness_requests import Wanted
+    from jaxpar.inference.harness_requests import GenerationRequest
 
     same = {"num_beams": 1, "repetition_penalty": 1.0, "early_stopping": None, "until": ["", "a"]}
-    assert Wanted.of("", same) == Wanted.of("", {"until": "a"})
-    one = Wanted.of("", {"temperature": 0.5, "top_p": 0.9}, {"top_k": 20, "top_p": 0.8})
+    assert GenerationRequest.of("", same) == GenerationRequest.of("", {"until": "a"})
+    one = GenerationRequest.of("", {"temperature": 0.5, "top_p": 0.9}, {"top_k": 20, "top_p": 0.8})
     assert (one.sampling.top_k, one.sampling.top_p) == (20, 0.9)
 
 
