@@ -212,7 +212,7 @@ def _resolved(cfg: Config) -> Config:
 
 
 def initial(cfg: Config) -> Entries:
-    """Fingerprints of the initial parameters of the shrunk model."""
+    """Fingerprints of the initial parameters of the shrunk model (`COMPILED`)."""
     one = shrink(cfg, [MESH])
     made = weights.values_of(tuple(flat(specs_of(one)).items()), one.train.seed)
     return {name: text(sums_of(values)) for name, values in flat(made).items()}
@@ -230,10 +230,29 @@ PARTS: dict[str, Callable[[Config], Entries]] = {
 }
 
 
+#: Configs of every kind of layer, whose initial values are compiled. They are a function of specs,
+#: names and a seed; specs are figures of every config.
+COMPILED = (
+    "deepseek_v3",
+    "gemma_4/31b",
+    "gpt3_175b",
+    "gpt_oss_20b",
+    "kimi_linear_48b_a3b",
+    "llama_1b_dpo",
+    "nemotron_3_nano",
+    "qwen3_next_80b_a3b",
+)
+
+
+def parts_of(name: str) -> list[str]:
+    """The parts of a config's figures."""
+    return [part for part in PARTS if part != "initial" or name in COMPILED]
+
+
 def of_config(name: str, parts: list[str]) -> dict[str, Entries]:
     """Some parts of a config's figures."""
     cfg = load_config(name)
-    return {part: PARTS[part](cfg) for part in parts}
+    return {part: PARTS[part](cfg) for part in parts_of(name) if part in parts}
 
 
 #: Optimizers, and what else is part of a state: fields of the default config, by name.
@@ -242,6 +261,7 @@ STATES: dict[str, dict] = {
     "adamw, 8 bits": {
         "optimizer.first_moment_dtype": "8bit",
         "optimizer.second_moment_dtype": "8bit",
+        "optimizer.moment_block": 64,
     },
     "lion": {"optimizer.name": "lion"},
     "sgd": {"optimizer.name": "sgd"},

@@ -278,11 +278,6 @@ CUDA_MODELS: dict[str, dict] = {
     | {"model.mamba_num_groups": 8, "model.recurrent_chunk": 64},
     "cuda: windows, sinks": axes(data=4, tensor=2)
     | {"model.attention_sinks": True, "model.sliding_window": 1024, "model.global_every": 2},
-    "cuda: spread experts": axes(data=2, expert=2, tensor=2)
-    | SPREAD
-    | EXPERTS
-    | {"model.d_ff": 1024},
-    "cuda: experts, float8": axes(data=8) | EXPERTS | F8 | {"model.d_ff": 1024},
 }
 
 

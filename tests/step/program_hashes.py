@@ -98,9 +98,6 @@ def programs() -> Iterator[Program]:
         yield Program(f"fuse: {name}", TINY | SAMPLED[name], "fuse", False)
     for name, changes in CUDA_MODELS.items():
         yield Program(name, LARGE | changes, "train", True)
-    for step in ("eval", "prefill", "tokens, tensor"):
-        changes = CUDA["cuda: fsdp"] if step == "eval" else {}
-        yield Program(f"cuda: {step}: dense", LARGE | changes, step, True)
 
 
 def lowered(fields: dict, step: str, cuda: bool) -> Lowered:

@@ -34,7 +34,7 @@ def test_names_of_a_state_are_the_recorded_ones(name):
 
 @of_this_jax
 @pytest.mark.slow
-@pytest.mark.parametrize("name", figures_of.names())
+@pytest.mark.parametrize("name", figures_of.COMPILED)
 def test_initial_values_are_the_recorded_ones(name):
     assert figures.differences(FIGURES, {name: figures_of.of_config(name, ["initial"])}) == []
 
@@ -42,7 +42,7 @@ def test_initial_values_are_the_recorded_ones(name):
 def test_every_config_is_recorded():
     states = [f"state, {name}" for name in figures_of.STATES]
     assert list(FIGURES) == [*figures_of.names(), *states]
-    assert all(list(FIGURES[name]) == list(figures_of.PARTS) for name in figures_of.names())
+    assert all(list(FIGURES[name]) == figures_of.parts_of(name) for name in figures_of.names())
 
 
 def test_a_difference_names_config_part_and_entry():
