@@ -60,7 +60,7 @@ class Lease:
 
     def _take(self, wait: bool) -> Stamp:
         first: tuple[Stamp, float] | None = None
-        told = False
+        told, pause = False, threading.Event()
         while True:
             try:
                 content, stamp = self._objects.read(NAME)
@@ -81,7 +81,7 @@ class Lease:
             if not told:
                 self._report(f"waiting    {holder}; for {LEASE_SECONDS:.0f} s, unless it lives")
                 told = True
-            time.sleep(POLL_SECONDS)
+            pause.wait(POLL_SECONDS)
 
     def _written(self, stamp: Stamp | None, released: bool = False) -> Stamp | None:
         """Write the lease over the given version. Returns:  its version; None for a conflict."""
