@@ -196,7 +196,7 @@ def _no_option(arg: str, path: str, text: str) -> ConfigError:
         return ConfigError("command line", arg, rule, f"use {flag(path, text)}")
     if text:
         return unknown_field(path, text, lambda known: flag(known, text))
-    return ConfigError("command line", arg, rule, "see --help; separate names with commas")
+    return ConfigError("command line", arg, rule, "see --help")
 
 
 def expand_set_options(args: Sequence[str]) -> Iterator[str]:

@@ -78,11 +78,16 @@ def value_of(cfg: "Config", path: str) -> Any:
 def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
     """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes.
 
-    Those that give a field its default come first: they turn nothing on that could be refused in
-    turn, so that following first fixes never leads in a circle.
+    The field's default comes before all that turns something on, which could be refused in turn:
+    following first fixes never leads in a circle.
     """
     if not ok:
-        ways = tuple(sorted(ways, key=lambda way: not _is_default(way)))
+        default = flag(path, default_of(path))
+        if default in ways:
+            others = [way for way in ways if way != default]
+            before = len(list(itertools.takewhile(_is_default, others)))
+            at = min(before, ways.index(default))
+            ways = (*others[:at], default, *others[at:])
         raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
 
 

@@ -26,7 +26,7 @@ BASE = replace(TINY, **{"model.head_dim": 8, "parallel.layer_loop": "unroll"})
         ("nope_every=1", "leaves no layer with a rotary embedding"),
         ("local_rope_scaling=False", "needs model.global_every and model.rope_scaling"),
         ("rope_scaling.kind=linear rope_scaling.beta_fast=8.0", "needs kind yarn, not linear"),
-        ("rope_scaling.truncate=False", "needs kind yarn, not llama3.*kind yarn, or"),
+        ("rope_scaling.truncate=False", "needs kind yarn, not llama3.*truncate True, or"),
         ("rope_scaling.attention_factor=1.0", "needs kind yarn or longrope, not llama3"),
         ("rope_scaling.kind=yarn rope_scaling.low_freq_factor=2.0", "needs kind llama3, not yarn"),
         ("rope_scaling.kind=yarn rope_scaling.attention_factor=0.0", "must be above 0"),
