@@ -1,4 +1,4 @@
-"""InputRows that are no documents: named, or left out, counted and recorded. In every format."""
+"""Rows that are no documents: named, or left out, counted and recorded. In every format."""
 
 import gzip
 import io

@@ -24,7 +24,7 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 from jaxpar.data.formats.readers import Piece
-from jaxpar.data.formats.rows import InputRows
+from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.files import atomic
@@ -154,7 +154,7 @@ def write_meta(
     test: float = 0.0,
     kind: str = "",
     template: str = "",
-    rows: InputRows | None = None,
+    rows: RowCounts | None = None,
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 

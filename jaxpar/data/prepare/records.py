@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.json_file import json_records
-from jaxpar.data.formats.rows import BadRow, InputRows, reading
+from jaxpar.data.formats.rows import BadRow, RowCounts, reading
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, Shares, find_borders, in_words, place_of
 
 
-class ParsedRecord[Value](NamedTuple):
+class [Value](NamedTuple):
     """A record that was read."""
 
     value: Value
@@ -32,8 +32,8 @@ def find_json(
 
 
 def read_records[Value](
-    sources: Sequence[InputFile], parse: Callable[[Any, str], Value], rows: InputRows
-) -> Iterator[ParsedRecord[Value]]:
+    sources: Sequence[InputFile], parse: Callable[[Any, str], Value], rows: RowCounts
+) -> Iterator[[Value]]:
     """Yield what `parse` makes of each record, given its file and line.
 
     Raises:   ConfigError for a file that cannot be read, or a bad row.
@@ -48,7 +48,7 @@ def read_records[Value](
                     rows.bad(error)
                     continue
                 rows.num_good += 1
-                yield ParsedRecord(value, before + file.tell())
+                yield (value, before + file.tell())
         before += source.num_bytes
 
 
@@ -63,7 +63,7 @@ def record_borders(keys: Iterator[str], shares: Shares, progress: PreparationPro
     return borders
 
 
-def finish_records(rows: InputRows, inputs: Sequence[str], progress: PreparationProgress) -> None:
+def finish_records(rows: RowCounts, inputs: Sequence[str], progress: PreparationProgress) -> None:
     """Report the rows that were left out.
 
     Raises:   ConfigError if these are all rows.
