@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from jaxpar.data.formats.compressed import READ_BYTES, decompressed
 from jaxpar.data.formats.rows import (
     MAX_LINE_BYTES,
-    Rows,
+    RowCounts,
     bad_row,
     input_error,
     valid_text,
@@ -32,7 +32,7 @@ class JsonText(NamedTuple):
     """First byte, in the decompressed file."""
 
 
-def json_records(file: BinaryIO, path: Path, rows: Rows) -> Generator[tuple[JsonText, Any]]:
+def json_records(file: BinaryIO, path: Path, rows: RowCounts) -> Generator[tuple[JsonText, Any]]:
     """Yield the values of a JSON file with their texts; blank lines are skipped.
 
     Args:     rows: counts what is no JSON, or raises it.
@@ -48,7 +48,7 @@ def json_records(file: BinaryIO, path: Path, rows: Rows) -> Generator[tuple[Json
         yield text, value
 
 
-def json_texts(file: BinaryIO, path: Path, rows: Rows) -> Iterator[JsonText]:
+def json_texts(file: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText]:
     """Yield the texts of the values of a JSON file in order, without parsing lines.
 
     A file is an array if it begins with "[", has indented values if its first line ends within an
@@ -86,7 +86,7 @@ def json_text(value: Any, field: str, where: str) -> str:
 def only_object(path: Path) -> dict[str, Any] | None:
     """Return the value of a file that holds a single JSON object; None for other files."""
     try:
-        with path.open("rb") as file, closing(json_records(file, path, Rows())) as records:
+        with path.open("rb") as file, closing(json_records(file, path, RowCounts())) as records:
             found = list(itertools.islice(records, 2))
     except (ValueError, OSError):  # also a ConfigError: reading the documents will raise it
         return None
@@ -104,7 +104,7 @@ def _is_value(text: bytes) -> bool:
     return True
 
 
-def _lines(stream: BinaryIO, path: Path, rows: Rows) -> Iterator[JsonText]:
+def _lines(stream: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText]:
     """Yield the lines that are not blank. The first may be the beginning of a long array."""
     end, first = 0, True
     for number in itertools.count(1):

@@ -137,7 +137,7 @@ class Meta:
     """PAIRS if documents alternate between the chosen and the rejected response of a pair; not
     written otherwise."""
     bad_rows: int = 0
-    """Rows of the inputs that were left out (--on-bad-row skip); not written if there are none."""
+    """RowCounts of the inputs that were left out (--on-bad-row skip); not written if there are none."""
     first_bad_row: str = ""
     """File, line and reason of the first one."""
     format: str = FORMAT

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from jaxpar.data.formats.compressed import READ_BYTES, decompressed
 from jaxpar.data.formats.json_file import json_records, json_text
-from jaxpar.data.formats.rows import MAX_DOCUMENT_CHARS, BadRow, Rows, bad_row, input_error
+from jaxpar.data.formats.rows import MAX_DOCUMENT_CHARS, BadRow, RowCounts, bad_row, input_error
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
@@ -63,7 +63,7 @@ class ReadOptions:
     file is a document."""
     partly: bool = False
     """Whether most bytes of a tar file may be members that are not read."""
-    rows: Rows = field(default_factory=Rows)
+    rows: RowCounts = field(default_factory=RowCounts)
     """Counts the bad rows, or raises them."""
 
 

@@ -80,7 +80,7 @@ class Kinds:
         return ", ".join(f"{self.counts[k]:,} {k} ({size(self.sizes[k])})" for k in named)
 
 
-class Rows:
+class RowCounts:
     """The rows of an input that are not documents, and the members of archives not read."""
 
     def __init__(self, on_bad: str = ERROR):

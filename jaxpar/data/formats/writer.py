@@ -25,7 +25,7 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 from jaxpar.data.formats.readers import Piece
-from jaxpar.data.formats.rows import Rows
+from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.data.tokenizer import Tokenizer
 
@@ -153,7 +153,7 @@ def write_meta(
     holdout: float,
     test: float = 0.0,
     kind: str = "",
-    rows: Rows | None = None,
+    rows: RowCounts | None = None,
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import TRAIN, Meta
-from jaxpar.data.formats.rows import ERROR, Rows
+from jaxpar.data.formats.rows import ERROR, RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.chat import ChatEncoder, check_messages
 from jaxpar.data.prepare.documents import InputFile
@@ -72,10 +72,10 @@ def _write(
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     shares = shares_of(options.holdout, options.split)
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
-    total, rows = sum(source.num_bytes for source in sources), Rows(options.on_bad_row)
+    total, rows = sum(source.num_bytes for source in sources), RowCounts(options.on_bad_row)
     parse = functools.partial(check_messages, field=options.messages_field)
     read = functools.partial(read_records, sources, lambda record, at: parse(record, where=at))
-    keys = (json.dumps(messages) for messages, _ in read(Rows(options.on_bad_row)))
+    keys = (json.dumps(messages) for messages, _ in read(RowCounts(options.on_bad_row)))
     borders = record_borders(keys, shares, progress)
     for messages, position in read(rows):
         split = borders.split(place_of(json.dumps(messages)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
-from jaxpar.data.formats.rows import ERROR, Rows
+from jaxpar.data.formats.rows import ERROR, RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.documents import InputFile
@@ -83,9 +83,9 @@ def _write(
     shares = shares_of(options.holdout, options.split)
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
     fields = options.prompt_field, options.chosen_field, options.rejected_field
-    total, rows = sum(source.num_bytes for source in sources), Rows(options.on_bad_row)
+    total, rows = sum(source.num_bytes for source in sources), RowCounts(options.on_bad_row)
     read = functools.partial(read_records, sources, lambda line, at: read_pair(line, fields, at))
-    keys = (json.dumps(pair.prompt) for pair, _ in read(Rows(options.on_bad_row)))
+    keys = (json.dumps(pair.prompt) for pair, _ in read(RowCounts(options.on_bad_row)))
     borders = record_borders(keys, shares, progress)
     for pair, position in read(rows):
         writer = writers[borders.split(place_of(json.dumps(pair.prompt)))]

@@ -1,22 +1,14 @@
 """Reads records of chat data and pairs, which are objects of JSON Lines."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.json_file import json_records
-from jaxpar.data.formats.rows import BadRow, Rows, reading
+from jaxpar.data.formats.rows import BadRow, RowCounts, reading
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, Shares, find_borders, in_words, place_of
-
-
-class Read[Value](NamedTuple):
-    """A record that was read."""
-
-    value: Value
-    position: int
-    """Bytes of input read so far, for a progress bar."""
 
 
 def find_json(
@@ -32,10 +24,11 @@ def find_json(
 
 
 def read_records[Value](
-    sources: Sequence[InputFile], parse: Callable[[Any, str], Value], rows: Rows
-) -> Iterator[Read[Value]]:
+    sources: Sequence[InputFile], parse: Callable[[Any, str], Value], rows: RowCounts
+) -> Iterator[tuple[Value, int]]:
     """Yield what `parse` makes of each record, given its file and line.
 
+    Returns:  pairs of a value and the bytes of input read so far.
     Raises:   ConfigError for a file that cannot be read, or a bad row.
     """
     before = 0
@@ -48,7 +41,7 @@ def read_records[Value](
                     rows.bad(error)
                     continue
                 rows.num_good += 1
-                yield Read(value, before + file.tell())
+                yield value, before + file.tell()
         before += source.num_bytes
 
 
@@ -63,7 +56,7 @@ def record_borders(keys: Iterator[str], shares: Shares, progress: PreparationPro
     return borders
 
 
-def finish_records(rows: Rows, inputs: Sequence[str], progress: PreparationProgress) -> None:
+def finish_records(rows: RowCounts, inputs: Sequence[str], progress: PreparationProgress) -> None:
     """Report the rows that were left out.
 
     Raises:   ConfigError if these are all rows.

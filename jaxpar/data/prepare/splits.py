@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import TEST, TRAIN, VAL, SplitMeta
 from jaxpar.data.formats.readers import Piece
-from jaxpar.data.formats.rows import Rows
+from jaxpar.data.formats.rows import RowCounts
 
 #: Held-out share of the documents unless an option says otherwise.
 HOLDOUT = 0.02
@@ -183,7 +183,7 @@ class _Counted:
 
 
 def assign_splits(
-    pieces: Iterable[Piece], borders: Borders, rows: Rows | None = None
+    pieces: Iterable[Piece], borders: Borders, rows: RowCounts | None = None
 ) -> Iterator[SplitPiece]:
     """Assign each document to a split. Documents without visible characters are dropped.
 

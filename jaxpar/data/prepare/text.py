@@ -17,7 +17,7 @@ from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import Range
 from jaxpar.data.formats.meta import TRAIN, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
-from jaxpar.data.formats.rows import ERROR, Rows
+from jaxpar.data.formats.rows import ERROR, RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_pieces
 from jaxpar.data.prepare.encode import encode_pieces
@@ -152,7 +152,7 @@ def _read_options(options: PrepareOptions) -> ReadOptions:
     if separator is not None:
         separator = separator.replace("\\n", "\n")
     return ReadOptions(
-        options.text_field, separator, bool(options.extension), Rows(options.on_bad_row)
+        options.text_field, separator, bool(options.extension), RowCounts(options.on_bad_row)
     )
 
 

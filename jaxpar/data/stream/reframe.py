@@ -14,7 +14,7 @@ from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats.compressed import import_pyarrow
 from jaxpar.data.formats.json_file import json_texts
 from jaxpar.data.formats.readers import ReadOptions, read_jsonl, read_text
-from jaxpar.data.formats.rows import ERROR, Rows, input_error, reading
+from jaxpar.data.formats.rows import ERROR, RowCounts, input_error, reading
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, kind_of
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.runtime.option_classes import check_ranges
@@ -49,7 +49,7 @@ def reframe(options: ReframeOptions, progress: PreparationProgress | None = None
     check_ranges(options)
     progress = progress or PreparationProgress()
     check_path("--output", options.output, "use a folder of this computer")
-    rows = Rows(options.on_bad_row)
+    rows = RowCounts(options.on_bad_row)
     wanted = Wanted(fields=(options.text_field,), by_name=True)
     sources = find_sources(options.input, wanted, progress.log)
     targets = [_target(source, Path(options.output)) for source in sources]
@@ -81,7 +81,7 @@ def _target(source: InputFile, folder: Path) -> Path:
     return folder / f"{stem}.jsonl.zst"
 
 
-def _lines(file: BinaryIO, source: InputFile, text_field: str, rows: Rows) -> Iterator[bytes]:
+def _lines(file: BinaryIO, source: InputFile, text_field: str, rows: RowCounts) -> Iterator[bytes]:
     with reading(source.path):
         if source.read is read_jsonl:
             for found in json_texts(file, source.path, rows):

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files by number."""
+"""RowCounts of Parquet and Arrow files by number."""
 
 from collections.abc import Iterator
 from pathlib import Path
