@@ -137,7 +137,7 @@ class Meta:
     """PAIRS if documents alternate between the chosen and the rejected response of a pair; not
     written otherwise."""
     bad_rows: int = 0
-    """RowCounts of the inputs that were left out (--on-bad-row skip); not written if there are none."""
+    """Rows of the inputs that were left out (--on-bad-row skip); not written if there are none."""
     first_bad_row: str = ""
     """File, line and reason of the first one."""
     format: str = FORMAT

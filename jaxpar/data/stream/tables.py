@@ -1,4 +1,4 @@
-"""RowCounts of Parquet and Arrow files by number."""
+"""Rows of Parquet and Arrow files by number."""
 
 from collections.abc import Iterator
 from pathlib import Path
