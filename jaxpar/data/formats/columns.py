@@ -10,7 +10,7 @@ from jaxpar.data.formats.compressed import READ_BYTES, import_pyarrow
 from jaxpar.data.formats.readers import ROW, Piece, ReadOptions, Record, cut
 from jaxpar.data.formats.rows import BadRow, bad_row, input_error, valid_text
 
-#: Rows to read from Parquet at a time.
+#: RowCounts to read from Parquet at a time.
 BATCH_ROWS = 256
 
 #: Start of an Arrow IPC file; a stream starts with a message.

@@ -39,7 +39,7 @@ def _seq_len(output: str, meta: Meta) -> int:
     if is_address(output):
         return SEQ_LEN  # the files are not on this host
     lengths = [
-        np.diff(np.load(Path(output).expanduser() / documents_file(split)))
+        np.diff(np.load(Path(output).expanduser() / documents_file(split), allow_pickle=False))
         for split in SPLITS
         if split in meta.splits and meta.splits[split].num_tokens
     ]

@@ -1,7 +1,7 @@
 """Reads records of chat data and pairs, which are objects of JSON Lines."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.json_file import json_records
@@ -9,14 +9,6 @@ from jaxpar.data.formats.rows import BadRow, RowCounts, reading
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, Shares, find_borders, in_words, place_of
-
-
-class [Value](NamedTuple):
-    """A record that was read."""
-
-    value: Value
-    position: int
-    """Bytes of input read so far, for a progress bar."""
 
 
 def find_json(
@@ -33,9 +25,10 @@ def find_json(
 
 def read_records[Value](
     sources: Sequence[InputFile], parse: Callable[[Any, str], Value], rows: RowCounts
-) -> Iterator[[Value]]:
+) -> Iterator[tuple[Value, int]]:
     """Yield what `parse` makes of each record, given its file and line.
 
+    Returns:  pairs of a value and the bytes of input read so far.
     Raises:   ConfigError for a file that cannot be read, or a bad row.
     """
     before = 0
@@ -48,7 +41,7 @@ def read_records[Value](
                     rows.bad(error)
                     continue
                 rows.num_good += 1
-                yield (value, before + file.tell())
+                yield value, before + file.tell()
         before += source.num_bytes
 
 
