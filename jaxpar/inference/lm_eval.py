@@ -131,12 +131,12 @@ class HarnessModel(TemplateLM):
         """Do the same of tokens: (texts or None, tokens of the context, of the continuation)."""
         texts, cut = [], 0
         for named, context, continuation in requests:
-            where = named or ("", "")
+            before, after = named or ("", "")
             if not continuation:
-                _refuse_continuation(*where, "has no tokens to score")
+                _refuse_continuation(before, after, "has no tokens to score")
             if len(continuation) > self.max_length:
                 rule = f"has {len(continuation)} tokens, and the model sees {self.max_length}"
-                _refuse_continuation(*where, rule)
+                _refuse_continuation(before, after, rule)
             ids = [*context, *continuation]
             cut += len(ids) > self.max_length + 1
             texts.append((ids[-self.max_length - 1 :], len(continuation)))
@@ -197,7 +197,7 @@ class HarnessModel(TemplateLM):
         Raises:   ConfigError for arguments of generation that are unknown or impossible.
         """
         defaults = self.model.chat.sampling
-        wanted = [GenerationRequest.of(*request.args, defaults) for request in requests]
+        wanted = [GenerationRequest.of(r.args[0], r.args[1], defaults) for r in requests]
         prompts = self._prompts(wanted)
         numbers = sample_numbers(requests, self.seed)
         texts = [""] * len(wanted)
