@@ -184,7 +184,7 @@ def test_prefetch_runs_ahead_and_stops(cfg, monkeypatch):
     monkeypatch.setattr(loader, "_place", place)
     stream = loader.prefetched(0)
     assert next(stream) == (0, 0)
-    assert enough.wait(10)
+    assert enough.wait(600)
     assert [step for step, _ in made] == [0, 1, 2, 3]
     stream.close()
     thread = made[0][1]

@@ -50,7 +50,7 @@ def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path,
                 started.append(
                     subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=ranks.ROOT)
                 )
-        codes = [process.wait(250) for process in started]
+        codes = [process.wait(600) for process in started]
         return codes, (tmp_path / "out0").read_text() + (tmp_path / "out1").read_text()
 
     with fake_hosts(tmp_path / "hosts", 2) as hosts:

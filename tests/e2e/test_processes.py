@@ -36,7 +36,7 @@ def kill_at_random(launcher, run: Path, kills: int, seed: int) -> int:
         # Some during the start, some once steps are being taken.
         if rng.random() < 0.6:
             count = len(ranks.losses_of(run))
-            until = time.monotonic() + 60
+            until = time.monotonic() + 600
             while len(ranks.losses_of(run)) == count and time.monotonic() < until:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.4))

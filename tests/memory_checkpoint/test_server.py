@@ -108,7 +108,7 @@ def test_what_a_host_refuses(folder, tmp_path):
             cut._socket.sendall(b"x" * 999)
         with PieceClient(address, TOKEN) as client:
             assert client.files() == {str(NAME): 3}
-        wait_for(lambda: not list((folder / MIRRORED).iterdir()), 10)
+        wait_for(lambda: not list((folder / MIRRORED).iterdir()))
     with pytest.raises(HostLost, match=r"127.0.0.1:1: .*refused"):
         PieceClient("127.0.0.1:1", TOKEN)
 

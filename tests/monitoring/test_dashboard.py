@@ -149,7 +149,7 @@ def test_prometheus_that_scrapes_a_run_answers_every_query(write_config, tmp_pat
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server, run = subprocess.Popen(start, **quiet), subprocess.Popen(train, env=env, **quiet)
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while time.monotonic() < until:
             time.sleep(1)
             if run.poll() is not None:
@@ -177,4 +177,4 @@ def test_prometheus_that_scrapes_a_run_answers_every_query(write_config, tmp_pat
     finally:
         for process in (run, server):
             process.terminate()
-            process.wait(30)
+            process.wait(600)

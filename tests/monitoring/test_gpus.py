@@ -107,7 +107,7 @@ def latest(reader, nvml, seconds: float):
     before = reader._latest
     for _ in range(2):
         nvml.waited.clear()
-        assert nvml.waited.wait(5)
+        assert nvml.waited.wait(HANG)
     assert reader._latest is not before
 
 

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxpar.config import ConfigError
 
@@ -29,7 +30,7 @@ BEGINS = {
 }
 
 
-def arguments(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+def arguments(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the arguments of JAX's coordination service and client; none without certificates.
 
     Raises:   ConfigError if only some variables are set, for a file that cannot be read or is not

@@ -67,7 +67,7 @@ def identities(share: list[int] | None, ask: nvidia_smi.Run = nvidia_smi.run) ->
     found = [
         name
         if name.startswith("MIG-")
-        else "".join(map(there.get, pci.addresses_of([name], there)))
+        else "".join(there[address] for address in pci.addresses_of([name], there))
         for name in ids
     ]
     return found if all(found) else []
