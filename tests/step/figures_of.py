@@ -235,7 +235,12 @@ PARTS: dict[str, Callable[[Config], Entries]] = {
 COMPILED = (
     "deepseek_v3",
     "gemma_4/31b",
+    "gpt3_175b",
     "gpt_oss_20b",
+    "kimi_linear_48b_a3b",
+    "llama_1b_dpo",
+    "nemotron_3_nano",
+    "qwen3_next_80b_a3b",
 )
 
 
