@@ -68,7 +68,9 @@ def check_state(state: Any, wanted: TrainState) -> None:
     require_type("state", state, TrainState, "a state of a trainer", "trainer.init()")
     flat = jax.tree_util.tree_leaves_with_path
     here, there = dict(flat(wanted)), dict(flat(state))
-    for path in here.keys() ^ there.keys():
+    for path in [*here, *there]:
+        if path in here and path in there:
+            continue
         where = "of another trainer" if path in there else "is not in the state"
         raise ConfigError("state", jax.tree_util.keystr(path), where, fix)
     for path, leaf in here.items():

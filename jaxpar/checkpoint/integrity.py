@@ -125,7 +125,7 @@ def folders_in(place: Path, names: re.Pattern[str]) -> list[str]:
     Raises:   Unreadable if it, or one of them, cannot be reached. (`Path.is_dir` hides that.)
     """
     try:
-        found = [name for name in os.listdir(place) if names.fullmatch(name)]
+        found = [name for name in sorted(os.listdir(place)) if names.fullmatch(name)]
         return [name for name in found if _is_folder(place / name)]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -172,7 +172,7 @@ def _check_others(folder: Path) -> None:
     Raises:   ConfigError("data.path", ...) otherwise.
     """
     splits = {tokens_file(split) for split in SPLITS}
-    sizes = {file.name: file.stat().st_size for file in folder.glob("*.bin")}
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.bin"))}
     others = [name for name in sizes if name not in splits]
     num_bytes = sum(sizes[name] for name in others)
     if num_bytes > sum(sizes.values()) - num_bytes:

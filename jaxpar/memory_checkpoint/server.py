@@ -270,7 +270,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _bytes_of(folder: Path, session: str) -> int:
     """Return the bytes of the complete files of a session in a folder."""
     found = 0
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         file = read_name(path.name)
         with contextlib.suppress(FileNotFoundError):
             found += path.stat().st_size if file and file.group.session == session else 0

@@ -194,11 +194,8 @@ def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
     for key in sorted(os.scandir(folder), key=lambda entry: entry.path):
         if not key.is_dir():
             continue
-        with (
-            contextlib.suppress(FileNotFoundError, PermissionError),
-            os.scandir(key.path) as entries,
-        ):
-            for entry in sorted(entries, key=lambda entry: entry.path):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            for entry in sorted(os.scandir(key.path), key=lambda entry: entry.path):
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     about = entry.stat()
                     if not entry.name.endswith(".tmp"):

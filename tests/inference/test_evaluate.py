@@ -213,6 +213,7 @@ def test_data_that_cannot_be_loaded_is_one_line(finished, tmp_path, monkeypatch)
         evaluate.main([str(finished), "--tasks", "far", "--include-path", str(tmp_path)])
 
 
+@pytest.mark.waits
 def test_whether_the_hub_answers(monkeypatch):
     """An error is an answer. Nobody waits for one if HF_HUB_OFFLINE is set."""
 

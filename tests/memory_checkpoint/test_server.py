@@ -162,6 +162,7 @@ def test_a_stranger_gets_nothing_and_takes_no_memory(folder, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.waits
 def test_a_server_without_the_token_receives_nothing():
     with socket.create_server(("127.0.0.1", 0)) as false:
         received = b""
@@ -219,6 +220,7 @@ def test_a_host_takes_nothing_before_its_run_has_planned_or_beyond(folder, tmp_p
         assert len(list((folder / MIRRORED).iterdir())) == 2
 
 
+@pytest.mark.waits
 def test_strangers_hold_no_connections(folder, monkeypatch):
     monkeypatch.setattr(server_module, "PROOF_SECONDS", 0.3)
     monkeypatch.setattr(server_module, "MAX_STRANGERS", 4)

@@ -79,6 +79,7 @@ other = {n.lower() for n in set(names)} | frozenset(a); other.discard("b"); othe
 rows = [n for n in set(names)]; print(sorted(rows))
 best = sorted(set(names), key=lambda name: (len(name), name))
 best = min(x.sharding.device_set, key=lambda device: device.id)
+os.scandir(folder).close()
 count = sum(1 for n in set(names)) + sum(len(n) for n in set(names))
 (only,) = set(names)
 table = {name: 0 for name in sorted(set(names))}

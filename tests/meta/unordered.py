@@ -33,7 +33,7 @@ LOSE |= {"fsum", "cast"}
 SET_METHODS = {"union", "intersection", "difference", "symmetric_difference", "copy"}
 OTHER_METHODS = {"add", "discard", "remove", "clear", "update", "isdisjoint", "issubset"}
 OTHER_METHODS |= {"issuperset", "intersection_update", "difference_update", "set"}
-OTHER_METHODS |= {"symmetric_difference_update"}
+OTHER_METHODS |= {"symmetric_difference_update", "close"}
 
 #: What gives a folder's entries in the order of the file system.
 LISTINGS = {"iterdir", "glob", "rglob", "iglob", "listdir", "scandir", "walk"}

@@ -96,6 +96,7 @@ def test_permissions_are_those_of_any_other_file(tmp_path, mask):
     assert mode("made") == mode("folder") == 0o777 & ~mask
 
 
+@pytest.mark.waits
 def test_the_umask_of_other_threads_is_never_changed(tmp_path, monkeypatch):
     def changed(mask: int) -> int:
         raise AssertionError("a file that another thread makes now is open to all users")

@@ -17,6 +17,7 @@ from tests.stores.test_data import config, data, here, loader, small_parts, text
 __all__ = ["data", "here", "small_parts", "text"]  # fixtures
 
 
+@pytest.mark.waits
 def test_threads_may_meet_a_truncated_part(tmp_path):
     parts = PartCache(tmp_path / "parts", 1 << 20)
     content, failed = b"x" * 100, list[BaseException]()

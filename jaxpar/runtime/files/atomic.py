@@ -37,6 +37,29 @@ def write(path: Path | str, content: bytes) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
+def create(path: Path, content: bytes, mode: int = 0o666) -> bool:
+    """Write a file, with all of its content from the first moment, unless there is one.
+
+    Args:     mode: its permissions, before the umask.
+    Returns:  whether it was written: of several processes that try, one writes it.
+    Raises:   OSError.
+    """
+    temporary = temporary_name(path)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+        _flush(path.parent)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
 @contextlib.contextmanager
 def new_file(path: Path | str, durable: bool = True) -> Iterator[Path]:
     """Yield an empty temporary file that becomes `path` if the block succeeds.
@@ -96,13 +119,13 @@ def publish(complete: Path, path: Path, durable: bool = True) -> None:
 def move(path: Path, to: Path) -> None:
     """Rename a file or folder, whose content stays, on the same disk. Raises:   OSError."""
     os.replace(path, to)
-    for folder in {path.parent, to.parent}:
+    for folder in dict.fromkeys((path.parent, to.parent)):
         _flush(folder)
 
 
 def _flush_all(place: Path) -> None:
     """Flush a file, or all that is in a folder, to the disk."""
-    for folder, _, names in os.walk(place):
+    for folder, _, names in sorted(os.walk(place)):
         for name in names:
             _flush(Path(folder, name))
         _flush(Path(folder))

@@ -6,17 +6,17 @@ names. It is never sent: who has it proves that by HMAC-SHA256. This authenticat
 encrypt.
 """
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import absolute
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.run_lock import create_in
 
 #: Variables with the token itself, and with the path of a file that has it.
@@ -27,9 +27,6 @@ FILE = ".token"
 
 #: Characters of a token, at least and at most.
 LEAST, MOST = 16, 1024
-
-#: Seconds that another launcher has to write a file that it has created.
-_WRITE_SECONDS = 5.0
 
 #: How to make one.
 _NEW = "python -c 'import secrets; print(secrets.token_hex())'"
@@ -68,7 +65,7 @@ def given_token(env: Mapping[str, str] = os.environ) -> RunToken | None:
         return RunToken(_checked(TOKEN, "its value", env[TOKEN]))
     if not env.get(TOKEN_FILE):
         return None
-    path = Path(env[TOKEN_FILE]).absolute()
+    path = absolute(env[TOKEN_FILE])
     return RunToken(_checked(TOKEN_FILE, str(path), _read(TOKEN_FILE, path)), path)
 
 
@@ -79,23 +76,10 @@ def token_of(run_dir: Path, env: Mapping[str, str] = os.environ) -> RunToken:
     """
     if (given := given_token(env)) is not None:
         return given
-    path = run_dir.absolute() / FILE
+    path = absolute(run_dir) / FILE
     with create_in(run_dir):
-        _create(path)
-    until = time.monotonic() + _WRITE_SECONDS
-    while len(text := _read("run.dir", path)) < LEAST and time.monotonic() < until:
-        time.sleep(0.05)
-    return RunToken(_checked("run.dir", str(path), text), path)
-
-
-def _create(path: Path) -> None:
-    """Write a new token to a file, unless there is one. Raises:   OSError."""
-    with contextlib.suppress(FileExistsError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        atomic.create(path, f"{secrets.token_hex(32)}\n".encode(), 0o600)
+    return RunToken(_checked("run.dir", str(path), _read("run.dir", path)), path)
 
 
 def _read(name: str, path: Path) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes import token
 from jaxpar.runtime.processes.hosts import link, membership, running
 from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.membership import Membership
@@ -148,6 +147,7 @@ def test_bytes_that_are_no_text_do_not_end_a_link():
 # ------------------------------------------------------------------------------- the token
 
 
+@pytest.mark.waits
 def test_the_first_launcher_creates_the_token_and_the_others_read_it(tmp_path):
     found: list[RunToken] = []
     start = threading.Barrier(8)
@@ -178,8 +178,7 @@ def test_variables_name_a_token(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 2000, b"\xff" * 32, b"x" * 20 + b"\0"])
-def test_what_is_no_token_is_refused(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(token, "_WRITE_SECONDS", 0.0)
+def test_what_is_no_token_is_refused(tmp_path, content):
     file = tmp_path / FILE
     file.write_bytes(content)
     for env in ({TOKEN_FILE: str(file)}, {}):

@@ -145,7 +145,14 @@ class Membership:
         lacking = {name: host for name, host in self._known.items() if name in alive}
         self._known |= seen.hosts
         hosts = {self.own.name: self.own} | lacking | dict(seen.hosts)
-        self.view = dataclasses.replace(seen, hosts=hosts, alive=alive & hosts.keys())
+        self.view = StoreView(
+            hosts=hosts,
+            alive=alive & hosts.keys(),
+            generations=seen.generations,
+            overs=seen.overs,
+            ends=seen.ends,
+            unread=seen.unread,
+        )
         if hosts[self.own.name].life != self.own.life:
             rule = "is the name of another launcher of this run"
             fix = "give each host its own: --host-name NAME"
