@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     with jax.default_matmul_precision("highest"):
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
         wrong = print_table(rows, options.steps, max(map(len, configs)))
-    others = len(meshes) - len(configs)
-    agree = f"{len(configs)} of {len(meshes)} agree" + f"; {others} not compared" * bool(others)
+    left = len(meshes) - len(configs)
+    agree = f"{len(configs)} of {len(meshes)} agree" + f"; {left} not compared" * bool(left)
     print("\n".join(wrong) if wrong else agree)
     return exit_codes.EXIT_ERROR if wrong else exit_codes.EXIT_OK
 

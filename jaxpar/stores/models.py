@@ -50,5 +50,5 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> h
         rule = "contains neither a run nor a published model"
         raise ConfigError(option, text, rule, "correct the address")
     folder = local_folder(address, "models")
-    update_copy(objects, folder, asked, names)
+    update_copy(objects, folder, asked, set(names))
     return hub.Snapshot(folder, str(address))

@@ -58,8 +58,8 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         folder = folder_of(INITIAL, chosen)
         there = checkpoint.load_config(folder, chosen.step)
         return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
-    folder = run_at(INITIAL, named)
-    published = folder is None or (folder / CONFIG_FILE).is_file() or hub.is_name(named)
+    place = run_at(INITIAL, named)
+    published = place is None or (place / CONFIG_FILE).is_file() or hub.is_name(named)
     if not published:
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"

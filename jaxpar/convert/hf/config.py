@@ -223,7 +223,7 @@ def _field(ours: str, key: str, values: Values) -> Any:
     if not good or isinstance(value, bool) is not (kind is bool):
         raise refuse(key, value, f"must be {kind.__name__}", CORRECT)
     least = min(default or 0, 1)  # 0 where it stands for none
-    if kind is int and value < least:
+    if kind is int and value is not None and value < least:
         raise refuse(key, value, f"must be {least} or more", CORRECT)
     return value
 

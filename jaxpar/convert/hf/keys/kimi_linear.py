@@ -76,8 +76,9 @@ def check_forms(values: Values, num_layers: int) -> None:
             rule = f"contradicts {other}, another form of the same setting"
             raise refuse(f"{CONFIG}.{key}", value, rule, f"remove {other}, or correct it")
     dense, kinds_of = values.get(DENSE), values.get("mlp_layer_types")
-    good = isinstance(kinds_of, list) and len(kinds_of) == num_layers
-    if not isinstance(dense, int) or not good or not set(kinds_of) <= {"dense", "sparse"}:
+    if not isinstance(dense, int) or not isinstance(kinds_of, list):
+        return
+    if len(kinds_of) != num_layers or any(kind not in ("dense", "sparse") for kind in kinds_of):
         return
     if kinds_of != ["dense" if i < dense else "sparse" for i in range(num_layers)]:
         rule = f"contradicts {DENSE} = {dense}, another form of the same setting"

@@ -1,5 +1,7 @@
 """The keys of config.json that jaxpar knows, in any family: others may change the model."""
 
+from typing import Any
+
 from jaxpar.config.layout.layer_kinds import EXPERTS
 from jaxpar.convert.hf.config_file import HOLDS, Values
 from jaxpar.convert.hf.family import COMMON, Family
@@ -53,7 +55,7 @@ UNREAD = {*NEMOTRON_H_EXPERTS.fields.values(), *NEMOTRON_H_EXPERTS.required} | {
 }
 
 #: Keys with the only supported value, which all families may have.
-REQUIRED = {
+REQUIRED: dict[str, Any] = {
     "quantization_config": None,
     "is_encoder_decoder": False,
     "use_qk_norm": False,

@@ -131,8 +131,9 @@ def _check_heads(values: Values, family: Family) -> None:
     heads = values.get(family.fields["num_heads"])
     width, given = values.get(family.fields["d_model"]), values.get("head_dim")
     fixed = family.heads_alike or family.model_type in OUT_OF_MODEL
-    numbers = isinstance(heads, int) and isinstance(width, int) and heads > 0
-    if fixed and numbers and given not in (None, width // heads):
+    if not (fixed and isinstance(heads, int) and isinstance(width, int) and heads > 0):
+        return
+    if given not in (None, width // heads):
         other = f"{family.fields['d_model']} / {family.fields['num_heads']}"
         raise contradiction("head_dim", given, other, width // heads)
 

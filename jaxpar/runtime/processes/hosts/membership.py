@@ -136,7 +136,7 @@ class Membership:
         self.contact = read.asked
         texts = self._verified(read.texts)
         self._create = {k: text for k, text in self._create.items() if k not in texts}
-        seen = view(texts, ())
+        seen = view(texts, frozenset())
         for key, why in seen.unread.items():
             self._pass_over(key, why)
         self.liveness.note({name: texts[f"host/{name}"] for name in seen.hosts}, now)
