@@ -140,12 +140,11 @@ def test_round_trip_is_bitwise(name, folders, tmp_path):
     assert all(before[n].tobytes() == after[n].tobytes() for n in before)
     assert all(before[n].shape == after[n].shape for n in before)
     importing.open_source(tmp_path / "out")
-    values = json.loads((tmp_path / "out/config.json").read_text())
-    # Without rotary embeddings, or without the older keys.
-    if name not in ("gpt2", "nemotron_h", "nemotron_3", "kimi_linear", "gemma4"):
-        current = values["rope_parameters"]
-        assert values["rope_theta"] == current.get("full_attention", current)["rope_theta"]
-    assert {**values, **tiny.MODELS[name]}.keys() == values.keys()
+    imported, exported = (
+        json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out")
+    )
+    changed = {k for k in exported | imported if exported.get(k) != imported.get(k)}
+    assert changed <= {"dtype", "torch_dtype", "quantization_config"}
 
 
 def test_another_family_keeps_what_holds_in_each(folders, tmp_path):
