@@ -279,7 +279,8 @@ def saved_of(about: Mapping[str, Any], what: str) -> Saved:
     Raises:   Misshapen.
     """
     found = declared.convert(Saved, about, what)
-    if not found.config.keys() >= _SECTIONS or (found.best and "what" not in found.best):
+    is_best = not found.best or found.best.keys() >= BestEntry.__annotations__.keys()
+    if not found.config.keys() >= _SECTIONS or not is_best:
         raise declared.Misshapen(f"{what} has a config or a best evaluation without its fields")
     return dataclasses.replace(found, config=of_earlier_versions(found.config))
 

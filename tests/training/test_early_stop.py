@@ -10,8 +10,10 @@ import pytest
 from jaxpar.checkpoint import Checkpointer, best, read_saved, saved_steps
 from jaxpar.checkpoint.__main__ import main as inspect
 from jaxpar.checkpoint.best import Best, step_of
+from jaxpar.checkpoint.saved import saved_of
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
+from jaxpar.config.declared import Misshapen
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.__main__ import main as convert
 from jaxpar.data.prepare.text import PrepareOptions, prepare
@@ -163,9 +165,13 @@ def test_programs_that_train_nothing_take_such_a_config():
 
 
 def test_a_best_of_the_wrong_form_is_damage():
-    from jaxpar.checkpoint.saved import _is_best
-
+    sections = {"model": {}, "train": {}, "data": {}, "parallel": {}}
+    about = {"step": 1, "tokens_seen": 8, "config": sections, "dataset": "", "versions": {}}
+    read = lambda best: saved_of(about | {"best": best}, "its metadata").best  # noqa: E731
     good = {"what": "held_out", "step": 1, "value": 1.0, "stale": 0}
-    assert _is_best({}) and _is_best(good) and _is_best(good | {"value": None})
-    for wrong in ([], good | {"step": "1"}, good | {"more": 1}, {"what": "x"}):
-        assert not _is_best(wrong)
+    assert read({}) == {} and read(good) == good
+    assert read(good | {"value": None})["value"] is None
+    assert read(good | {"more": 1}) == good  # of a later version
+    for wrong in ([], good | {"step": "1"}, good | {"stale": -1}, {"what": "x"}):
+        with pytest.raises(Misshapen):
+            read(wrong)
