@@ -25,6 +25,8 @@ from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
+from jaxpar.training import initial_weights
+from jaxpar.training.frozen import chosen
 from jaxpar.verification import traces
 from jaxpar.verification.random_pairs import max_segments
 
@@ -121,3 +123,8 @@ def plain_gradients(cfg: Config, batch: Batch) -> traces.TrainingTrace:
     loss, grads = gradients(params, batch)
     init = traces.to_host(params)
     return traces.TrainingTrace(init, float(loss), traces.to_host(grads), [], init)
+
+
+def origin_of(cfg: Config) -> initial_weights.Origin | None:
+    """Return the initial weights that a new run chooses, as its start does."""
+    return initial_weights.find(cfg, chosen.choose(cfg, None).get(chosen.INITIAL))

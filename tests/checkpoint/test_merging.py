@@ -22,6 +22,7 @@ from jaxpar.step import state
 from jaxpar.training import initial_weights
 from jaxpar.verification import traces
 from tests.fingerprints import quickly_computed
+from tests.weights import origin_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -96,7 +97,7 @@ def test_every_program_reads_it(runs, tmp_path, config_file, capsys):
     cfg = read_config([config_file, "--run.init-from", str(new)], "jaxpar.train", "")
     cfg = replace(cfg, **{"parallel.data": 1})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    started = initial_weights.state(cfg, mesh, initial_weights.find(cfg), print)
+    started = initial_weights.state(cfg, mesh, origin_of(cfg), print)
     wanted = weights_of(new, 0)
     for name, array in traces.to_host(started.params).items():
         assert np.array_equal(array, wanted[name])

@@ -30,6 +30,7 @@ from jaxpar.step import state
 from jaxpar.training import initial_weights
 from tests.fingerprints import quickly_computed
 from tests.inference import harness
+from tests.weights import origin_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -185,7 +186,7 @@ def tuned(origin: Path, folder: Path, data: str) -> Path:
     there = checkpoint.load_config(origin) if is_run else importing.open_source(origin).config
     values = {"run.init_from": str(origin), "data.path": data, "run.dir": str(folder)}
     cfg = dataclasses.replace(replace(Config(), **values), model=there.model)
-    found = initial_weights.find(cfg)
+    found = origin_of(cfg)
     assert found is not None
     write_run(folder, cfg)
     initial_weights.keep_files(found, folder)

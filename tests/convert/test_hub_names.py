@@ -12,9 +12,9 @@ from jaxpar.convert.hf import importing
 from jaxpar.convert.peft.importing import base_folder
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.inference.load import load
-from jaxpar.training import initial_weights
 from tests.convert import tiny
 from tests.hub import COMMIT, connect, files_in, serving
+from tests.weights import origin_of
 
 NAME = f"org/model@{COMMIT}"
 
@@ -44,11 +44,11 @@ def test_from_hf_records_the_commit(on_the_hub, tmp_path):
 def test_a_run_starts_from_it(on_the_hub):
     model = importing.open_source(on_the_hub).config
     cfg = dataclasses.replace(model, run=RunConfig(init_from="org/model@v1"))
-    found = initial_weights.find(cfg)
+    found = origin_of(cfg)
     assert found is not None
     assert str(found) == NAME
     with pytest.raises(ConfigError, match=r"run.init_from = 'org/none': .* does not exist"):
-        initial_weights.find(dataclasses.replace(cfg, run=RunConfig(init_from="org/none")))
+        origin_of(dataclasses.replace(cfg, run=RunConfig(init_from="org/none")))
 
 
 def test_text_is_generated_and_encoded_with_it(on_the_hub):

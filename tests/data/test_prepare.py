@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from jaxpar.data.formats.writer import whole_folder
 from jaxpar.data.prepare import documents, encode
 from jaxpar.data.prepare.splits import Shares, borders_of, place_of
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.runtime.files import atomic
 from tests.data.commands import main
 
 
@@ -244,15 +244,13 @@ def test_failure_keeps_the_old_dataset(corpus, tmp_path):
 
 def test_interrupted_as_it_is_replaced(corpus, tmp_path, monkeypatch):
     """The old dataset is back in its place, since nothing was written."""
-    out, rename = tmp_path / "out", Path.rename
+    out = tmp_path / "out"
     first = run(out, corpus)
 
-    def interrupted(path, target):
-        if path.name.endswith(".partial"):
-            raise KeyboardInterrupt
-        return rename(path, target)
+    def interrupted(complete, path):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(atomic, "publish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(out, corpus, overwrite=True)
     assert read_meta(out) == first

@@ -173,7 +173,7 @@ def test_a_file_of_tokens_trains_like_the_folder_it_came_from(what, dataset, tmp
         a, b = ours.host_rows(step, np.arange(4)), theirs.host_rows(step, np.arange(4))
         for name in ("tokens", "labels", "segment_ids", "positions"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
-    assert theirs.bytes_per_token is None
+    assert theirs.bytes_per_token(np.arange(4)) is None
 
 
 def test_a_folder_of_two_files_has_two_splits(dataset, tmp_path):

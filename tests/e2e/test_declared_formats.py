@@ -360,7 +360,6 @@ def test_what_another_process_has_written_is_read_or_passed_over(
     tmp_path_factory, monkeypatch, capfd, count
 ):
     monkeypatch.setattr("jaxpar.runtime.files.json_lines._reported", set())
-    monkeypatch.setattr(token, "_WRITE_SECONDS", 0.0)
     ended = []
     good = tmp_path_factory.mktemp("good")
     for name, one in formats(good).items():

@@ -18,11 +18,13 @@ from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.stores import folders, models
 from jaxpar.training import initial_weights
-from jaxpar.training.frozen.teacher import Teacher, identity_of
+from jaxpar.training.frozen import chosen
+from jaxpar.training.frozen.teacher import Teacher
 from tests.convert import tiny
 from tests.convert.test_export import save_run
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import mirrored
+from tests.weights import origin_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -61,7 +63,7 @@ def test_a_run_begins_with_the_weights_of_an_address(run, address, devices):
     states = {}
     for name, folder in folders_of.items():
         cfg = replace(run, **{"run.init_from": folder, "run.dir": f"{run.run.dir}-{name}"})
-        origin = initial_weights.find(cfg)
+        origin = origin_of(cfg)
         assert str(origin) == f"{folder}, step 3"
         states[name] = initial_weights.state(cfg, mesh, origin, print).params
     np.testing.assert_array_equal(states["here"]["head"], states["there"]["head"])
@@ -70,15 +72,16 @@ def test_a_run_begins_with_the_weights_of_an_address(run, address, devices):
 
 def test_a_teacher_at_an_address(run, address, devices):
     cfg = replace(run, **{"distill.teacher": str(address), "run.dir": f"{run.run.dir}-student"})
-    teacher = Teacher(cfg, make_mesh(cfg.parallel, devices[:1]), 8)
+    taken = chosen.choose(cfg, None)[chosen.TEACHER]
+    teacher = Teacher(cfg, make_mesh(cfg.parallel, devices[:1]), 8, taken)
     assert str(teacher) == f"{address}, step 3"
-    assert identity_of(teacher.folder) == identity_of(Path(run.run.dir))
+    assert taken.weights == chosen.digest(Path(run.run.dir), 3)
     check_teacher(cfg)
     assert teacher_of(cfg).model == run.model
     none = replace(cfg, **{"distill.teacher": f"{address}-none"})
     assert teacher_of(none) is None
     with pytest.raises(ConfigError, match=r"distill.teacher = .*is not a run with a checkpoint"):
-        Teacher(none, make_mesh(cfg.parallel, devices[:1]), 8)
+        chosen.choose(none, None)
 
 
 def test_a_published_model_at_an_address(published, s3, address):
