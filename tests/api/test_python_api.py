@@ -295,11 +295,12 @@ def test_two_trainers_train_in_two_threads(config_file, only_devices, tmp_path):
     strict=True, raises=TypeError, reason="`batches` do not have the teacher's tokens"
 )
 def test_a_step_takes_the_tokens_of_a_live_teacher(trainer_of):
-    teacher = trainer_of()
+    small = {"model.num_layers": 1, "evaluation.every": 0}
+    teacher = trainer_of(**small)
     teacher.save(teacher.init())
     folder = teacher.cfg.run.dir
     fields = {"run.dir": f"{folder}-student", "distill.teacher": folder, "distill.top_k": 4}
-    student = trainer_of(**fields)
+    student = trainer_of(**small, **fields)
     state = student.init()
     (batch,) = student.batches(state, 1)
     _, metrics = student.step(state, batch)
