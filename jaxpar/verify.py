@@ -8,7 +8,8 @@ The criteria, where `t` is --tolerance:
 
     weights at init   identical bits on every mesh
     loss              every step: relative error at most t
-    gradients         every parameter: largest error at most t times its largest gradient
+    gradients         every parameter: largest error at most t times its largest gradient, or 4
+                      times what rounding does to it, at most 10 t (`verification/rounding.py`)
     weights after     every parameter: mean error at most t * (1 + ln(1/t)) times the mean change
 
 The last criterion is a mean because Adam moves an element by about lr * g / |g|, whatever the size

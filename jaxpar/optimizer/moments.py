@@ -40,14 +40,8 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 #: optax's names of moments, each with the config field of its storage dtype.
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
-#: The names at the root of a tree of parameters.
-ROOT = frozenset(
-    {"embed", "positions", "final_norm", "final_norm_bias", "head", "mtp"}
-    | {"dense_layers", *STACKS.values()}
-)
 
-
-def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
+def map_moments(fn: Callable[..., Any], params: Any, opt_state: Any, *others: Any) -> Any:
     """Apply `fn(field, name, moment, ...)` to the moments of an optax state.
 
     Moments are all trees that have the structure of the parameters, whatever the rule calls them.
@@ -55,18 +49,20 @@ def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
 
     Args:     fn: a function of the moment's entry in FIELDS (None if it has none), the parameter's
               name, such as "layers/wq", and the moments: arrays, or in 8 bits
-              {"codes": ..., "scales": ...}.
+              {"codes": ..., "scales": ...}. params: the parameters, or a tree with their names,
+              such as their specs.
     """
+    is_moments = _has_names_of(params)
 
     def one(path, node, *rest):
-        if not _is_per_parameter(node):
+        if not is_moments(node):
             return node
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         field = FIELDS.get(names[-1]) if names else None
         named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
         return jax.tree_util.tree_map_with_path(named, node, *rest, is_leaf=is_quantized)
 
-    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_per_parameter)
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=is_moments)
 
 
 def specs_of_state(opt_state: Any, specs: Any) -> Any:
@@ -74,10 +70,10 @@ def specs_of_state(opt_state: Any, specs: Any) -> Any:
 
     Args:     opt_state: abstract or not. specs: of the trainable parameters.
     """
-    spec_of = flat(specs)
+    spec_of, is_moments = flat(specs), _has_names_of(specs)
 
     def one(path, node):
-        if not _is_per_parameter(node):
+        if not is_moments(node):
             return PartitionSpec()
         kind = next((key.name for key in reversed(path) if hasattr(key, "name")), "")
         name = lambda at: "/".join(key.key for key in at)  # noqa: E731
@@ -88,7 +84,7 @@ def specs_of_state(opt_state: Any, specs: Any) -> Any:
 
         return jax.tree_util.tree_map_with_path(of, node, is_leaf=is_quantized)
 
-    return jax.tree_util.tree_map_with_path(one, opt_state, is_leaf=_is_per_parameter)
+    return jax.tree_util.tree_map_with_path(one, opt_state, is_leaf=is_moments)
 
 
 def _moment_spec(kind: str, spec: ParamSpec) -> PartitionSpec:
@@ -101,8 +97,9 @@ def _moment_spec(kind: str, spec: ParamSpec) -> PartitionSpec:
     return dims
 
 
-def _is_per_parameter(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() <= ROOT
+def _has_names_of(params: Any) -> Callable[[Any], bool]:
+    """Return whether a node is a tree of some of these parameters, by the names at its root."""
+    return lambda node: isinstance(node, dict) and bool(node) and node.keys() <= params.keys()
 
 
 def storage_dtype(field: str | None, cfg: OptimizerConfig) -> str:
@@ -147,7 +144,7 @@ def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig, specs: Any) -> Any:
         fields.add(field)
         return stored(field, spec_of[name], moment, cfg) if field else moment
 
-    found = map_moments(store, opt_state)
+    found = map_moments(store, specs, opt_state)
     for field in sorted(set(FIELDS.values()) - fields):
         if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
@@ -183,12 +180,12 @@ def update(
     stacks = [[name] for name in STACKS.values() if name in params]
     top = [name for name in params if name not in STACKS.values()]
     parts = [
-        _in_slices(cfg, specs, step, ok, [_entries(tree, names) for tree in trees], rates)
+        _in_slices(cfg, specs, step, ok, [_entries(tree, params, names) for tree in trees], rates)
         for names in (top, *stacks)
         if names
     ]
     new, kept = zip(*parts, strict=True)
-    return _merged(params, new), _merged(opt_state, kept)
+    return _merged(params, params, new), _merged(opt_state, params, kept)
 
 
 def rows_of(specs: Any, params: Any, layers: jax.Array) -> Any:
@@ -214,16 +211,17 @@ def _update(
     rates: jax.Array | None,
 ):
     """Update all rows of `params` at once, if `ok`, with moments on the device."""
-    specs = _entries(specs, params)
+    specs = {name: specs[name] for name in params}
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs, sharded=True, rates=rates)
-    in_full = lambda field, _, leaf: in_float32(field, leaf) if field else leaf  # noqa: E731
-    advance = lambda grads, kept: rule.update(grads, map_moments(in_full, kept), params)  # noqa: E731
+    exact_of = lambda field, _, leaf: in_float32(field, leaf) if field else leaf  # noqa: E731
+    in_full = lambda kept: map_moments(exact_of, params, kept)  # noqa: E731
+    advance = lambda grads, kept: rule.update(grads, in_full(kept), params)  # noqa: E731
     scales = opt_state
     if uses_blocks(cfg.optimizer):
         # A pass for the scales, and one that computes the same again: without the barrier, XLA
         # would keep the float32 moments of the first one in memory. Gradients have none, since it
         # would make XLA write those that are clipped or cast within the update.
-        scales = map_moments(_new_scales, advance(grads, opt_state)[1], opt_state)
+        scales = map_moments(_new_scales, params, advance(grads, opt_state)[1], opt_state)
         opt_state, scales = lax.optimization_barrier((opt_state, scales))
     updates, exact = advance(grads, opt_state)
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
@@ -237,8 +235,10 @@ def _update(
         key = hash_uint32(hash_uint32(seed) + step.astype(jnp.uint32))
         return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
 
-    new = optax.apply_updates(params, updates), map_moments(keep, exact, opt_state, scales)
-    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (params, opt_state))
+    new = optax.apply_updates(params, updates)
+    kept = map_moments(keep, params, exact, opt_state, scales)
+    old = params, opt_state
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), (new, kept), old)
 
 
 def _new_scales(_: Any, __: str, moment: jax.Array, old: Any) -> jax.Array | None:
@@ -287,31 +287,28 @@ def _in_slices(
         here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
         # Every slice belongs to the same step, so counts come from before the loop.
         fetched = lambda _, __, ___, kept: here(kept)  # noqa: E731
-        kept = map_moments(fetched, opt_state, carry[1])
+        kept = map_moments(fetched, params, opt_state, carry[1])
         local = here(grads), kept, here(carry[0]), here(rows)
         new, kept = _update(cfg, specs, step, ok, *local, rates=rates)
         back = lambda tree, new: jax.tree.map(lambda a, b: put(a, b, i), tree, new)  # noqa: E731
         returned = lambda _, __, new, kept: back(kept, new)  # noqa: E731
-        return back(carry[0], new), map_moments(returned, kept, carry[1])
+        return back(carry[0], new), map_moments(returned, params, kept, carry[1])
 
     return lax.fori_loop(0, slices, body, (params, opt_state))
 
 
-def _is_model(node: Any) -> bool:
-    """Return whether a node is a tree of parameters, or a tree with the same names."""
-    return isinstance(node, dict) and "layers" in node
+def _entries(tree: Any, params: Any, names: Iterable[str]) -> Any:
+    """Keep only some entries of each tree with the names of the parameters within a tree."""
+    is_model = _has_names_of(params)
+    pick = lambda node: {n: node[n] for n in names} if is_model(node) else node  # noqa: E731
+    return jax.tree.map(pick, tree, is_leaf=is_model)
 
 
-def _entries(tree: Any, names: Iterable[str]) -> Any:
-    """Keep only some entries of each tree of parameters within a tree."""
-    pick = lambda node: {n: node[n] for n in names} if _is_model(node) else node  # noqa: E731
-    return jax.tree.map(pick, tree, is_leaf=_is_model)
-
-
-def _merged(like: Any, parts: Iterable[Any]) -> Any:
+def _merged(like: Any, params: Any, parts: Iterable[Any]) -> Any:
     """Undo `_entries`: merge `parts` into one tree like `like`, with the first part's counts."""
+    is_model = _has_names_of(params)
 
     def join(node: Any, *found: Any) -> Any:
-        return {n: v for f in found for n, v in f.items()} if _is_model(node) else found[0]
+        return {n: v for f in found for n, v in f.items()} if is_model(node) else found[0]
 
-    return jax.tree.map(join, like, *parts, is_leaf=_is_model)
+    return jax.tree.map(join, like, *parts, is_leaf=is_model)

@@ -23,7 +23,8 @@ def in_configured_dtypes(state: Any, wanted: Any, cfg: Config) -> Any:
     Args:     state: a TrainState. wanted: the same with the config's shapes, dtypes and shardings,
               as abstract arrays.
     """
-    spec_of = flat(trainable_specs(cfg))
+    specs = trainable_specs(cfg)
+    spec_of = flat(specs)
 
     def converted(field: str | None, name: str, moment: Any, to: Any) -> Any:
         if field is None or _are_alike(moment, to):
@@ -34,7 +35,7 @@ def in_configured_dtypes(state: Any, wanted: Any, cfg: Config) -> Any:
 
     dtype = jnp.dtype(cfg.optimizer.ema_dtype)
     stored = lambda x: x if x.dtype == dtype else convert_dtype(x.sharding, dtype)(x)  # noqa: E731
-    opt_state = moments.map_moments(converted, state.opt_state, wanted.opt_state)
+    opt_state = moments.map_moments(converted, specs, state.opt_state, wanted.opt_state)
     return dataclasses.replace(state, opt_state=opt_state, ema=jax.tree.map(stored, state.ema))
 
 

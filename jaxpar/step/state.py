@@ -158,7 +158,8 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
         params = join(jax.tree.map(move, trainable), frozen)
         tree = dataclasses.replace(tree, params=params)
     on_host = lambda _, __, kept: jax.tree.map(move, kept)  # noqa: E731
-    return dataclasses.replace(tree, opt_state=moments.map_moments(on_host, tree.opt_state))
+    opt_state = moments.map_moments(on_host, tree.params, tree.opt_state)
+    return dataclasses.replace(tree, opt_state=opt_state)
 
 
 def logical_shardings(arrays: Any, running: Any, cfg: Config) -> Any:

@@ -32,7 +32,7 @@ class MeshRow:
         named = lambda pair: f"{pair[0]:.1e} {pair[1]}" if pair else "-"  # noqa: E731
         init = f"{len(f.differing)} differ" if f.differing else "same bits"
         loss = f"{self.loss:.6f} ({f.loss:.1e})"
-        verdict = "MISMATCH" if f.mismatches() else "ok"
+        verdict = "MISMATCH" if f.mismatches() else "ok, rounding" if f.is_rounding else "ok"
         return self.mesh, init, loss, named(f.gradient), named(f.update), verdict
 
 

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import moments
+from jaxpar.optimizer.rules import make_optimizer
+from jaxpar.sharding.axes import FSDP_AXES, VOCAB_AXES
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.sharding.params import count
+from jaxpar.sharding.params import ParamSpec, abstract, count, partition_specs
 from jaxpar.step.conversions import in_configured_dtypes
 from jaxpar.step.state import (
     abstract_logical,
@@ -122,7 +125,7 @@ def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, n
     wanted = state_shardings(cfg, mesh)
     for shardings in (jax.tree.map(lambda a: a.sharding, s) for s in (state, after)):
         assert shardings == wanted
-    kinds = moments.map_moments(lambda _, __, a: a.memory_kind, wanted.opt_state)
+    kinds = moments.map_moments(lambda _, __, a: a.memory_kind, wanted.params, wanted.opt_state)
     named = [leaf for leaf in jax.tree.leaves(kinds) if isinstance(leaf, str)]
     assert set(named) == {"pinned_host"}
     assert len(named) == (2 if name == "adamw" else 1) * len(jax.tree.leaves(state.params))
@@ -213,7 +216,7 @@ def test_conversion_keeps_shardings_and_rounds_to_the_nearest(devices):
         cfg, mesh = ready(devices, **fields, **MESHES["sharded"])
         state = init_state(cfg, mesh)
         third = lambda _, __, a: jax.device_put(np.full(a.shape, 1 / 3, a.dtype), a.sharding)  # noqa: E731
-        thirds = moments.map_moments(third, state.opt_state)
+        thirds = moments.map_moments(third, state.params, state.opt_state)
         state = dataclasses.replace(state, opt_state=thirds)
         in_16_bits = replace(cfg, **BOTH)
         narrow = in_configured_dtypes(state, abstract_logical(in_16_bits, mesh), in_16_bits)
@@ -222,3 +225,19 @@ def test_conversion_keeps_shardings_and_rounds_to_the_nearest(devices):
         (value,) = {float(jnp.max(a)) for a in jax.tree.leaves(back.opt_state[0].mu)}
         assert value == float(jnp.bfloat16(1 / 3))
         assert narrow.opt_state[0].nu["embed"].dtype == jnp.bfloat16
+
+
+def test_moments_follow_whatever_parameters_a_model_has():
+    """Also one at the root of the tree that no built-in model has."""
+    new = ParamSpec(shape=(64, 8), axes=("vocab", "embed"))
+    layer = ParamSpec(shape=(2, 8, 16), axes=("layer", "embed", "mlp"), columns=1)
+    specs = {"layers": {"w_up": layer}, "of_another_model": new}
+    cfg = replace(BASE, **BOTH).optimizer
+    empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract(specs))
+    kept = moments.in_storage_dtype(make_optimizer(cfg, 4, specs).init(empty), cfg, specs)
+    found, wanted = moments.specs_of_state(kept, specs)[0], partition_specs(specs)
+    assert found.mu == found.nu == wanted and wanted["of_another_model"] == P(VOCAB_AXES, FSDP_AXES)
+    assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves((kept[0].mu, kept[0].nu)))
+    names: list[str] = []
+    moments.map_moments(lambda _, name, __: names.append(name), specs, kept)
+    assert sorted(names) == sorted(2 * ["layers/w_up", "of_another_model"])

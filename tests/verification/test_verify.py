@@ -1,5 +1,7 @@
 """The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import step_weights, train_step
 from jaxpar.verification import command, distances, small_config, traces
 from jaxpar.verification import meshes as verification_meshes
+from jaxpar.verification.rounding import rounding_errors
 
 #: As little as `--shrink` and overrides leave.
 TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size", "32"]
@@ -83,6 +86,43 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
     assert code == 1
     assert "MISMATCH" in shown
     assert "data=2: gradient of final_norm is off by 1.0e-03, allowed 1.0e-05" in shown
+
+
+def test_rounding_beyond_the_tolerance_is_no_mismatch_and_a_fault_is():
+    cfg = small_config.float32(load_config("quickstart"))
+    meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
+    small = small_config.shrink(cfg, list(meshes.values()))
+    small = resolve(replace(small, parallel=meshes["data=2"]), 2)
+    batch, mesh = traces.random_batch(small), make_mesh(small.parallel, jax.devices()[:2])
+    with jax.default_matmul_precision("highest"):
+        plain = traces.reference_trace(small, [batch], 0)
+        found = traces.mesh_trace(small, mesh, [batch], 0, traces.QUICK_COMPILE)
+        rounding = rounding_errors(plain, batch, small)
+    assert rounding.keys() == plain.gradients.keys()
+    assert all(1e-9 < error < 1e-5 for error in rounding.values())
+    # A tolerance that this model's gradients are rounded by more than.
+    tolerance = distances.compare(found, plain, 1e-5).gradient[0] / 2
+    assert tolerance > 0 and not distances.compare(found, plain, tolerance).is_rounding
+    of_gradients = lambda trace: [  # noqa: E731
+        text
+        for text in distances.compare(trace, plain, tolerance, (), rounding).mismatches()
+        if text.startswith("gradient")
+    ]
+    assert distances.compare(found, plain, tolerance, (), rounding).is_rounding
+    assert of_gradients(found) == []
+    for name, gradient in found.gradients.items():
+        off = gradient.copy()
+        off.flat[np.abs(off).argmax()] *= 1.001
+        wrong = dataclasses.replace(found, gradients=found.gradients | {name: off})
+        (text,) = of_gradients(wrong)
+        assert f"gradient of {name} is off by 1.0e-03" in text
+
+
+@pytest.mark.parametrize(
+    ("rounding", "allowed"), [(0.0, 1e-5), (2e-6, 1e-5), (5e-6, 2e-5), (1e-2, 1e-4)]
+)
+def test_rounding_raises_a_tolerance_within_limits(rounding, allowed):
+    assert distances.gradient_tolerance(1e-5, rounding) == pytest.approx(allowed)
 
 
 def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):

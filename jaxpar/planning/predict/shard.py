@@ -121,7 +121,8 @@ def _named(spec: Any) -> tuple[str, ...]:
 def moment_bytes(cfg: Config) -> int:
     """Return the bytes of one device's moments, which `optimizer.offload` moves to the host."""
     counts: list[int] = []
-    map_moments(lambda _, __, leaf: counts.append(1), abstract_state(cfg).opt_state)
+    state = abstract_state(cfg)
+    map_moments(lambda _, __, leaf: counts.append(1), state.params, state.opt_state)
     alone = {"optimizer.ema_decay": 0.0, "parallel.replica_reduction": "float32"}
     return state_bytes(replace(cfg, **alone))[1] if counts else 0
 
