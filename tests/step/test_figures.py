@@ -67,7 +67,7 @@ def test_a_difference_names_config_part_and_entry():
         ("plan", {"parallel.remat": "full"}),
         ("shrunk", {"model.qk_norm": True}),
         ("layout", {"model.qk_norm": True}),
-        ("layout", {"model.matmul_dtype": "float8", "model.d_ff": 64}),
+        ("layout", {"model.mlp_bias": True}),
         ("checkpoint", {"optimizer.name": "lion"}),
     ],
 )
