@@ -111,7 +111,7 @@ def _tokens(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
 
 def _scoring(cfg: Config, tensor: int) -> Any:
     cfg, mesh, _, weights = _sampling(cfg, tensor)
-    return scoring.make_scores(cfg, mesh).trace(
+    return scoring.make_scores(cfg, mesh, VOCABULARY).trace(
         weights, jax.ShapeDtypeStruct((ROWS, PROMPT + 1), jnp.int32)
     )
 
