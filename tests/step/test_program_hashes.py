@@ -57,17 +57,7 @@ def as_recorded():
 
 
 @of_this_jax
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tensor, sequence",
-        "pipeline, virtual, zero 3",
-        "windows",
-        "latent",
-        "outer step: diloco",
-        "tokens, tensor: dense",
-    ],
-)
+@pytest.mark.parametrize("name", ["fsdp", "outer step: diloco", "tokens, tensor: dense"])
 def test_some_programs_are_the_recorded_ones(name, as_recorded):
     _, *program = next(p for p in program_hashes.programs() if p.name == name)
     assert program_hashes.lowered(*program).digest == RECORDED["programs"][name]
@@ -81,9 +71,8 @@ def test_every_program_is_recorded():
 
 @of_this_jax
 def test_a_changed_program_is_seen(as_recorded):
-    fields = programs.TINY | programs.CPU["fsdp"] | {"model.norm_eps": 2e-5}
-    found = program_hashes.lowered(fields, "train", cuda=False)
-    assert program_hashes.differences(RECORDED, "fsdp", found) == ["fsdp"]
+    found = program_hashes.lowered(programs.TINY | {"model.d_ff": 256}, "fuse", cuda=False)
+    assert program_hashes.differences(RECORDED, "fuse: dense", found) == ["fuse: dense"]
 
 
 def test_a_changed_kernel_is_seen():
