@@ -183,9 +183,9 @@ class Rows:
 class Programs:
     """The compiled parts of `generate`, for one shape of batch."""
 
-    start: Callable[..., Rows]
-    """(weights, tokens [B, T], lengths [B], numbers of the rows [B] or None for their indices) ->
-    rows with their first token."""
+    start: Any
+    """Jitted (weights, tokens [B, T], lengths [B], numbers of the rows, int32 [B]) -> rows with
+    their first token."""
     go_on: Any
     """Jitted (weights, rows) -> rows and the next CHUNK tokens, int32 [B, CHUNK]."""
     compiled: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
@@ -260,14 +260,8 @@ def make_programs(
         return rows, tokens.T
 
     apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    first = jax.jit(apart(start, in_specs=(weights, plain, plain, plain), out_specs=rows))
-
-    def numbered(weights, tokens, lengths, number=None):
-        number = np.arange(len(tokens)) if number is None else np.asarray(number)
-        return first(weights, tokens, lengths, number.astype(np.int32))
-
     return Programs(
-        numbered,
+        jax.jit(apart(start, in_specs=(weights, plain, plain, plain), out_specs=rows)),
         jax.jit(apart(go_on, in_specs=(weights, rows), out_specs=(rows, plain)), donate_argnums=1),
     )
 
@@ -335,7 +329,8 @@ def generate(
     check_positions(cfg, int(lengths.max()), max_tokens)
     size = {"slots": slots_for(int(lengths.max()), max_tokens), "vocab_size": vocab_size}
     programs = make_programs(cfg, mesh, how, **size)
-    rows = programs.start(weights, tokens, lengths, numbers)
+    number = np.asarray(range(len(prompts)) if numbers is None else numbers, np.int32)
+    rows = programs.start(weights, tokens, lengths, number)
     go_on = programs.ready_to_go_on(weights, rows)
     jax.block_until_ready(rows)
     yield [[] for _ in prompts]

@@ -255,6 +255,7 @@ def test_next_to_no_temperature_is_none(temperature):
 def test_the_cache_is_as_large_as_it_is_said_to_be(name, tensor):
     cfg, mesh, _, weights = model(name, tensor)
     programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60)
-    rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
+    tokens, lengths, number = np.ones((3, 128)), np.full(3, 5), np.arange(3)
+    rows = programs.start(weights, *(a.astype(np.int32) for a in (tokens, lengths, number)))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))
     assert held == decode.cache_bytes(cfg.model, 3, 128, tensor)

@@ -1,4 +1,4 @@
-"""The bodies of kernels in a lowered program, without places in the source."""
+"""The bodies of kernels in a lowered program, without places in the source or in a process."""
 
 import functools
 import hashlib
@@ -17,6 +17,7 @@ KERNEL = re.compile(r'\b(module|ir|kernel_hash|backend_config) = "((?:[^"\\]|\\.
 #: How MLIR writes bytes in a string.
 ESCAPE = re.compile(rb'\\([0-9A-F]{2}|[\\"nt])')
 MLIR = b"ML\xefR"  # how MLIR bytecode begins
+NUMBERED = "mosaic_gpu.dump_basename"  # counts the kernels that the process has lowered
 NAMED = {b"n": b"\n", b"t": b"\t", b"\\": b"\\", b'"': b'"'}
 
 
@@ -66,6 +67,8 @@ def kernel_of(escaped: str) -> Kernel:
     with _context():
         module = ir.Module.parse(body)
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        if NUMBERED in module.operation.attributes:
+            del module.operation.attributes[NUMBERED]
         stripped = io.BytesIO()
         module.operation.write_bytecode(stripped)
         return Kernel(next(filter(None, _names(module)), "kernel"), stripped.getvalue())

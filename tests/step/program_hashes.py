@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -117,27 +118,17 @@ def for_h200() -> Iterator[None]:
         yield
 
 
-type Hashes = dict[str, str]
-type KernelHashes = dict[str, list[str]]
-
-
-def hashes(only: list[str], texts: Path | None) -> tuple[Hashes, KernelHashes]:
-    """Hashes by name, of all programs or of those whose name holds one of these parts: of the text,
-    and of each kernel."""
-    found: Hashes = {}
-    bodies: KernelHashes = {}
+def lowered_programs(only: list[str], texts: Path | None) -> Iterator[tuple[str, Lowered]]:
+    """Lower all programs, or those whose name holds one of these parts, one after the other."""
     for name, fields, step, cuda in programs():
         if only and not any(part in name for part in only):
             continue
         one = lowered(fields, step, cuda)
-        found[name] = one.digest
-        if one.kernels:
-            bodies[name] = [str(kernel) for kernel in one.kernels]
         size, kernels = len(one.text) >> 10, len(one.kernels)
         print(f"{one.digest}  {size:5} KiB  {kernels:2} kernels  {name}", flush=True)
         if texts:
             write_texts(texts, name, one)
-    return found, bodies
+        yield name, one
 
 
 def write_texts(folder: Path, name: str, program: Lowered) -> None:
@@ -149,28 +140,30 @@ def write_texts(folder: Path, name: str, program: Lowered) -> None:
         (folder / f"{stem}.kernel_{number}_{kernel.name}.mlir").write_text(kernel.text())
 
 
-def differences(recorded: dict, found: Hashes, bodies: KernelHashes) -> list[str]:
-    """Name the programs that differ from recorded ones, and kernels that only one of both has."""
-    lines = [name for name, digest in found.items() if recorded["programs"].get(name) != digest]
-    for name in found:
-        before, now = recorded["kernels"].get(name, []), bodies.get(name, [])
-        lines += [f"{name}: no longer has kernel {k}" for k in before if k not in now]
-        lines += [f"{name}: new kernel {k}" for k in now if k not in before]
+def differences(recorded: dict, name: str, found: Lowered) -> list[str]:
+    """Say what of a program differs from the recorded one: the program, and kernels that only one
+    of both has."""
+    before, now = recorded["kernels"].get(name, []), list(map(str, found.kernels))
+    lines = [] if recorded["programs"].get(name) == found.digest else [name]
+    lines += [f"{name}: no longer has kernel {k}" for k in before if k not in now]
+    lines += [f"{name}: new kernel {k}" for k in now if k not in before]
     return lines
 
 
 def under_seeds(seeds: list[int], only: list[str]) -> int:
-    """Compare with the table under each PYTHONHASHSEED. Returns: 1 if a program differs."""
-    codes = []
+    """Compare with the table under each PYTHONHASHSEED, until a program differs. Returns: 1 if one
+    does."""
     for seed in seeds:
         print(f"PYTHONHASHSEED={seed}", flush=True)
-        command = [sys.executable, "-m", "tests.step.program_hashes"]
+        command = [sys.executable, "-m", "tests.step.program_hashes", "--first"]
         command += ["--only", *only] if only else []
         environment = os.environ | {"PYTHONHASHSEED": str(seed)}
-        codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
-    same = [seed for seed, code in zip(seeds, codes, strict=True) if code == 0]
-    print(f"as recorded under seeds {same} of {seeds}")
-    return max(codes)
+        start = time.monotonic()
+        if code := subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            print(f"not as recorded under PYTHONHASHSEED={seed}")
+            return code
+        print(f"equal under PYTHONHASHSEED={seed}, in {time.monotonic() - start:.0f} s", flush=True)
+    return 0
 
 
 def main() -> int:
@@ -181,6 +174,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="parts of names")
     parser.add_argument("--texts", type=Path, metavar="FOLDER", help="write each text there")
     parser.add_argument("--seeds", type=int, nargs="*", metavar="N", help="PYTHONHASHSEEDs")
+    parser.add_argument("--first", action="store_true", help="stop at the first that changed")
     parser.add_argument("--write", action="store_true", help="record the hashes")
     options = parser.parse_args()
     recorded = json.loads(TABLE.read_text("utf-8"))
@@ -192,24 +186,32 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_traceback_in_locations_limit", 1)  # quicker; hashes are without places
-    found, bodies = hashes(options.only, options.texts)
-    lines = differences(recorded, found, bodies)
-    changed = {line.partition(": no longer")[0].partition(": new kernel")[0] for line in lines}
-    print(f"{len(found)} programs, {len(changed)} changed" + "".join(f"\n  {n}" for n in lines))
+    found: dict[str, Lowered] = {}
+    changed: dict[str, list[str]] = {}
+    for name, one in lowered_programs(options.only, options.texts):
+        found[name] = one
+        if lines := differences(recorded, name, one):
+            changed[name] = lines
+            if options.first:
+                break
+    lines = [line for of_program in changed.values() for line in of_program]
+    print(f"{len(found)} programs, {len(changed)} changed", *lines, sep="\n  ")
     if options.write:
-        write(found, bodies, recorded if options.only else {})
+        write(found, recorded if options.only else {})
     return 1 if changed and not options.write else 0
 
 
-def write(found: Hashes, bodies: KernelHashes, kept: dict) -> None:
+def write(found: dict[str, Lowered], kept: dict) -> None:
     """Record hashes, in the order of `programs`, beside those that are kept."""
-    order = [program.name for program in programs()]
-    parts = {
-        "programs": kept.get("programs", {}) | found,
-        "kernels": kept.get("kernels", {}) | bodies,
+    texts = {name: one.digest for name, one in found.items()}
+    kernels = {name: list(map(str, one.kernels)) for name, one in found.items() if one.kernels}
+    before = {
+        part: {name: value for name, value in kept.get(part, {}).items() if name not in found}
+        for part in ("programs", "kernels")
     }
+    parts = {"programs": before["programs"] | texts, "kernels": before["kernels"] | kernels}
     table = {
-        part: {name: values[name] for name in order if name in values}
+        part: {p.name: values[p.name] for p in programs() if p.name in values}
         for part, values in parts.items()
     }
     TABLE.write_text(json.dumps({"jax": jax.__version__, **table}, indent=1) + "\n", "utf-8")

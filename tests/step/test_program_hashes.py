@@ -46,7 +46,7 @@ OF_MANY_NAMES = ("latent, lora", "deepseek, mtp", "kda, meshes", "mamba, experts
 def test_programs_do_not_depend_on_the_hash_seed():
     run = ended("--only", *OF_MANY_NAMES, "--seeds", "1", "2", "3")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert "as recorded under seeds [1, 2, 3] of [1, 2, 3]" in run.stdout
+    assert all(f"equal under PYTHONHASHSEED={seed}" in run.stdout for seed in (1, 2, 3))
 
 
 @pytest.fixture
@@ -57,17 +57,7 @@ def as_recorded():
 
 
 @of_this_jax
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tensor, sequence",
-        "pipeline, virtual, zero 3",
-        "windows",
-        "latent",
-        "outer step: diloco",
-        "tokens, tensor: dense",
-    ],
-)
+@pytest.mark.parametrize("name", ["fsdp", "outer step: diloco", "tokens, tensor: dense"])
 def test_some_programs_are_the_recorded_ones(name, as_recorded):
     _, *program = next(p for p in program_hashes.programs() if p.name == name)
     assert program_hashes.lowered(*program).digest == RECORDED["programs"][name]
@@ -81,18 +71,19 @@ def test_every_program_is_recorded():
 
 @of_this_jax
 def test_a_changed_program_is_seen(as_recorded):
-    fields = programs.TINY | programs.CPU["fsdp"] | {"model.norm_eps": 2e-5}
-    found = {"fsdp": program_hashes.lowered(fields, "train", cuda=False).digest}
-    assert program_hashes.differences(RECORDED, found, {}) == ["fsdp"]
+    found = program_hashes.lowered(programs.TINY | {"model.d_ff": 256}, "fuse", cuda=False)
+    assert program_hashes.differences(RECORDED, "fuse: dense", found) == ["fuse: dense"]
 
 
 def test_a_changed_kernel_is_seen():
-    name, [first, *rest] = next(iter(RECORDED["kernels"].items()))
-    found = {name: RECORDED["programs"][name]}
-    assert program_hashes.differences(RECORDED, found, {name: [first, *rest]}) == []
-    assert program_hashes.differences(RECORDED, found, {name: ["other 0", *rest]}) == [
-        f"{name}: no longer has kernel {first}",
-        f"{name}: new kernel other 0",
+    kernels = [kernel_bodies.Kernel(name, name.encode()) for name in ("first", "second")]
+    found = program_hashes.Lowered("text", kernels)
+    table = {"programs": {"p": found.digest}, "kernels": {"p": list(map(str, kernels))}}
+    assert program_hashes.differences(table, "p", found) == []
+    other = kernel_bodies.Kernel("first", b"other")
+    assert program_hashes.differences(table, "p", found._replace(kernels=[other, kernels[1]])) == [
+        f"p: no longer has kernel {kernels[0]}",
+        f"p: new kernel {other}",
     ]
 
 

@@ -88,29 +88,30 @@ def _sampling(cfg: Config, tensor: int, modules: bool = False) -> tuple[Config, 
     return cfg, mesh, fuse.trace(params), jax.eval_shape(fuse, params)
 
 
-def _generation(cfg: Config, tensor: int, modules: bool) -> tuple[Any, Any, tuple]:
-    """The programs of text generation, the weights, and prompts."""
+def _generation(cfg: Config, tensor: int, modules: bool) -> tuple[Any, tuple, jax.ShapeDtypeStruct]:
+    """The programs of text generation, what they start with, and lengths of prompts."""
     cfg, mesh, _, weights = _sampling(cfg, tensor, modules)
     make = speculative.make_programs if modules else generation.make_programs
     made = make(cfg, mesh, GREEDY, slots=SLOTS, vocab_size=VOCABULARY)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    return made, weights, (ints(ROWS, PROMPT), ints(ROWS))
+    tokens, lengths, numbers = ints(ROWS, PROMPT), ints(ROWS), ints(ROWS)
+    return made, (weights, tokens, lengths, *([] if modules else [numbers])), lengths
 
 
 def _prefill(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
-    made, weights, prompts = _generation(cfg, tensor, modules)
-    return made.start.trace(weights, *prompts)
+    made, prompts, _ = _generation(cfg, tensor, modules)
+    return made.start.trace(*prompts)
 
 
 def _tokens(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
-    made, weights, prompts = _generation(cfg, tensor, modules)
-    rows = jax.eval_shape(made.start, weights, *prompts)
-    return made.go_on.trace(weights, rows, *(prompts[1:] if modules else ()))
+    made, prompts, lengths = _generation(cfg, tensor, modules)
+    rows = jax.eval_shape(made.start, *prompts)
+    return made.go_on.trace(prompts[0], rows, *([lengths] if modules else []))
 
 
 def _scoring(cfg: Config, tensor: int) -> Any:
     cfg, mesh, _, weights = _sampling(cfg, tensor)
-    return scoring.make_scores(cfg, mesh).trace(
+    return scoring.make_scores(cfg, mesh, VOCABULARY).trace(
         weights, jax.ShapeDtypeStruct((ROWS, PROMPT + 1), jnp.int32)
     )
 
