@@ -51,7 +51,7 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
 
     parts = re.findall(r"^== (.*)$", text, re.MULTILINE)
     assert parts[1:3] == ["2. Training for 6 steps", "3. What it writes"]
-    assert re.fullmatch(r"Done in \d+ s", parts[3])
+    assert re.fullmatch(r"Done in [\d.hms ]+", parts[3])
     assert re.search(r"^import .", text, re.MULTILINE | re.DOTALL)
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
