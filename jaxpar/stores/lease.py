@@ -151,7 +151,7 @@ class Lease:
 
 
 def _seconds() -> float:
-    """Return the seconds of a clock that never jumps, and goes on while a machine is suspended."""
+    """Return the seconds of a clock that never jumps, and runs while a machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -15,7 +15,7 @@ from jaxpar.data.formats.rows import RowCounts
 #: Held-out share of the documents unless an option says otherwise.
 HOLDOUT = 0.02
 
-#: Documents to look at for one in each split. Of so many, a share of 0.001 has one.
+#: Documents to look at for one in each split. A share of 0.001 of this many has one.
 LOOKED_AT = 10_000
 
 _IN_WORDS = {TRAIN: "training", VAL: "held-out", TEST: "test"}
