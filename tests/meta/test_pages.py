@@ -101,7 +101,7 @@ def planned(command: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
+@pytest.mark.parametrize("page", [slow(LAYOUTS), slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown

@@ -204,6 +204,7 @@ def test_a_title_is_not_broken_at_the_width_of_its_table(capsys):
     assert "Generation: KV cache of 64 sequences of 8,192 tokens, GiB per GPU" in said
 
 
+@pytest.mark.slow
 def test_advice_is_of_the_numbers(capsys, monkeypatch):
     from jaxpar.planning import advice
 

@@ -53,6 +53,7 @@ def test_processes_with_certificates_meet(tmp_path, names):
 
 
 @pytest.mark.parametrize("stranger", ["of another authority", "without a certificate"])
+@pytest.mark.slow
 def test_a_stranger_does_not_join(tmp_path, stranger):
     env = certificates.make(tmp_path, "one", "IP:127.0.0.1")
     other = certificates.make(tmp_path, "two", "IP:127.0.0.1") if "another" in stranger else {}

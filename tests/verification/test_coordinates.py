@@ -40,6 +40,7 @@ def exponents_of(devices, **fields) -> list[Growth]:
     return growth(found)
 
 
+@pytest.mark.slow
 def test_only_mup_passes(devices):
     plain, mup = exponents_of(devices), exponents_of(devices, **MUP)
     assert {one.kind for one in plain if one.verdict() == "grows"} >= {

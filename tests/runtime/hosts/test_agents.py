@@ -177,6 +177,7 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_others_go_on(hosts, tmp_pat
     wait_for(lambda: two.codes.get("b") == exit_codes.EXIT_OK)
 
 
+@pytest.mark.slow
 def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, capfd):
     one = hosts(nodes="1", wait_seconds=12.0)
     one.start("a")
@@ -187,6 +188,7 @@ def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, ca
     assert "has not answered for 12 s, --wait-seconds" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd):
     two = hosts(heartbeat_seconds=20.0)
     two.start("a")
@@ -205,6 +207,7 @@ def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd
     assert "lost" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
     """As by lost packets: TCP then waits for seconds. The other connection is asked."""
     one = hosts(heartbeat_seconds=20.0, nodes="1")
