@@ -11,6 +11,7 @@ import importlib
 import os
 import platform
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     write_to_memory()
+    heed_signals()
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return  # pytest-xdist's workers have the tests, and start when this process is ready
     if wants_gpu(config):
@@ -143,6 +145,16 @@ def write_to_memory() -> None:
     there = os.statvfs(MEMORY)
     if there.f_bavail * there.f_frsize > LEAST_FREE and not there.f_flag & os.ST_NOEXEC:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = MEMORY
+
+
+def heed_signals() -> None:
+    """Undo `nohup` and a shell's `&`, which leave signals ignored here and in all children."""
+    for number, default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 def simulate_devices(config: pytest.Config) -> None:

@@ -195,9 +195,10 @@ def test_prefetch_runs_ahead_and_stops(cfg, monkeypatch):
 def test_prefetch_raises_where_it_failed(cfg, monkeypatch):
     """Batches before the failure arrive; then comes the exception itself."""
     loader = Loader(cfg, make_mesh())
-    whole = loader.host_rows
+    whole, threads = loader.host_rows, set()
 
     def host_rows(step, rows):
+        threads.add(threading.current_thread())
         if step == 2:
             raise OSError("disk went away")
         return whole(step, rows)
@@ -207,7 +208,8 @@ def test_prefetch_raises_where_it_failed(cfg, monkeypatch):
     assert [next(stream)[0], next(stream)[0]] == [0, 1]
     with pytest.raises(OSError, match="disk went away"):
         next(stream)
-    assert not [t for t in threading.enumerate() if t.name.startswith("train-batches")]
+    (thread,) = threads
+    assert not thread.is_alive()
 
 
 PROGRAM = """

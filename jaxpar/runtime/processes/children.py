@@ -267,5 +267,12 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-    if came:
+    if not came:
+        return
+    handler = earlier[came[0]]
+    if callable(handler):
+        # Called here, since Python may run a handler inside a callback of the garbage collector
+        # (JAX has one), which drops a KeyboardInterrupt.
+        handler(came[0], None)
+    else:
         signal.raise_signal(came[0])
