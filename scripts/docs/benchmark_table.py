@@ -75,7 +75,7 @@ def mesh_of(card: dict[str, Any], named: bool = False) -> str:
     gpus = f"{gpus_of(card)}" + (f" {kind}" if named or kind != "H200" else "")
     if card["mesh"] == "1 device":
         return gpus
-    zero = card["config"]["parallel"]["zero"]
+    zero = card["config"]["parallel.zero"]
     words = {"data": "FSDP" if zero == 3 else "ZeRO-1, data", "replica": "replicas"}
     axes = [axis.split("=") for axis in card["mesh"].split()]
     names = [f"{words.get(name, name)} {size}" for name, size in axes]
@@ -84,29 +84,29 @@ def mesh_of(card: dict[str, Any], named: bool = False) -> str:
 
 def how(card: dict[str, Any]) -> str:
     """Describe the remat policy and the other non-default options."""
-    p, m, data = (card["config"][part] for part in ("parallel", "model", "data"))
-    words = [f"remat `{p['remat']}`"]
+    c = card["config"]
+    words = [f"remat `{c['parallel.remat']}`"]
     if is_float8(card):
-        gathers = "8-bit gathers, " if p["gather_dtype"] == "float8" else ""
-        words.append(f"float8, {gathers}a scale per {m['float8_scaling']}")
-    if m.get("logits_dtype") == "compute":
-        words.append(f"logits in {m['dtype']}")
-    if p.get("loss_chunks"):
-        words.append(f"loss chunks {p['loss_chunks']}")
+        gathers = "8-bit gathers, " if c["parallel.gather_dtype"] == "float8" else ""
+        words.append(f"float8, {gathers}a scale per {c['model.float8_scaling']}")
+    if c.get("model.logits_dtype") == "compute":
+        words.append(f"logits in {c['model.dtype']}")
+    if c.get("parallel.loss_chunks"):
+        words.append(f"loss chunks {c['parallel.loss_chunks']}")
     for field, unit in (
         ("num_microbatches", "microbatches"),
         ("virtual_stages", "virtual stages"),
         ("row_groups", "row groups"),
     ):
-        if (p.get(field) or 1) > 1:
-            words.append(f"{p[field]} {unit}")
-    if p["expert"] > 1 and m["num_experts"]:
-        words.append(f"expert slack {p['expert_slack']}")
-    if m.get("layer_pattern"):
-        words.append(f"recurrences by {m['recurrent_backend']}")
-    if (rule := card["config"]["optimizer"]["name"]) != "adamw":
+        if (c.get(f"parallel.{field}") or 1) > 1:
+            words.append(f"{c[f'parallel.{field}']} {unit}")
+    if c["parallel.expert"] > 1 and c["model.num_experts"]:
+        words.append(f"expert slack {c['parallel.expert_slack']}")
+    if c.get("model.layer_pattern"):
+        words.append(f"recurrences by {c['model.recurrent_backend']}")
+    if (rule := c["optimizer.name"]) != "adamw":
         words.append(rule.capitalize())
-    if data["document_mask"]:
+    if c["data.document_mask"]:
         words.append("document masking")
     return ", ".join(words)
 
@@ -115,33 +115,33 @@ def model_of(card: dict[str, Any]) -> str:
     """Describe the number of parameters and the sequence length."""
     name = name_of(card)
     cut = f" ({name})" if name else ""
-    return f"{card['parameters'] / 1e9:.1f}B{cut}, {card['config']['data']['seq_len']:,}"
+    return f"{card['parameters'] / 1e9:.1f}B{cut}, {card['config']['data.seq_len']:,}"
 
 
 def name_of(card: dict[str, Any]) -> str:
     """Return the name of a model with experts or with fewer layers than published, or ''."""
-    model = card["config"]["model"]
-    of, pattern = f"{model['num_layers']} layers of", model.get("layer_pattern") or ""
-    if model.get("kv_lora_rank"):
-        return f"{of} DeepSeek-V3 with {model['num_experts']} experts"
+    c = card["config"]
+    of, pattern = f"{c['model.num_layers']} layers of", c.get("model.layer_pattern") or ""
+    if c.get("model.kv_lora_rank"):
+        return f"{of} DeepSeek-V3 with {c['model.num_experts']} experts"
     if "G" in pattern:
-        return f"{of} Qwen3-Next with {model['num_experts']} experts"
+        return f"{of} Qwen3-Next with {c['model.num_experts']} experts"
     if "M" in pattern:
-        return f"{of} {'Nemotron 3 Nano' if model['num_experts'] else 'Nemotron-H-8B'}"
-    if experts := model.get("num_experts"):
+        return f"{of} {'Nemotron 3 Nano' if c['model.num_experts'] else 'Nemotron-H-8B'}"
+    if experts := c.get("model.num_experts"):
         names = {8: "Mixtral 8x7B", 32: "gpt-oss-20b", 128: "Qwen3-30B-A3B"}
         return "OLMoE-1B-7B" if experts == 64 else f"{of} {names[experts]}"
-    return f"{of} 8B" if model["num_layers"] == 8 else ""
+    return f"{of} 8B" if c["model.num_layers"] == 8 else ""
 
 
 def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
-    exposed = profile["ms"]["exposed"] if (profile := card.get("profile")) else None
+    exposed = card.get("exposed_ms")
     cells = [
         model_of(card),
         mesh_of(card),
-        f"{c['train']['global_batch_size']}",
+        f"{c['train.global_batch_size']}",
         how(card),
         f"[{rate:,.0f}]({name}.json)",
         f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
@@ -185,7 +185,7 @@ def pairs() -> list[tuple[str, dict[str, Any], str, dict[str, Any]]]:
 
 def is_float8(card: dict[str, Any]) -> bool:
     """Return whether a card's matmuls are in float8."""
-    return card["config"]["model"].get("matmul_dtype") == "float8"
+    return card["config"].get("model.matmul_dtype") == "float8"
 
 
 def recomputed(theirs: dict[str, Any]) -> str:
@@ -212,7 +212,7 @@ def versus(few: bool = False) -> str:
             continue
         rate, peer = (each["tokens_per_second_per_device"] for each in (card, theirs))
         float8 = ", float8" if few and is_float8(card) else ""
-        more = [] if few else [f"{card['config']['train']['global_batch_size']}", how(card)]
+        more = [] if few else [f"{card['config']['train.global_batch_size']}", how(card)]
         cells = [model_of(card), mesh_of(card, named=few) + float8, *more]
         cells += [f"[{rate:,.0f}]({folder}{name}.json)", f"[{peer:,.0f}]({folder}{other}.json)"]
         cells += [
@@ -233,7 +233,7 @@ def headline() -> str:
     """Return the README's sentence on all comparisons."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for _, card, _, theirs in pairs():
-        found[bool(card["config"]["model"].get("num_experts"))].append(ratio(card, theirs))
+        found[bool(card["config"].get("model.num_experts"))].append(ratio(card, theirs))
     spans = [f"{min(some):.2f} to {max(some):.2f}" for some in found.values()]
     slower = sum(one <= 1 for some in found.values() for one in some)
     how = "all" if not slower else f"{len(pairs()) - slower} of"

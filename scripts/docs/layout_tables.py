@@ -132,9 +132,9 @@ def measured(name: str) -> str:
     if not name:
         return ""
     card = json.loads((CARDS / f"{name}.json").read_text("utf-8"))
-    rate, p = card["tokens_per_second_per_device"], card["config"]["parallel"]
+    rate, remat = card["tokens_per_second_per_device"], card["config"]["parallel.remat"]
     link = f"[{rate:,.0f}](benchmarks/{name}.json)"
-    return f"{link} on {mesh_of(card, named=True)}, remat {p['remat'].replace(',', ', ')}"
+    return f"{link} on {mesh_of(card, named=True)}, remat {remat.replace(',', ', ')}"
 
 
 def table(name: str) -> str:

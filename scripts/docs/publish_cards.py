@@ -1,0 +1,132 @@
+"""Makes cards small enough to publish: python scripts/docs/publish_cards.py CARD...
+
+Each card of `bench train --card` is replaced by its figures and conditions: what a reader compares,
+and what tells a run from another. The profile, the whole config and the environment go: the commit
+and the remaining fields of the config reproduce the run. Other cards lose the config, too. Numbers
+keep seven digits. A published card stays as it is.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config import Config
+from jaxpar.config.serialize import to_json
+
+#: What stays as it is, in this order.
+FIELDS = (
+    "tokens_per_second_per_device",
+    "mfu_causal",
+    "mfu_full_attention",
+    "step_seconds",
+    "steps",
+    "warm_up_steps",
+    "compile_seconds",
+    "loss",
+    "peak_memory_gib",
+    "experts",
+    "power",
+    "parameters",
+    "mesh",
+    "attention",
+    "jax",
+    "device",
+    "gpu",
+    "xla_flags",
+    "commit",
+    "time",
+)
+
+#: What remains of others.
+PARTS = {
+    "step_seconds": ("median", "interquartile"),
+    "power": ("watts", "sm_mhz", "at_power_limit"),
+}
+
+#: Fields of the config that are published whatever their value: the model's shape and the layout.
+#: Others are where they differ from the defaults.
+CONFIG = """
+data.document_mask data.seq_len model.dtype model.d_model model.float8_scaling model.kv_lora_rank
+model.layer_pattern model.logits_dtype model.matmul_dtype model.num_experts model.num_layers
+model.recurrent_backend optimizer.name parallel.expert parallel.expert_slack parallel.gather_dtype
+parallel.loss_chunks parallel.num_microbatches parallel.remat parallel.row_groups
+parallel.virtual_stages parallel.zero train.global_batch_size
+""".split()
+
+#: What other cards lose (the commit and JAX say the versions), and details that rows of them lose.
+OF_THE_RUN = (
+    "config",
+    "config_sha256",
+    "environment",
+    "jaxpar",
+    "jaxlib",
+    "processes",
+    "host",
+    "time",
+)
+DETAILS = ("ms_fastest", "ms_slowest", "launches", "flops", "useful_flops", "error")
+
+#: Sections and fields of the config that say nothing about the time or memory of a step.
+LEFT_OUT = ("run", "checkpoint", "evaluation", "metrics", "runtime")
+CONSTANTS = ("data.shuffle", "data.path", "model.rope_theta", "model.norm_eps", "model.init_std")
+
+
+def main(names: list[str]) -> None:
+    """Replace the cards of these files."""
+    if not names or names[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    defaults = flat(json.loads(to_json(Config())))
+    for name in names:
+        path = Path(name)
+        card = json.loads(path.read_text("utf-8"))
+        if "parameters" not in card:
+            card = {name: value for name, value in card.items() if name not in OF_THE_RUN}
+        elif "model" in card["config"]:
+            card = published(card, defaults)
+        path.write_text(json.dumps(short(card), indent=1) + "\n", "utf-8")
+
+
+def published(card: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the published form of a card."""
+    made = {name: card[name] for name in FIELDS if name in card}
+    for name, parts in PARTS.items():
+        if card.get(name):
+            made[name] = {part: card[name][part] for part in parts if part in card[name]}
+    for name, loads in made.get("experts", {}).items():
+        if isinstance(loads, dict):
+            made["experts"][name] = {part: v for part, v in loads.items() if part != "least"}
+    if card.get("profile"):
+        made["exposed_ms"] = card["profile"]["ms"]["exposed"]
+    config = flat(card["config"])
+    shown = [name for name in config if name in CONFIG or differs(name, config[name], defaults)]
+    made["config"] = {name: config[name] for name in shown}
+    return made
+
+
+def short(value: Any) -> Any:
+    """Return a value with seven digits of each number, and without details of each timing."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, list):
+        return [short(one) for one in value]
+    if isinstance(value, dict):
+        return {name: short(one) for name, one in value.items() if name not in DETAILS}
+    return value
+
+
+def differs(name: str, value: Any, defaults: dict[str, Any]) -> bool:
+    """Return whether a value is not the default and says something about the step."""
+    if name in CONSTANTS or name.split(".")[0] in LEFT_OUT:
+        return False
+    return value != defaults.get(name)
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return {section.field: value}."""
+    return {f"{part}.{name}": v for part, fields in config.items() for name, v in fields.items()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
