@@ -21,7 +21,7 @@ from jaxpar.config import (
 from jaxpar.config.declared import Count
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
-from jaxpar.config.serialize import from_values, of_earlier_versions
+from jaxpar.config.serialize import from_values
 from jaxpar.data.skips import Range
 from jaxpar.runtime.processes import peers
 
@@ -282,7 +282,7 @@ def saved_of(about: Mapping[str, Any], what: str) -> Saved:
     is_best = not found.best or found.best.keys() >= BestEntry.__annotations__.keys()
     if not found.config.keys() >= _SECTIONS or not is_best:
         raise declared.Misshapen(f"{what} has a config or a best evaluation without its fields")
-    return dataclasses.replace(found, config=of_earlier_versions(found.config))
+    return found
 
 
 def _no_checkpoint(run_dir: str | Path) -> ConfigError:

@@ -27,7 +27,7 @@ from jaxpar.runtime.processes.networks.host import rdma_ports
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
-    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint grain numpy "
+    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy "
     "ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
 )
 

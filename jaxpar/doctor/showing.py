@@ -35,7 +35,7 @@ OPTIONAL = ("safetensors", "pyarrow", "lm-eval")
 MAIN_VERSIONS = (
     *("python", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver"),
     *("driver CUDA", "CUDA runtime", "cuDNN", "cuBLAS", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
-    *("jaxpar", "flax", "optax", "orbax-checkpoint", "grain", "numpy", *OPTIONAL),
+    *("jaxpar", "flax", "optax", "orbax-checkpoint", "numpy", *OPTIONAL),
 )
 
 #: Most devices for which links are printed as a matrix.
