@@ -302,14 +302,11 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capf
 # ------------------------------------------------------------------------------- the program
 
 
-def test_ls_verify_and_diff(setup, capsys):
+def test_ls_and_verify(setup, capsys):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
     assert main(["verify", cfg.run.dir]) == 0
     assert "step 2: intact" in capsys.readouterr().out
-    assert main(["diff", cfg.run.dir, "--step", "2"]) == 0
-    told = capsys.readouterr().out
-    assert "params/layers/wq" in told and "1,024 of 1,024 differ" in told
     (step_folder(cfg, 4) / integrity.FILES).unlink()
     damage_array(cfg, 4)
     main(["ls", cfg.run.dir])
@@ -355,21 +352,9 @@ def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, pla
     assert only.split()[0] == "4" and "files verified" in only and not gone.exists()
 
 
-def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
+def test_wrong_arguments(setup, tmp_path):
     cfg, mesh = setup()
     save(cfg, mesh, 2)
-    copy = tmp_path / "copy"
-    shutil.copytree(cfg.run.dir, copy)
-    main(["diff", cfg.run.dir, str(copy)])
-    assert "0 of" in capsys.readouterr().out
-    for step in ([], ["--step", "2"], ["--other-step", "2"]):
-        with pytest.raises(ConfigError, match="compared with itself: both are step 2, the latest"):
-            main(["diff", cfg.run.dir, *step])
-    store.array_folder(step_folder(cfg, 2)).joinpath(store.MANIFEST).unlink()
-    with pytest.raises(Damaged, match="its arrays cannot be listed"):
-        main(["diff", cfg.run.dir, str(copy), "--step", "2"])
-    with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: state/manifest"):
-        main(["diff", cfg.run.dir, str(copy)])
     with pytest.raises(ConfigError, match=r"RUN = .* contains no checkpoint"):
         list(inspection.rows(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--step = 7: .* use one of 2"):
