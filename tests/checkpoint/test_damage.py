@@ -1,7 +1,7 @@
 """Damaged checkpoints: every flipped bit is found, the step set aside, the one before used."""
 
-import dataclasses
 import errno
+import json
 import os
 import resource
 import shutil
@@ -9,12 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from orbax.checkpoint import v1 as ocp
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
@@ -22,8 +19,6 @@ from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import ConfigError, json_reader
-from jaxpar.data.sources import fingerprint
-from jaxpar.optimizer import loss_scale
 from tests.checkpoint.test_checkpoint import (
     DATA_2,
     TENSOR_2,
@@ -31,7 +26,6 @@ from tests.checkpoint.test_checkpoint import (
     assert_same_bits,
     base,
     logical,
-    random_state,
     save,
     setup,
 )
@@ -283,20 +277,19 @@ def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
         main(["verify", cfg.run.dir])
 
 
-def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capfd):
-    """Without fingerprints, without a list of files, without the state's guard."""
+@pytest.mark.parametrize("name", ["fingerprints", "config", "tokens_seen", integrity.SEAL])
+def test_metadata_that_lacks_something_is_damage_that_names_it(name, setup):
     cfg, mesh = setup()
-    saved = random_state(cfg, mesh, 3)
-    about = {"config": dataclasses.asdict(cfg), "dataset": fingerprint(cfg), "versions": {}}
-    tree = {name: part for name, part in saved.saved.items() if name != "guard"}
-    with ocp.training.Checkpointer(checkpoint.folder(cfg.run.dir)) as orbax:
-        orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
-    restored = checkpoint.restore(cfg, mesh)
-    assert "not verified: an older version wrote it, without" in capfd.readouterr().err
-    fresh = jax.tree.map(jnp.asarray, loss_scale.initial_guard(cfg))
-    assert_same_bits(dataclasses.replace(restored, guard=()), dataclasses.replace(saved, guard=()))
-    assert jax.device_get(restored.guard) == jax.device_get(fresh)
-    assert inspection.verify(cfg.run.dir, None, print)
+    save(cfg, mesh, 2)
+    file = step_folder(cfg, 2) / METADATA
+    metadata = json.loads(file.read_text())
+    about = {key: v for key, v in metadata["custom_metadata"].items() if key != integrity.SEAL}
+    about.pop(name, None)
+    about = about if name == integrity.SEAL else integrity.seal(about)
+    file.write_text(json.dumps(metadata | {"custom_metadata": about}))
+    integrity.write_file_list(step_folder(cfg, 2))
+    with pytest.raises(Damaged, match=f"step 2 .*: its metadata has no {name}"):
+        checkpoint.read_saved(cfg.run.dir)
 
 
 # ------------------------------------------------------------------------------- the program
