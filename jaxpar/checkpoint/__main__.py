@@ -1,9 +1,8 @@
-"""Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]
+"""Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN
 
-Or start another run from one of them: branch RUN NEW. Or average several: merge RUN RUN2 NEW.
+Or start another run from one of them: branch RUN NEW. Or average several: average RUN NEW.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,9 +11,8 @@ import jax
 import tyro
 
 from jaxpar.checkpoint import inspection, stored
+from jaxpar.checkpoint.averaging import average
 from jaxpar.checkpoint.branching import branch
-from jaxpar.checkpoint.merging import merge
-from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime import exit_codes
@@ -42,20 +40,6 @@ class Verify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff:
-    """Show which arrays differ between two checkpoints, and by how much. Always exit code 0."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = ""
-    """Folder of another run. Empty: the same run."""
-    step: Annotated[int | None, STEP] = None
-    """Checkpoint of RUN. None: the latest intact one."""
-    other_step: Annotated[int | None, STEP] = None
-    """Checkpoint of RUN2. None: the latest intact one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class BranchOff:
     """Copy a checkpoint to a new run, which continues from it with its own config."""
 
@@ -68,19 +52,18 @@ class BranchOff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge:
-    """Average the weights of several checkpoints into a new folder, which any program can read."""
+class Average:
+    """Average the weights of several checkpoints of a run into a new folder, which any program can
+    read."""
 
-    folders: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...] NEW")
-    ]
-    """Run folders, and the folder to write, which must be empty or not exist."""
-    weights: tuple[float, ...] = ()
-    """Weight of each checkpoint, relative to the others. None: equal."""
-    steps: tuple[int, ...] = ()
-    """Checkpoint of each run, or several of a single run. None: the latest intact ones."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
+    """Folder to write, which must be empty or not exist."""
     last: Annotated[int | None, Range(2, 10_000, 5)] = None
-    """Average the last N checkpoints of a single run."""
+    """Average the last N checkpoints."""
+    steps: tuple[int, ...] = ()
+    """Average these checkpoints. None: the latest intact one, for --ema."""
     ema: bool = False
     """Average the moving averages of the weights (optimizer.ema_decay)."""
 
@@ -88,12 +71,11 @@ class Merge:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "ls": Ls,
     "verify": Verify,
-    "diff": Diff,
     "branch": BranchOff,
-    "merge": Merge,
+    "average": Average,
 }
 
-type Options = Ls | Verify | Diff | BranchOff | Merge
+type Options = Ls | Verify | BranchOff | Average
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -101,13 +83,7 @@ def read_options(argv: Sequence[str]) -> Options:
 
     Raises:   ConfigError for an invalid option.
     """
-    options = read_subcommand(COMMANDS, argv, "jaxpar.checkpoint", __doc__)
-    if isinstance(options, Merge) and len(options.folders) < 2:
-        fix = "give the folders of runs, and last a new one"
-        raise ConfigError("NEW", " ".join(options.folders), "needs RUN and NEW", fix)
-    if isinstance(options, Diff):
-        return dataclasses.replace(options, other=options.other or options.run)
-    return options
+    return read_subcommand(COMMANDS, argv, "jaxpar.checkpoint", __doc__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,30 +102,13 @@ def main(argv: Sequence[str]) -> int:
             verify = stored.verify if is_address(run) else inspection.verify
             if not verify(run, step, log):
                 return exit_codes.EXIT_ERROR
-        case Diff():
-            one, other = (options.run, options.step), (options.other, options.other_step)
-            inspection.differences(one, other, log)
         case BranchOff(run=run, new=new, step=step):
             at = branch(run, new, step, log)
             log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
-        case Merge():
-            run_merge(options)
+        case Average(run=run, new=new, last=last, steps=steps, ema=ema):
+            average(run, new, log, steps=steps, last=last, ema=ema)
+            log(f"use        python -m jaxpar.sample {new}, or --run.init-from {new}")
     return exit_codes.EXIT_OK
-
-
-def run_merge(options: Merge) -> None:
-    """Run `merge`."""
-    *runs, new = options.folders
-    merge(
-        runs,
-        new,
-        log,
-        steps=options.steps,
-        last=options.last,
-        weights=options.weights,
-        ema=options.ema,
-    )
-    log(f"use        python -m jaxpar.sample {new}, or --run.init-from {new}")
 
 
 def log(line: str) -> None:

@@ -1,14 +1,32 @@
-"""Averages the arrays of several checkpoints box by box, and writes them as weights alone."""
+"""Averages the weights of several checkpoints of a run, box by box.
 
+The average of checkpoints near the end of training often has a lower loss than any of them. The
+result is a run with only weights, like an imported one: it can be sampled, evaluated, converted,
+and trained further by `run.init_from`.
+
+Source:   Izmailov et al. 2018 (1803.05407).
+"""
+
+import dataclasses
+import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+import jaxpar
 from jaxpar.checkpoint import integrity, store, weights_alone
+from jaxpar.checkpoint.branching import intact
 from jaxpar.checkpoint.reading import array_names, opened, piece
+from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_whole, saved_steps
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.serialize import from_values, to_json
+from jaxpar.runtime.files.atomic import new_folder
+from jaxpar.runtime.files.new_folder import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
@@ -19,13 +37,90 @@ type Weights = dict[str, tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, and its share of the average."""
+    """A checkpoint whose weights are averaged."""
 
     folder: Path
     """Of its files."""
-    share: float
     fingerprints: Mapping[str, str]
-    """Of its arrays, by name; empty if an earlier version saved none."""
+    """Of its arrays, by name."""
+
+
+def average(
+    run: str,
+    new: str,
+    log: Callable[[str], None],
+    *,
+    steps: Sequence[int] = (),
+    last: int | None = None,
+    ema: bool = False,
+) -> list[Saved]:
+    """Write the average of checkpoints of a run to a new folder, which appears when it is complete.
+
+    Args:     steps: of the checkpoints. (): the latest intact one. last: number of checkpoints, the
+              last ones. ema: average the moving averages.
+    Returns:  the metadata of what was averaged.
+    Raises:   ConfigError if the new folder is in use, or a checkpoint is missing; Damaged;
+              Unreadable.
+    """
+    refuse_used("NEW", Path(new))
+    chosen = _chosen(run, steps, last)
+    parts = [read_whole(run, step, lambda at: intact(run, at)) for step in chosen]
+    _check(run, parts, ema)
+    sources = [Source(folder(run) / str(part.step), part.fingerprints) for part in parts]
+    arrays = [opened_weights(source, ema) for source in sources]
+    require_space("NEW", Path(new), sum(4 * math.prod(a.shape) for _, a in arrays[0].values()))
+    cfg = from_values(parts[0].config)
+    at = [part.step for part in parts]
+    about = {
+        "averaged_from": {"run": run, "steps": at, "ema": ema},
+        "config": dataclasses.asdict(cfg),
+        "dataset": NO_DATASET,
+        "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
+        "tokens_seen": 0,
+    }
+    with new_folder(Path(new)) as made:
+        write_average(made, sources, arrays, about, log)
+        (made / "config.json").write_text(to_json(replace(cfg, **{"run.dir": new})))
+        if (Path(run) / CARRIED).is_dir():
+            shutil.copytree(Path(run) / CARRIED, made / CARRIED)
+    what = "the moving averages of " * ema + "steps " + ", ".join(map(str, at))
+    log(f"average    {new}: {what} of {run}")
+    return parts
+
+
+def _chosen(run: str, steps: Sequence[int], last: int | None) -> Sequence[int | None]:
+    """Return the step of each checkpoint; None for the latest intact one.
+
+    Raises:   ConfigError for too few checkpoints, and for a step that is named twice.
+    """
+    if last is None:
+        if twice := [step for step in steps if steps.count(step) > 1]:
+            rule = f"names step {twice[0]} twice"
+            raise ConfigError("--steps", " ".join(map(str, steps)), rule, "name it once")
+        return steps or (None,)
+    if steps:
+        rule, fix = "chooses the checkpoints, as --steps does", "leave one of them out"
+        raise ConfigError("--last", last, rule, fix)
+    there = saved_steps(run)
+    if len(there) < last:
+        rule = f"{run} has {len(there)} checkpoints"
+        fix = f"use --last {len(there)}, or keep more: --checkpoint.keep"
+        raise ConfigError("--last", last, rule, fix)
+    return there[-last:]
+
+
+def _check(run: str, parts: Sequence[Saved], ema: bool) -> None:
+    """Raises:   ConfigError for a single checkpoint, and for adapters."""
+    if len(parts) == 1 and not ema:
+        fix = "use --last 2, or --ema for the moving average of one"
+        raise ConfigError("RUN", run, "is averaged over a single checkpoint", fix)
+    if from_values(parts[0].config).lora.rank:
+        rule = "has adapters, whose average is not that of the weights with them"
+        fix = "merge them into the weights first: python -m jaxpar.convert to-hf, then from-hf"
+        raise ConfigError("RUN", run, rule, fix)
+    if without := [part for part in parts if ema and not part.has_average]:
+        rule = f"step {without[0].step} of {run} has no moving average of the weights"
+        raise ConfigError("--ema", ema, rule, "leave the option out")
 
 
 def opened_weights(source: Source, ema: bool) -> Weights:
@@ -87,16 +182,14 @@ def _average(
         for source, (name, array), sums in zip(sources, arrays, own, strict=True):
             values = piece(source.folder, name, array, box)
             sums.add(values, origin)
-            total = total + source.share * values.astype(np.float64)
+            total = total + values.astype(np.float64)
             progress.advance(values.nbytes)
-        average = total.astype(np.float32)
-        into[box].write(average).result()
-        new.add(average, origin)
+        mean = (total / len(sources)).astype(np.float32)
+        into[box].write(mean).result()
+        new.add(mean, origin)
     for source, (name, _), sums in zip(sources, arrays, own, strict=True):
-        if source.fingerprints:
-            found = {name: str(sums)}
-            if wrong := integrity.describe_differences(source.fingerprints, found):
-                raise integrity.Damaged(str(source.folder), wrong)
+        if wrong := integrity.describe_differences(source.fingerprints, {name: str(sums)}):
+            raise integrity.Damaged(str(source.folder), wrong)
     return new
 
 

@@ -1,8 +1,7 @@
-"""Inspects checkpoints: lists them, verifies them, and compares two of them."""
+"""Inspects checkpoints: lists them, and verifies them."""
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import time
@@ -12,12 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.best import Best, of
-from jaxpar.checkpoint.reading import array_names, opened, piece, reason
-from jaxpar.checkpoint.saved import damage, folder, read_saved, read_whole, saved_steps
+from jaxpar.checkpoint.reading import reason
+from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.runtime.progress import meter
 from jaxpar.runtime.units import size
@@ -126,7 +123,7 @@ def mesh_in_words(parallel: dict[str, Any]) -> str:
 
 def _witnesses(step_folder: Path, arrays: int) -> str:
     files = "files verified" if integrity.has_file_list(step_folder) else "no file list"
-    return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
+    return f"{files}, {arrays} arrays with fingerprints"
 
 
 def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
@@ -162,8 +159,7 @@ def _verify_one(run_dir: str | Path, at: int, log: Callable[[str], None]) -> boo
         log(f"step {at}: {text}")
     for name in integrity.extra_files(folder(run_dir) / str(at)):
         log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
-    unknown = "arrays not verified: an older version wrote it, without fingerprints"
-    log(f"step {at}: {DAMAGED if found else 'intact' if known else unknown}")
+    log(f"step {at}: {DAMAGED if found else 'intact'}")
     return not found
 
 
@@ -181,7 +177,7 @@ def require_whole(run_dir: str | Path, step: int) -> int:
 
 
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
-    """Return what is wrong with the arrays. Reads all, including those without fingerprints."""
+    """Return what is wrong with the arrays. Reads all; without `known`, compares none."""
     found, arrays = [], {}
     try:
         names = store.array_names(step_folder)
@@ -205,67 +201,6 @@ def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str],
         largest = max(map(store.num_bytes, arrays.values()), default=0)
         log(f"{step_folder}: read {progress.summary(largest)}")
     return found
-
-
-def differences(
-    one: tuple[str, int | None], other: tuple[str, int | None], log: Callable[[str], None]
-) -> int:
-    """Log which arrays differ between two checkpoints, and by how much.
-
-    Args:     one, other: run folder, and step or None for the latest intact one.
-    Returns:  the number of arrays that differ.
-    Raises:   ConfigError when there is no such checkpoint, or both are the same; Damaged or
-              Unreadable when one cannot be read.
-    """
-    places = [folder(run) / str(step) for run, step in _to_compare(one, other)]
-    if places[0].resolve() == places[1].resolve():
-        rule = f"would be compared with itself: both are step {places[0].name}"
-        rule += ", the latest intact one" if None in (one[1], other[1]) else ""
-        raise ConfigError("diff", str(one[0]), rule, "use --step or --other-step, or RUN2")
-    names = [array_names(place) for place in places]
-    count = 0
-    for name in sorted(names[0] | names[1]):
-        missing = [str(p) for p, there in zip(places, names, strict=True) if name not in there]
-        text = f"is not in {missing[0]}" if missing else _difference(places, name)
-        count += text is not None
-        if text is not None:
-            log(f"{name:<40} {text}")
-    log(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
-    return count
-
-
-def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
-    """Replace None by the latest intact step; look for it once per run.
-
-    Raises:   ConfigError when there is no such checkpoint; Damaged when all of a run are damaged.
-    """
-    for run, step in asked:
-        _steps(run, step)
-    to_find = dict.fromkeys(run for run, step in asked if step is None)
-    latest = {run: read_whole(run, None, functools.partial(require_whole, run)) for run in to_find}
-    return [(run, latest[run] if step is None else step) for run, step in asked]
-
-
-def _difference(places: list[Path], name: str) -> str | None:
-    """Describe the difference of two arrays, read chunk by chunk; None if all bits are equal."""
-    a, b = arrays = [opened(place, name) for place in places]
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{a.dtype.name}{list(a.shape)}, not {b.dtype.name}{list(b.shape)}"
-    largest, squares, scale, count, bits = 0.0, 0.0, 0.0, 0, False
-    for box in store.pieces(a):
-        x, y = (piece(at, name, array, box) for at, array in zip(places, arrays, strict=True))
-        bits |= x.tobytes() != y.tobytes()
-        with np.errstate(invalid="ignore", over="ignore"):
-            x, y = x.astype(np.float64), y.astype(np.float64)
-            gap = np.where(x == y, 0.0, np.abs(x - y))
-        largest = max(largest, float(gap.max(initial=0.0)))
-        squares, scale = squares + float((gap**2).sum()), scale + float((x**2).sum())
-        count += int((gap != 0).sum())
-    if not bits:
-        return None
-    total = int(np.prod(a.shape, dtype=np.int64))
-    relative = (squares / scale) ** 0.5 if scale else float("inf")
-    return f"{count:,} of {total:,} differ, by at most {largest:.3g}; {relative:.3g} of the norm"
 
 
 def _steps(run_dir: str | Path, step: int | None) -> list[int]:

@@ -152,11 +152,10 @@ def seal(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(where: str, about: Mapping[str, Any]) -> None:
-    """Raises:   Damaged when the metadata does not match its digest, if it has one."""
-    if SEAL in about:
-        rest = {key: value for key, value in about.items() if key != SEAL}
-        if about[SEAL] != _digest(rest):
-            raise Damaged(where, ["its metadata does not match its digest"])
+    """Raises:   Damaged when the metadata does not match its digest, or has none."""
+    rest = {key: value for key, value in about.items() if key != SEAL}
+    if about.get(SEAL) != _digest(rest):
+        raise Damaged(where, ["its metadata does not match its digest"])
 
 
 def _digest(about: Any) -> str:

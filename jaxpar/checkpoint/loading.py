@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.of_replicas import exchange, feedback, replicas
 from jaxpar.checkpoint.resumable import check_resumable
@@ -108,21 +108,16 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     """
     saved = read_saved(cfg.run.dir, step)
     load = lambda target, partial: _load_whole(cfg.run.dir, saved, target, partial)  # noqa: E731
-    return restore_from(cfg, mesh, saved, load, _has_guard(folder(cfg.run.dir) / str(saved.step)))
+    return restore_from(cfg, mesh, saved, load)
 
 
 def restore_from(
-    cfg: Config,
-    mesh: Mesh,
-    saved: Saved,
-    load: Callable[[Any, bool], Any],
-    has_guard: bool = True,
+    cfg: Config, mesh: Mesh, saved: Saved, load: Callable[[Any, bool], Any]
 ) -> TrainState:
     """`restore`, wherever the arrays are.
 
     Args:     load: returns the arrays, verified, that a tree of abstract arrays with shardings
-              describes; its second argument tells that there may be others. has_guard: whether
-              `TrainState.guard` was saved.
+              describes; its second argument tells that there may be others.
     """
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
@@ -130,7 +125,7 @@ def restore_from(
     begins = "ema" in target and not saved.has_average
     if begins:
         del target["ema"]
-    scalars = target["guard"] if has_guard else target.pop("guard")
+    scalars = target["guard"]
     errors = target.pop("feedback", ())
     more_exchanged = False
     if "diloco" in target:
@@ -142,10 +137,8 @@ def restore_from(
     others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
-    to = jax.tree.map(lambda a: a.sharding, scalars)
-    if not has_guard:  # an earlier version saved no guard
-        loaded["guard"] = jax.device_put(replicas.initial_guard(cfg, saved), to)
-    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+    if (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+        to = jax.tree.map(lambda a: a.sharding, scalars)
         fresh = jax.device_put(replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
@@ -158,15 +151,6 @@ def restore_from(
         peers.log(f"the moving average begins with the weights of step {saved.step}")
         state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))
     return state
-
-
-def _has_guard(step_folder: Path) -> bool:
-    """Whether a checkpoint has `TrainState.guard`; those of earlier versions do not."""
-    try:
-        with integrity.reading_checkpoint(str(step_folder)):
-            return any(name.startswith("guard/") for name in store.array_names(step_folder))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return True  # damaged, as the load will report
 
 
 def restore_params(
@@ -222,10 +206,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     leaves = named_leaves(loaded) if partial and not damage else {}
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     agree(where, damage + ([f"it does not contain {', '.join(missing)}"] if missing else []))
-    if saved.fingerprints:
-        verify(where, saved, loaded)
-    elif first:
-        integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
+    verify(where, saved, loaded)
     return loaded
 
 

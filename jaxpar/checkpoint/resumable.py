@@ -29,8 +29,6 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         rule = f"contains imported weights in {saved}, without an optimizer state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
-    if cfg.data.shuffle != "auto":  # which is the order of the saved run
-        fixed += ("data.shuffle",)
     if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
         fixed += ("train.global_batch_size",)
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")

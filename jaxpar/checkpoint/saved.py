@@ -21,7 +21,7 @@ from jaxpar.config import (
 from jaxpar.config.declared import Count
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
-from jaxpar.config.serialize import from_values, of_earlier_versions
+from jaxpar.config.serialize import from_values
 from jaxpar.data.skips import Range
 from jaxpar.runtime.processes import peers
 
@@ -99,19 +99,18 @@ class Saved:
     """Fingerprint of the dataset; NO_DATASET for imported weights, which have no moments."""
     versions: dict[str, str]
     """Versions of jaxpar and jax."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Fingerprint of each array, by name; empty if an earlier version saved none."""
+    fingerprints: dict[str, str]
+    """Fingerprint of each array, by name."""
     skipped_batches: list[Range] = field(default_factory=list)
     """Ranges of batches that the run skips, as (first, count)."""
-    rewinds: Count | None = None
-    """Number of rewinds so far; None if an earlier version did not count them."""
+    rewinds: Count = 0
+    """Number of rewinds so far."""
     best: BestEntry = field(default_factory=BestEntry)
     """The best evaluation so far (`best.Best`); empty if the run compares none."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
-    weights_from: dict[str, WeightsEntry] | None = None
-    """The weights that the run takes from other runs (`training/frozen/chosen.py`), by field; None
-    if an earlier version did not record them."""
+    weights_from: dict[str, WeightsEntry] = field(default_factory=dict)
+    """The weights that the run takes from other runs (`training/frozen/chosen.py`), by field."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
@@ -259,12 +258,15 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
         raise ConfigError("step", step, f"is not a checkpoint of {run_dir}", f"use one of {held}")
     where = f"the checkpoint of step {step} of {run_dir}"
     about = _metadata(folder(run_dir) / str(step), where)
-    integrity.check_seal(where, about)
+    if integrity.SEAL in about:
+        integrity.check_seal(where, about)
     fields = dataclasses.fields(Saved)
     needed = {f.name for f in fields if f.default is f.default_factory} - {"step"}  # both MISSING
-    if not needed <= set(about):
-        if integrity.has_file_list(folder(run_dir) / str(step)):  # then jaxpar wrote it
-            raise integrity.Damaged(where, ["its metadata is missing"])
+    needed.add(integrity.SEAL)
+    if missing := sorted(needed - set(about)):
+        listed = integrity.has_file_list(folder(run_dir) / str(step))
+        if listed or not needed.isdisjoint(about):  # then jaxpar wrote it
+            raise integrity.Damaged(where, [f"its metadata has no {', '.join(missing)}"])
         rule = f"the checkpoint of step {step} was not written by jaxpar"
         raise ConfigError("run.dir", str(run_dir), rule, "use a run of jaxpar")
     try:
@@ -282,7 +284,7 @@ def saved_of(about: Mapping[str, Any], what: str) -> Saved:
     is_best = not found.best or found.best.keys() >= BestEntry.__annotations__.keys()
     if not found.config.keys() >= _SECTIONS or not is_best:
         raise declared.Misshapen(f"{what} has a config or a best evaluation without its fields")
-    return dataclasses.replace(found, config=of_earlier_versions(found.config))
+    return found
 
 
 def _no_checkpoint(run_dir: str | Path) -> ConfigError:

@@ -138,5 +138,5 @@ def _asked_for(manifest: Path) -> dict[str, Any]:
     try:
         asked = read_json_object(manifest).get("asked")
     except (OSError, UnreadableJson):
-        asked = None  # from an earlier version, or the start ended before writing it
+        asked = None  # the start ended before writing it
     return asked if isinstance(asked, dict) else {}

@@ -27,18 +27,7 @@ def from_json(text: str, what: str = "the config") -> Config:
 
 def from_values(values: Any) -> Config:
     """Make a config of parsed JSON. Raises:   ConfigError as `from_json`."""
-    return _build(Config, of_earlier_versions(values), "")
-
-
-def of_earlier_versions(values: Any) -> Any:
-    """Add fields that earlier versions did not save, if they then had other values than by default.
-
-    A config that has a data section without an order of the sequences is from a version that had
-    only grain's.
-    """
-    if isinstance(values, dict) and isinstance(values.get("data"), dict):
-        return values | {"data": {"shuffle": "grain"} | values["data"]}
-    return values
+    return _build(Config, values, "")
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:

@@ -110,8 +110,6 @@ def open_run(
                 arrays[path] = store.open_array(step_folder, names[path])
         except (ValueError, OSError) as error:
             raise integrity.Damaged(where, [f"it does not contain {names[path]}"]) from error
-    if not known:
-        integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
     expected = {path: known[name] for path, name in names.items() if name in known}
     return RunArrays(arrays, expected, where, names)
 

@@ -74,7 +74,7 @@ class Loader:
         self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
         self._sequences = [
-            sequence_order(count, seed, cfg.data.shuffle)
+            sequence_order(count, seed)
             for count, seed in zip(self.sequences_per_epoch, seeds, strict=True)
         ]
         seed = cfg.train.seed if split == TRAIN else 0

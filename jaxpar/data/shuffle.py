@@ -1,24 +1,15 @@
 """The order of the sequences of a source: a permutation for each epoch, with random access.
 
-`data.shuffle` names the order. A name always means the same order, so that a run keeps the one that
-it began with; another order gets another name.
-
-    feistel   every sequence exactly once per epoch, at any number of sequences
-    grain     the order of runs that do not name one: grain's, which for some numbers of sequences,
-              such as 65,537, repeats one sequence of an epoch and omits another
+Every sequence comes exactly once per epoch, at any number of sequences. A change of this order
+changes the data of runs that resume.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from jaxpar.config import ConfigError
-
 #: An order: maps numbers in the endless stream of sequences, int64 [N], to sequences, int64 [N].
 type Order = Callable[[np.ndarray], np.ndarray]
-
-#: The order of new runs.
-NEWEST = "feistel"
 
 #: Rounds of the cipher. With 4, neighbors in the orders of a thousand sequences differ from random
 #: ones; with 6 and more, they do not (docs/experiments/data_loading.md#shuffles).
@@ -28,29 +19,15 @@ ROUNDS = 8
 #: are more frequent than others; with 8, all are equally frequent.
 MIN_BITS = 8
 
-#: A single grain shuffle (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
-#: sequences. Three shuffles look random.
-NUM_GRAIN_SHUFFLES = 3
 
-#: grain's shuffle counts in 32 bits and silently repeats sequences beyond them.
-MAX_GRAIN_SEQUENCES = 1 << 32
-
-
-def sequence_order(num_sequences: int, seed: int | None, shuffle: str = NEWEST) -> Order:
+def sequence_order(num_sequences: int, seed: int | None) -> Order:
     """Return the endless order of the sequences of a source.
 
-    Args:     seed: of a new permutation in each epoch. None: always in text order. shuffle: as
-              `data.shuffle`; "auto" is the order of new runs.
-    Raises:   ConfigError for more sequences than the order supports.
+    Args:     seed: of a new permutation in each epoch. None: always in text order.
     """
     if seed is None:
         return lambda numbers: numbers % num_sequences
-    if shuffle == "grain":
-        return _grain_order(num_sequences, seed)
     return lambda numbers: _feistel_order(numbers, num_sequences, seed)
-
-
-# ------------------------------------------------------------------------------------ feistel
 
 
 def _feistel_order(numbers: np.ndarray, num_sequences: int, seed: int) -> np.ndarray:
@@ -95,19 +72,3 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     x = (x ^ x >> np.uint64(30)) * _FIRST
     x = (x ^ x >> np.uint64(27)) * _SECOND
     return x ^ x >> np.uint64(31)
-
-
-# -------------------------------------------------------------------------------------- grain
-
-
-def _grain_order(num_sequences: int, seed: int) -> Order:
-    if num_sequences > MAX_GRAIN_SEQUENCES:
-        rule = f"supports {MAX_GRAIN_SEQUENCES:,} sequences, not {num_sequences:,}"
-        raise ConfigError("data.shuffle", "grain", rule, "use longer sequences")
-    import grain  # only here: most runs do not need it, and it takes long to import
-
-    sequence = grain.MapDataset.range(num_sequences).seed(seed)
-    for _ in range(NUM_GRAIN_SHUFFLES):
-        sequence = sequence.shuffle()
-    sequence = sequence.repeat()
-    return lambda numbers: np.array([sequence[int(number)] for number in numbers], np.int64)

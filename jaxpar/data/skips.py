@@ -78,7 +78,7 @@ class SkipsFile(Struct, frozen=True, kw_only=True):
 
     windows: list[Range]
     rewinds: BatchCount | None = None
-    """None if an earlier version did not count them."""
+    """None: one per range, in a file that was written by hand."""
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:

@@ -13,8 +13,8 @@ import jax
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
-from jaxpar.doctor.checks import paths as path_checks
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
+from jaxpar.doctor.checks.numa import numa_binding
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import bandwidth, compute, latency, verification
 from jaxpar.doctor.measure import hosts as hosts_of
@@ -141,12 +141,9 @@ class Examination:
         hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
-        by_host = [
-            [*gpu_checks.check(f[0]), gpu_checks.used(f), *path_checks.check_paths(f[0])]
-            for f in hosts.values()
-        ]
+        by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
         found = merge_findings(by_host, list(hosts)) + self._merged(host.check_host)
-        found += self._merged(lambda facts: [path_checks.numa_binding(facts)])
+        found += self._merged(lambda facts: [numa_binding(facts)])
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
@@ -180,7 +177,7 @@ class Examination:
         found = measured.bus_bandwidth(rows, gpu, len(set(hosts)) == 1)
         groups = hosts_of.by_host(jax.devices(), hosts)
         apart = list(hosts_of.measure(groups, *how)) if hosts_of.equal(groups) else []
-        found += [measured.across_hosts(apart, list(map(len, groups)), self.facts[0], self.on_gpu)]
+        found += [measured.across_hosts(apart, list(map(len, groups)))]
         record = [{"over": "all", **_figures(row)} for row in rows]
         record += [{"over": one.over, **_figures(one.row)} for one in apart]
         return Section(record, found, [*showing.bandwidth(rows), *showing.hosts(apart)])

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.doctor import paths, topology
-from jaxpar.doctor.paths import PathFacts
+from jaxpar.doctor import numa, topology
+from jaxpar.doctor.numa import NumaFacts
 from jaxpar.runtime.gpus import nvidia_smi, pci, visible
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
@@ -27,7 +27,7 @@ from jaxpar.runtime.processes.networks.host import rdma_ports
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
-    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint grain numpy "
+    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy "
     "ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
 )
 
@@ -45,8 +45,8 @@ class HostFacts:
                   their files in /dev, and folders in LD_LIBRARY_PATH that contain CUDA.
     gpus          `nvidia-smi`'s values for each GPU of the host.
     driver_error  why `gpus` is empty.
-    matrix, nvlinks   as in `topology`. infiniband   RDMA ports, as from `rdma_ports`.
-    paths         between GPUs, network cards and CPUs.
+    links, nvlinks   as from `topology`. infiniband   RDMA ports, as from `rdma_ports`.
+    numa          NUMA nodes of GPUs and CPUs.
     network       the network to other hosts and its variables: the fields of `NetworkChoice`.
     backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
     backend_error   why JAX did not start.
@@ -59,10 +59,10 @@ class HostFacts:
     host: dict[str, Any]
     gpus: list[GpuFacts] = dataclasses.field(default_factory=list)
     driver_error: str = ""
-    matrix: topology.Matrix = dataclasses.field(default_factory=topology.Matrix)
+    links: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     nvlinks: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
     infiniband: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    paths: PathFacts = dataclasses.field(default_factory=PathFacts)
+    numa: NumaFacts = dataclasses.field(default_factory=NumaFacts)
     network: dict[str, Any] = dataclasses.field(default_factory=dict)
     backend: str = ""
     devices: list[str] = dataclasses.field(default_factory=list)
@@ -82,8 +82,7 @@ class HostFacts:
     def from_json(text: str) -> "HostFacts":
         """Restore facts from `to_json`."""
         read = json.loads(text)
-        matrix, paths = topology.Matrix(**read["matrix"]), PathFacts(**read["paths"])
-        return HostFacts(**read | {"matrix": matrix, "paths": paths})
+        return HostFacts(**read | {"numa": NumaFacts(**read["numa"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,13 +110,13 @@ def of_the_host(
     Raises:   ConfigError for a network that the host does not have.
     """
     found: dict[str, Any] = {}
-    ids, ports = visible.visible_gpu_ids(), rdma_ports(root / "sys/class/infiniband")
+    ids = visible.visible_gpu_ids()
     own = ids if started.share is None else [ids[i] for i in started.share]
     wanted = "auto" if started.network == "none" else started.network
     network = choose(wanted, networks.read(started.coordinator, environment, root), environment)
     try:
         found["gpus"] = nvidia_smi.gpus(ask)
-        found["matrix"] = topology.read_matrix(ask(["topo", "-m"]))
+        found["links"] = topology.read_links(ask(["topo", "-m"]))
         found["nvlinks"] = topology.read_nvlinks(ask(["nvlink", "-s"]))
     except (nvidia_smi.Unavailable, ValueError) as error:
         found["driver_error"] = str(error)
@@ -126,8 +125,8 @@ def of_the_host(
         versions=_versions() | _of_driver(found.get("gpus", []), ask),
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
         host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
-        infiniband=ports,
-        paths=paths.read(own, ports, root, ask),
+        infiniband=rdma_ports(root / "sys/class/infiniband"),
+        numa=numa.read(own, root, ask),
         network=json.loads(json.dumps(dataclasses.asdict(network))),
         **found,
     )

@@ -35,7 +35,7 @@ OPTIONAL = ("safetensors", "pyarrow", "lm-eval")
 MAIN_VERSIONS = (
     *("python", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver"),
     *("driver CUDA", "CUDA runtime", "cuDNN", "cuBLAS", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
-    *("jaxpar", "flax", "optax", "orbax-checkpoint", "grain", "numpy", *OPTIONAL),
+    *("jaxpar", "flax", "optax", "orbax-checkpoint", "numpy", *OPTIONAL),
 )
 
 #: Most devices for which links are printed as a matrix.
@@ -75,7 +75,7 @@ def hardware(facts: HostFacts) -> list[Any]:
     line += f"{host['memory'] / 2**30:.0f} GiB, {shm}"
     shown: list[Any] = [escape(line)]
     if facts.gpus:
-        columns = "GPU name GiB W,limit MHz,max °C ECC NVLinks NUMA cards".split()
+        columns = "GPU name GiB W,limit MHz,max °C ECC NVLinks NUMA".split()
         rows = [_gpu_cells(facts, gpu) for gpu in facts.gpus]
         shown.append(table(columns, rows))
     for port in facts.infiniband:
@@ -102,6 +102,7 @@ def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
     up = [speed for speed in links if speed is not None]
     fields = "memory.total power.limit clocks.max.sm temperature.gpu".split()
     memory, power, clock, heat = (number(gpu, field) for field in fields)
+    node = facts.numa.node.get(address_of(gpu.get("pci.bus_id", "")))
     ecc = {"Enabled": "on", "Disabled": "off"}.get(gpu.get("ecc.mode.current", ""), "-")
     return [
         index,
@@ -110,16 +111,8 @@ def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
         *("-" if value is None else f"{value:.0f}" for value in (power, clock, heat)),
         ecc,
         f"{len(up)} x {up[0]:.1f} GB/s" if up else "-",
-        facts.matrix.numa.get(f"GPU{index}") or "-",
-        _cards(facts, gpu) or "-",
+        "-" if node is None else str(node),
     ]
-
-
-def _cards(facts: HostFacts, gpu: GpuFacts) -> str:
-    """Return the network cards nearest to a GPU, and how far they are."""
-    way, cards = facts.paths.nearest(address_of(gpu.get("pci.bus_id", "")))
-    names = cards or facts.matrix.cards.get(f"GPU{gpu.get('index')}", [])
-    return " ".join(filter(None, [",".join(names), way]))
 
 
 def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:

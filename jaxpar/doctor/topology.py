@@ -1,32 +1,16 @@
-"""How a host's GPUs and network cards are connected, from `nvidia-smi`: NVLink, PCIe, NUMA."""
+"""How a host's GPUs are connected, from `nvidia-smi`: by NVLink or PCIe."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 #: Colors and underlines, which `nvidia-smi topo -m` writes even to a pipe.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """The output of `nvidia-smi topo -m`.
-
-    links      the connection of each pair of GPUs: "NV18" (18 NVLinks), or PCIe: "PIX", "PXB",
-               "PHB", "NODE", "SYS", from a single bridge to across sockets.
-    cards      names of the network cards nearest to each GPU.
-    cpus, numa   cores and NUMA node nearest to each GPU.
-    """
-
-    links: dict[str, dict[str, str]] = field(default_factory=dict)
-    cards: dict[str, list[str]] = field(default_factory=dict)
-    cpus: dict[str, str] = field(default_factory=dict)
-    numa: dict[str, str] = field(default_factory=dict)
-
-
-def read_matrix(text: str) -> Matrix:
+def read_links(text: str) -> dict[str, dict[str, str]]:
     """Parse the output of `nvidia-smi topo -m`.
 
+    Returns:  the connection of each pair of GPUs: "NV18" (18 NVLinks), or PCIe: "PIX", "PXB",
+              "PHB", "NODE", "SYS", from a single bridge to across sockets.
     Raises:   ValueError if the text has no table.
     """
     lines = _ESCAPES.sub("", text).splitlines()
@@ -34,27 +18,14 @@ def read_matrix(text: str) -> Matrix:
     if not heads:
         raise ValueError("no table of GPUs in the output of `nvidia-smi topo -m`")
     columns = [c.strip() for c in re.split(r"\t+|\s{2,}", lines[heads[0]].strip())]
-    devices = [c for c in columns if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", c)]
-    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
-    found = Matrix()
+    gpus = [c for c in columns if re.fullmatch(r"GPU\d+", c)]
+    found = {}
     for line in lines[heads[0] + 1 :]:
         words = line.split()
-        if not words or not re.fullmatch(r"GPU\d+", words[0]):
-            continue
-        ways = dict(zip(devices, words[1:], strict=False))
-        gpu, rest = words[0], words[1 + len(devices) :]
-        found.links[gpu] = {d: w for d, w in ways.items() if d.startswith("GPU") and d != gpu}
-        found.cards[gpu] = _nearest({d: w for d, w in ways.items() if d not in found.links}, names)
-        found.cpus[gpu], found.numa[gpu] = (*rest[:2], "", "")[:2]
+        if words and words[0] in gpus:
+            ways = zip(gpus, words[1:], strict=False)
+            found[words[0]] = {gpu: way for gpu, way in ways if gpu != words[0]}
     return found
-
-
-def _nearest(ways: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
-    """Return the network cards with the shortest PCIe path."""
-    order = ("PIX", "PXB", "PHB", "NODE", "SYS")
-    cards = {d: w for d, w in ways.items() if not d.startswith("GPU") and w in order}
-    best = min((order.index(way) for way in cards.values()), default=0)
-    return [names.get(d, d) for d, way in cards.items() if way == order[best]]
 
 
 def read_nvlinks(text: str) -> dict[str, list[float | None]]:

@@ -27,7 +27,7 @@ SPEEDS = (400.0, 100.0, 10.0)
 #: Steps between two outer steps of the row of DiLoCo.
 OUTER_STEPS = 50
 
-METHODS = ("float32", "bfloat16", "int8", "top_k", "power_sgd")
+METHODS = ("float32", "bfloat16", "int8", "top_k")
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
 
 
 def _product(parallel: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Multiply fields of `parallel`. A field that an earlier version did not save counts as 1."""
+    """Multiply fields of `parallel`. A field that the writing version did not have counts as 1."""
     return math.prod(parallel.get(name, 1) for name in names)
 
 

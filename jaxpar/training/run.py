@@ -10,14 +10,13 @@ from typing import Any
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
-from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.data.teacher_cache.cache import FIELD as CACHE
 from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
@@ -84,7 +83,7 @@ class Run:
         self.copies = list(copies)
         self.first_step = self.copies[0].group.step if copies else self.on_disk
         saved = self._saved()
-        cfg = with_epochs(with_shuffle(cfg, saved))
+        cfg = with_epochs(cfg)
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
         self._check_memory()
@@ -346,17 +345,6 @@ def run_folder(cfg: Config) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("run.dir", cfg.run.dir, "is a file", "use --run.dir runs/NAME")
     return folder
-
-
-def with_shuffle(cfg: Config, saved: checkpoint.Saved | None) -> Config:
-    """Return the config with a named order of the sequences: a resumed run keeps its own.
-
-    Args:     saved: the checkpoint to resume from, None for a new run.
-    """
-    if cfg.data.shuffle != "auto":
-        return cfg  # `checkpoint.check_resumable` refuses another than before
-    shuffle = NEWEST if saved is None else saved.config["data"]["shuffle"]
-    return replace(cfg, **{"data.shuffle": shuffle})
 
 
 def check_host_copies(cfg: Config, backend: str) -> None:

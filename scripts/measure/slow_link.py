@@ -76,7 +76,7 @@ REDUCTION = "parallel.replica_reduction"
 #: Fields of each method.
 Methods = dict[str, dict[str, Any]]
 METHODS: Methods = {
-    **{name: {REDUCTION: name} for name in "float32 int8 top_k power_sgd bfloat16".split()},
+    **{name: {REDUCTION: name} for name in "float32 int8 top_k bfloat16".split()},
     "diloco": {"diloco.every": 50},
     "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
 }

@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 from tests import ranks  # noqa: E402
 from tests.e2e.hosts.network import Network  # noqa: E402
 
-#: Devices of a host, columns of the matrix, its rank for PowerSGD, and the share for top-k.
-DEVICES, COLUMNS, RANK, RATIO = 2, 1024, 4, 0.01
+#: Devices of a host, columns of the matrix, and the share for top-k.
+DEVICES, COLUMNS, RATIO = 2, 1024, 0.01
 
 #: The line of a child that has its figures.
 MARK = "figures: "
@@ -54,7 +54,6 @@ def host_bytes(rows: int) -> dict[str, float]:
         "bfloat16": DEVICES * shard / 2,
         "int8": DEVICES * shard / 4 * (1 + 4 / 256),
         "top_k": DEVICES * shard / 4 * RATIO * 6,
-        "power_sgd": DEVICES * 4 * RANK * (rows / DEVICES + COLUMNS),
     }
 
 
@@ -62,19 +61,16 @@ def child(where: str, rank: int, rows: int, repeats: int) -> None:
     """Time every sum in this process, one of two."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax import lax
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpar.config import Config, replace
     from jaxpar.parallel.replicas.pieces import sum_bfloat16, sum_int8
-    from jaxpar.parallel.replicas.power_sgd import sum_power_sgd
     from jaxpar.parallel.replicas.top_k import sum_top_k
     from jaxpar.runtime import start as runtime
     from jaxpar.runtime.processes import rendezvous
     from jaxpar.sharding.axes import DATA, REPLICA
     from jaxpar.sharding.mesh import make_mesh
-    from jaxpar.sharding.params import ParamSpec
 
     fields: dict[str, Any] = {"coordinator": where, "num_processes": 2, "process_id": rank}
     base = replace(Config(), **{f"cluster.{name}": value for name, value in fields.items()})
@@ -82,15 +78,10 @@ def child(where: str, rank: int, rows: int, repeats: int) -> None:
     cfg, _ = rendezvous.join(base)
     runtime.start(cfg)
     mesh = make_mesh(cfg.parallel)
-    spec = ParamSpec(shape=(rows, COLUMNS), axes=("embed", "head_dim"), columns=1)
 
     def hierarchical(x: Any) -> Any:
         shard = lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
         return lax.all_gather(lax.psum(shard, REPLICA), DATA, axis=0, tiled=True)
-
-    def low_rank(x: Any) -> Any:
-        q = jnp.asarray(np.random.default_rng(0).standard_normal((COLUMNS, RANK)), jnp.float32)
-        return sum_power_sgd(x, q, spec)[0]
 
     sums: dict[str, tuple[Callable, int]] = {
         "flat": (lambda x: lax.psum(x, (REPLICA, DATA)), rows),
@@ -99,7 +90,6 @@ def child(where: str, rank: int, rows: int, repeats: int) -> None:
         "bfloat16": (sum_bfloat16, rows // DEVICES),
         "int8": (lambda x: sum_int8(x)[0], rows // DEVICES),
         "top_k": (lambda x: sum_top_k(x, RATIO)[0], rows // DEVICES),
-        "power_sgd": (low_rank, rows // DEVICES),
     }
     figures = {}
     for name, (function, own_rows) in sums.items():

@@ -39,7 +39,8 @@ VIRTUAL = {
 
 def write_dataset(folder: Path, eos_id: int = 0) -> str:
     """A dataset's description, without its tokens."""
-    split = SplitMeta(num_tokens=8, num_documents=1, num_bytes=8, sha256="0" * 64)
+    hashes = dict.fromkeys(("sha256", "documents_sha256"), "0" * 64)
+    split = SplitMeta(num_tokens=8, num_documents=1, num_bytes=8, **hashes)
     meta = Meta(
         dtype="uint16",
         vocab_size=max(32, eos_id + 1),

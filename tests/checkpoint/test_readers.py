@@ -1,14 +1,10 @@
 """Programs that only read a run: they pass over damaged steps, say so, and move nothing."""
 
-import shutil
-
 import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Damaged, integrity
-from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.saved import METADATA
-from jaxpar.config import ConfigError
 from tests.checkpoint.test_checkpoint import base, save, setup
 from tests.checkpoint.test_damage import damage_array, step_folder
 
@@ -52,24 +48,3 @@ def test_readers_use_the_latest_intact_step_and_say_so(setup, capfd):
     with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: .*; step 6: "):
         checkpoint.read_whole(run, None, read)
     assert checkpoint.saved_steps(run) == [2, 4, 6]
-
-
-def test_diff_compares_the_latest_intact_steps_and_says_so(setup, tmp_path, capsys):
-    """Whether the metadata, the files or only the fingerprints show the damage."""
-    cfg, mesh = setup()
-    save(cfg, mesh, 4, 6, 8)
-    copy = tmp_path / "copy"
-    shutil.copytree(cfg.run.dir, copy)
-    (step_folder(cfg, 8) / METADATA).write_text("[")
-    (step_folder(cfg, 6) / integrity.FILES).unlink()
-    damage_array(cfg, 6)
-    capsys.readouterr()
-    main(["diff", cfg.run.dir, str(copy), "--other-step", "4"])
-    told = capsys.readouterr()
-    assert told.out.startswith("0 of ") and "checkpoints/4, " in told.out
-    for step, line in zip((8, 6), told.err.splitlines(), strict=True):
-        assert f"step {step} of {cfg.run.dir} is damaged: " in line
-        assert line.endswith("An earlier step is read instead; nothing was moved.")
-    with pytest.raises(ConfigError, match="both are step 4, the latest intact one"):
-        main(["diff", cfg.run.dir, "--step", "4"])
-    assert checkpoint.saved_steps(cfg.run.dir) == [4, 6, 8]

@@ -62,8 +62,6 @@ ZB4 model.matmul_dtype=float8 | 2 | model.matmul_dtype | zero_bubble
 ZB4 lora.rank=4 | 2 | lora.rank | zero_bubble
 parallel.replica_reduction=int8 | 2 | parallel.replica | at least 2 with
 RED=top_k parallel.replica_top_k=0.7 | 2 | parallel.replica_top_k | must be below 0.667 with 2
-RED=power_sgd lora.rank=4 | 2 | lora.rank | of low rank already
-RED=power_sgd parallel.replica_rank=0 | 2 | parallel.replica_rank | at least 1
 RED=top_k parallel.replica_top_k=0.0 | 2 | parallel.replica_top_k | above 0
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \

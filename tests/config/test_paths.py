@@ -86,8 +86,7 @@ def test_outputs_of_programs_are_no_addresses(program, tmp_path, monkeypatch):
 READERS = {
     "train CONFIG": lambda url: load_config(url),
     "checkpoint RUN": lambda url: checkpoint_options(["ls", url]),
-    "merge RUN": lambda url: checkpoint_options(["merge", "run", "run2", url]),
-    "checkpoint RUN2": lambda url: checkpoint_options(["diff", "run", url]),
+    "average NEW": lambda url: checkpoint_options(["average", "run", url]),
     "convert RUN": lambda url: convert_options(["to-hf", url, "out"]),
     "convert DIR": lambda url: convert_options(["from-hf", url, "run"]),
     "report RUN": lambda url: read_options(ReportOptions, [url], "jaxpar.report", None),

@@ -16,7 +16,6 @@ from jaxpar.doctor.checks import measured
 from jaxpar.doctor.measure import bandwidth, compute, hosts, latency, links, timing, verification
 from jaxpar.doctor.measure.verification import COLLECTIVES
 from jaxpar.sharding.mesh import make_mesh
-from tests.doctor.hosts import facts_of
 
 ELEMENTS = 32
 
@@ -141,27 +140,12 @@ def rows_of_hosts(across: float, size: int = 1 << 30) -> list[hosts.HostRow]:
     return made
 
 
-def test_bandwidth_across_hosts_is_held_against_the_ports():
-    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
-    ports = [port | {"driver": "mlx5_core"}] * 8
-    down = port | {"state": "1: DOWN", "driver": "mlx5_core"}
-    facts = facts_of(infiniband=[*ports, down], network={"network": "ib"})
-    assert measured.rate_of_ports(facts) == 400e9
-
-    def found(across, own=facts, devices=(8, 8), size=1 << 30, on_gpu=True):
-        return measured.across_hosts(rows_of_hosts(across, size), devices, own, on_gpu)
-
-    said = "all-reduce 45 GB/s for each device, 300 within a host; 360 for the host, of 400 by"
-    assert found(45).status == "pass" and found(45).said.startswith(said)
-    assert found(20).status == "warn" and found(20).remedy
-    assert found(20, size=1 << 20).status == "pass"  # too short to say
-    assert "not judged" in found(20, on_gpu=False).said
-    tcp = facts_of(infiniband=[], network={"network": "tcp"})
-    assert found(1, tcp).status == "pass" and "no RDMA ports" in found(1, tcp).said
-    efa = [port | {"driver": "efa", "rate": "100 Gb/sec", "link_layer": "Unspecified"}] * 32
-    assert measured.rate_of_ports(facts_of(infiniband=efa, network={"network": "efa"})) == 400e9
-    assert found(45, devices=(16,)).said == "one host"
-    assert measured.across_hosts([], (8, 4), facts, True).status == "skip"
+def test_bandwidth_across_hosts_is_said_and_not_judged():
+    found = measured.across_hosts(rows_of_hosts(45), (8, 8))
+    said = "all-reduce 45 GB/s for each device, 300 within a host; not judged"
+    assert (found.status, found.said) == ("pass", said)
+    assert measured.across_hosts(rows_of_hosts(45), (16,)).said == "one host"
+    assert measured.across_hosts([], (8, 4)).status == "skip"
 
 
 def test_the_table_of_hosts():

@@ -11,7 +11,7 @@ from jaxpar.inference import chat
 from jaxpar.inference.chat import Dialogue, DialogueOptions, template_of
 from jaxpar.inference.generation import Sampling, generate
 from jaxpar.inference.load import LoadedModel, load
-from tests.checkpoint.test_merging import write_run
+from tests.checkpoint.test_averaging import write_run
 
 
 @pytest.fixture

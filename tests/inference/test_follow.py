@@ -12,7 +12,7 @@ from jaxpar.inference.follow import follow, record_of
 from jaxpar.report.charts import shown_of
 from jaxpar.report.runs import read_run
 from jaxpar.runtime.files import json_lines
-from tests.checkpoint.test_merging import write_run
+from tests.checkpoint.test_averaging import write_run
 from tests.monitoring.test_sinks import scalars
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")

@@ -57,15 +57,3 @@ def top_k(x: np.ndarray, boxes: Sequence[Box], ratio: float, group: int, columns
             errors[replica][box] = left[:size].reshape(errors[replica][box].shape)
             total[box] += sent[:size].reshape(total[box].shape)
     return total, errors
-
-
-def power_sgd(x: np.ndarray, q: np.ndarray, lead: int, cut: int):
-    """Return the sum, the errors and the new q, computed in float64 with numpy's QR."""
-    shape = x.shape[1:]
-    sizes = [int(np.prod(dims)) for dims in (shape[:lead], shape[lead:cut], shape[cut:])]
-    m = x.reshape(-1, *sizes).astype(np.float64)
-    p, _ = np.linalg.qr(m.sum(0) @ q.reshape(sizes[0], sizes[2], -1))
-    own = np.swapaxes(m, -1, -2) @ p
-    sent = p @ np.swapaxes(own, -1, -2)
-    new, errors = own.sum(0), m - sent
-    return sent.sum(0).reshape(shape), errors.reshape(x.shape), new.reshape(q.shape)

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from jaxpar.runtime.gpus import numa, nvidia_smi, pci, visible
-from tests.runtime import kernel_files
 from tests.runtime.kernel_files import GPUS, gpu, two_sockets, write
 
 pytestmark = pytest.mark.waits
@@ -124,18 +123,3 @@ def test_threads_and_memory_are_bound(tmp_path):
 def test_nothing_is_bound_without_gpus(monkeypatch, root):
     monkeypatch.setattr(visible, "gpu_is_present", lambda: False)
     assert numa.bind_process({numa.VARIABLE: "auto"}, None, root) == []
-
-
-def test_ways_between_devices(root):
-    card = [way.split("/")[-1] for way in kernel_files.CARDS]
-    assert pci.distance(ADDRESSES[0], card[0], root) == "PIX"
-    assert pci.distance(ADDRESSES[0], card[1], root) == "SYS"
-    nested = GPUS[0][0].rsplit("/", 1)[0] + "/0000:1d:00.0/0000:1e:00.0/0000:1f:00.0"
-    gpu(root, nested, 0, "0-3")
-    assert pci.distance(ADDRESSES[1], "0000:1f:00.0", root) == "PXB"
-    gpu(root, "pci0000:17/0000:17:02.0/0000:20:00.0", 0, "0-3")
-    assert pci.distance(ADDRESSES[0], "0000:20:00.0", root) == "PHB"
-    gpu(root, "pci0000:40/0000:40:01.0/0000:41:00.0", 0, "0-3")
-    assert pci.distance(ADDRESSES[0], "0000:41:00.0", root) == "NODE"
-    assert pci.distance(ADDRESSES[0], "0000:77:00.0", root) == ""
-    assert pci.bridges(ADDRESSES[0], root) == ["0000:17:01.0", "0000:18:00.0", "0000:19:00.0"]

@@ -216,7 +216,6 @@ MODELS: dict[str, dict] = {
     "host masters": axes(data=8) | {"optimizer.offload": True, "optimizer.offload_masters": True},
     "mup": axes(data=8) | {"model.mup.base_width": 32, "model.mup.base_depth": 2},
     "replicas, int8": REPLICAS | axes(replica_reduction="int8"),
-    "replicas, power sgd": REPLICAS | axes(replica_reduction="power_sgd"),
 }
 
 #: Configs of other programs, by program (`traced.py`).

@@ -259,12 +259,12 @@ def test_batches_left_out_by_arithmetic():
     assert none.and_also([(0, 2**30), (5, 2), (2**30, 1)]).ranges == ((0, 2**30 + 1),)
 
 
-def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path):
+def test_rewinds_are_counted_and_a_file_without_them_has_one_for_each_window(tmp_path):
     counted = SkippedBatches().after_rewind(3, 2).after_rewind(5, 2)
     assert counted == SkippedBatches(((3, 4),), 2)
     write_skipped(tmp_path, counted)
     assert read_skipped(tmp_path) == counted
-    # A checkpoint from before the last rewind, and one of an older version, take none back.
+    # A checkpoint from before the last rewind takes none back.
     assert counted.and_also([[3, 2]], 1) == counted.and_also([[3, 2]]) == counted
     (tmp_path / SKIPPED_FILE).write_text('{"windows": [[3, 2], [9, 1]]}')
     assert read_skipped(tmp_path).rewinds == 2

@@ -47,7 +47,7 @@ def config(write_config, tmp_path):
 
 
 def saved_with(cfg, finished, weights_from):
-    """The metadata of a checkpoint that records some weights, or None."""
+    """The metadata of a checkpoint that records some weights."""
     return dataclasses.replace(
         checkpoint.read_saved(finished, 40),
         config=dataclasses.asdict(cfg),
@@ -109,14 +109,8 @@ def test_a_teacher_may_leave_and_another_come(config, other, finished):
     assert choose(cfg, saved_with(config(), finished, {}))[TEACHER].step == 40
 
 
-def test_a_checkpoint_of_an_earlier_version_is_told_of(config, other, finished, capsys):
-    cfg = config(f"--{TEACHER}", other, "--run.init-from", other)
-    saved = saved_with(cfg, finished, None)
-    assert choose(cfg, saved)[TEACHER].step == 40
-    assert chosen.initial_again(cfg, saved)[INITIAL].step == 40
-    said = capsys.readouterr().out
-    assert said.count("earlier version, which did not record the weights") == 2
-    # A run that began with random weights stays with them, whatever it is given now.
+def test_a_run_that_began_with_random_weights_stays_with_them(config, other, finished):
+    cfg = config("--run.init-from", other)
     assert chosen.initial_again(cfg, saved_with(cfg, finished, {})) == {}
 
 

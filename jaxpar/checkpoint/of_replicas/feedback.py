@@ -2,8 +2,7 @@
 
 What counts is the sum of errors over replicas: the part of the gradients that no update has had.
 With another number of replicas, each gets an equal part of it. Errors mean the same for every
-method. A parameter without saved errors starts with zero. The factors of PowerSGD only save it some
-iterations; those of another rank are replaced by random ones.
+method. A parameter without saved errors starts with zero.
 """
 
 import functools
@@ -20,7 +19,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import feedback_of, fresh_feedback
 
-PREFIX, ERRORS = "feedback/", "errors/"
+PREFIX = "feedback/"
 
 
 def has_feedback(saved: Saved) -> bool:
@@ -36,11 +35,9 @@ def to_load(wanted: Any, saved: Saved, cfg: Config) -> dict[str, Any]:
     """
     then, found = by_path(saved.config), {}
     for name, array in flat(wanted or {}).items():
-        rank = then.get("parallel.replica_rank")
-        has_rank = name.startswith(ERRORS) or array.shape[-1] == rank
-        if PREFIX + name in saved.fingerprints and has_rank:
+        if PREFIX + name in saved.fingerprints:
             replicas = then["parallel.replica"]
-            found[name] = _with_replicas(array, _dims(cfg).get(name), replicas)
+            found[name] = _with_replicas(array, _dims(cfg)[name], replicas)
     return _tree(found)
 
 
@@ -56,10 +53,9 @@ def adapted(loaded: Any, wanted: Any, saved: Saved, cfg: Config) -> Any:
     if found and then != now:
         log(f"the errors of {then} replicas in {saved} are shared out over {now}")
     if missing := to.keys() - found.keys():
-        what = " and ".join(sorted({name.partition("/")[0] for name in missing}))
-        log(f"{what} of compressed sums start anew for {len(missing)} arrays: {saved} has none")
+        log(f"errors of compressed sums start anew for {len(missing)} arrays: {saved} has none")
     for name in found:
-        if name in dims and then != now:
+        if then != now:
             found[name] = _sharing(dims[name], now, to[name].sharding)(found[name])
     return _tree(found) or ()
 
@@ -75,12 +71,12 @@ def completed(found: Any, cfg: Config, mesh: Mesh) -> Any:
 def _dims(cfg: Config) -> dict[str, int]:
     """Return the dim of replicas of each array of errors."""
     specs = flat(feedback_of(cfg) or {})
-    return {n: s.axes.index("replica") for n, s in specs.items() if n.startswith(ERRORS)}
+    return {name: spec.axes.index("replica") for name, spec in specs.items()}
 
 
-def _with_replicas(array: Any, dim: int | None, replicas: int) -> jax.ShapeDtypeStruct:
+def _with_replicas(array: Any, dim: int, replicas: int) -> jax.ShapeDtypeStruct:
     """Change the size of a dim, which is whole on each device if its axes do not divide it."""
-    if dim is None or array.shape[dim] == replicas:
+    if array.shape[dim] == replicas:
         return array
     shape = (*array.shape[:dim], replicas, *array.shape[dim + 1 :])
     to = array.sharding

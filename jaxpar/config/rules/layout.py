@@ -97,6 +97,3 @@ def compressed_sums(cfg: Config) -> None:
         rule += "their places to all others, which is more than a sum in float32 sends"
         fewer = (flag("parallel.replica_top_k", 0.01),) if most > 0.01 else ()
         require(p.replica_top_k < most, cfg, "parallel.replica_top_k", rule, *fewer, plain)
-    if p.replica_reduction == "power_sgd":
-        rule = f"must be 0 with {path} power_sgd: adapters are of low rank already"
-        require(not cfg.lora.rank, cfg, "lora.rank", rule, flag(path, "int8"), plain)

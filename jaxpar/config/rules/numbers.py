@@ -19,7 +19,7 @@ model.mamba_state_size model.mamba_num_groups model.conv_kernel_size model.recur
 model.qk_rope_head_dim model.v_head_dim model.nope_query_span
 parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
-parallel.remat_group parallel.replica_rank
+parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
 optimizer.muon_steps diloco.fragments cluster.connect_seconds""".split()

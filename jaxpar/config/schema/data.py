@@ -42,6 +42,3 @@ class DataConfig:
     loss_on: Literal["targets", "all"] = "targets"
     """Tokens of chat data in the loss. targets: the assistant's. all: every token. Other data
     always uses every token."""
-    shuffle: Literal["auto", "feistel", "grain"] = "auto"
-    """Random order of the sequences. auto: feistel in a new run, the same as before in a resumed
-    one. grain: the order of earlier versions, which repeats a sequence at some lengths."""

@@ -72,14 +72,12 @@ class ParallelConfig:
     """How attention communicates over the sequence axis."""
     grad_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of FSDP's gradient reduction."""
-    replica_reduction: Literal["float32", "bfloat16", "int8", "top_k", "power_sgd"] = "float32"
+    replica_reduction: Literal["float32", "bfloat16", "int8", "top_k"] = "float32"
     """How gradients of matrices are summed over replicas, whose link may be slow. int8: rounded to
-    8 bits. top_k: only the largest. power_sgd: in low rank. What these three leave out is added to
-    the next step's gradients (error feedback)."""
+    8 bits. top_k: only the largest. What these two leave out is added to the next step's gradients
+    (error feedback)."""
     replica_top_k: float = 0.01
     """Share of the gradient that top_k sends."""
-    replica_rank: int = 4
-    """Rank in which power_sgd sends a matrix."""
     gather_dtype: Literal["compute", "float8"] = "compute"
     """Dtype of ZeRO-3's weight gathers. float8 halves the bytes of bfloat16."""
 

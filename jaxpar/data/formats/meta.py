@@ -104,10 +104,10 @@ class SplitMeta:
     """UTF-8 bytes of text, for bits per byte; 0 if unknown."""
     sha256: str
     """Hash of the .bin file."""
+    documents_sha256: str
+    """Hash of the document offsets, as int64."""
     targets_sha256: str = ""
     """Hash of the targets; empty, and not written, if every token is a target."""
-    documents_sha256: str = ""
-    """Hash of the document offsets, as int64; empty, and not written, in older datasets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +166,9 @@ def meta_to_json(meta: Meta) -> str:
     """Return the text of meta.json."""
     values = dataclasses.asdict(meta)
     for split in values["splits"].values():
-        for name in ("targets_sha256", "documents_sha256"):
-            if not split[name]:
-                del split[name]  # to keep the fingerprints of older datasets
-    if not values["test"]:
-        del values["test"]  # for the same reason
-    for name in ("kind", "template", "bad_rows", "first_bad_row"):
+        if not split["targets_sha256"]:
+            del split["targets_sha256"]
+    for name in ("test", "kind", "template", "bad_rows", "first_bad_row"):
         if not values[name]:
             del values[name]
     return json.dumps(values, indent=2) + "\n"
@@ -234,7 +231,7 @@ def _check_values(meta: Meta) -> None:
             "num_bytes": split.num_bytes >= 0,
             "sha256": _is_sha256(split.sha256),
             "targets_sha256": split.targets_sha256 == "" or _is_sha256(split.targets_sha256),
-            "documents_sha256": split.documents_sha256 == "" or _is_sha256(split.documents_sha256),
+            "documents_sha256": _is_sha256(split.documents_sha256),
         }
         parts.append((split, valid))
     for part, fine in parts:

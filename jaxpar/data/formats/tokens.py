@@ -137,8 +137,8 @@ class TokenDataset:
 
     def check_offsets(self) -> None:
         """Raise ConfigError("data.path", ...) if document offsets differ from meta.json."""
-        recorded = self.meta.splits[self.split].documents_sha256 if self.meta else ""
-        if recorded:  # empty for files, and for older datasets
+        if self.meta is not None:
+            recorded = self.meta.splits[self.split].documents_sha256
             offsets = np.ascontiguousarray(self.document_offsets, "<i8")
             file = self.path / documents_file(self.split)
             self.check_hash(file, hashlib.sha256(offsets).hexdigest(), recorded)

@@ -162,7 +162,7 @@ def nvlink(facts: HostFacts) -> Finding:
         return failed(check, "; ".join(down), remedy)
     slow = [
         f"{a}-{b} {way}"
-        for a, row in facts.matrix.links.items()
+        for a, row in facts.links.items()
         for b, way in row.items()
         if a < b and not re.match(r"NV\d", way)
     ]
@@ -176,9 +176,9 @@ def nvlink(facts: HostFacts) -> Finding:
             )
             return failed(check, said, remedy)
         return warned(check, said, remedy)
-    if not facts.matrix.links:
+    if not facts.links:
         return skipped(check, "the driver reports no topology")
-    ways = sorted({way for row in facts.matrix.links.values() for way in row.values()})
+    ways = sorted({way for row in facts.links.values() for way in row.values()})
     return passed(check, f"all pairs, {' and '.join(ways)}")
 
 

@@ -15,7 +15,6 @@ from jaxpar.parallel.collectives import psum
 from jaxpar.parallel.gradients import missing_axes
 from jaxpar.parallel.replicas.feedback import compresses, replica_dim
 from jaxpar.parallel.replicas.pieces import sum_bfloat16, sum_int8
-from jaxpar.parallel.replicas.power_sgd import sum_power_sgd
 from jaxpar.parallel.replicas.top_k import sum_top_k
 from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.params import flat
@@ -31,9 +30,8 @@ def reduce_compressed(grads: Any, feedback: Any, specs: Any, p: ParallelConfig) 
     Communication: an all-reduce per array over the axes that do not shard it, REPLICA apart; then
               that of the method over REPLICA.
     """
-    kept = {name: flat(part) for name, part in feedback.items()} if feedback else {}
-    errors, factors = kept.get("errors", {}), kept.get("factors", {})
-    sums, left, new_factors = {}, {}, {}
+    errors = flat(feedback["errors"]) if feedback else {}
+    sums, left = {}, {}
     of = flat(specs)
     for name, grad in flat(grads).items():
         spec, axes = of[name], missing_axes(of[name])
@@ -45,16 +43,12 @@ def reduce_compressed(grads: Any, feedback: Any, specs: Any, p: ParallelConfig) 
             sums[name] = sum_bfloat16(here)
             continue
         here += jnp.squeeze(errors[name], replica_dim(spec))
-        if p.replica_reduction == "power_sgd":
-            sums[name], rest, new_factors[name] = sum_power_sgd(here, factors[name], spec)
-        elif p.replica_reduction == "top_k":
+        if p.replica_reduction == "top_k":
             sums[name], rest = sum_top_k(here, p.replica_top_k)
         else:
             sums[name], rest = sum_int8(here)
         left[name] = jnp.expand_dims(rest, replica_dim(spec))
-    found = {"errors": left, "factors": new_factors}
-    new = {name: _tree(found[name]) for name in kept}
-    return _tree(sums), new or ()
+    return _tree(sums), {"errors": _tree(left)} if feedback else ()
 
 
 def _tree(arrays: dict[str, jax.Array]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from jaxpar.config.schema import ParallelConfig
 from jaxpar.parallel.replicas.feedback import compresses
 from jaxpar.parallel.replicas.pieces import BLOCK
-from jaxpar.parallel.replicas.power_sgd import dims_of
 from jaxpar.parallel.replicas.top_k import BYTES, groups_of
 from jaxpar.sharding.axes import axes_of
 from jaxpar.sharding.params import ParamSpec, flat
@@ -36,13 +35,5 @@ def _of(spec: ParamSpec, p: ParallelConfig) -> float:
     if p.replica_reduction == "int8":
         blocks = r * -(-n // (r * BLOCK))
         return summed * blocks * (BLOCK + 4)
-    if p.replica_reduction == "top_k":
-        groups = groups_of(n, p.replica_top_k)
-        return (r - 1) * groups.number * groups.sent * BYTES
-    dims = dims_of(spec)
-    whole, lead = math.prod(spec.shape), math.prod(spec.shape[: dims.lead])
-    columns = math.prod(spec.shape[dims.cut :])
-    rows = whole // lead // columns
-    factors = rows // ways(dims.rows) + columns // ways(dims.columns)
-    lead //= ways(sorted(axes_of(spec.partition_spec) - {*dims.rows, *dims.columns}))
-    return summed * 4 * lead * p.replica_rank * factors
+    groups = groups_of(n, p.replica_top_k)
+    return (r - 1) * groups.number * groups.sent * BYTES

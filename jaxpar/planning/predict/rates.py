@@ -94,7 +94,7 @@ EXPOSED = {
 #: Times that a compressed sum over replicas reads or writes a shard of gradients in float32, beside
 #: its errors, which count as moments do. From steps of 0.75B on two H200s; that of top_k is its
 #: kernel's (docs/experiments/slow_links.md).
-COMPRESSION = {"float32": 0.0, "bfloat16": 1.0, "int8": 5.0, "top_k": 12.5, "power_sgd": 6.5}
+COMPRESSION = {"float32": 0.0, "bfloat16": 1.0, "int8": 5.0, "top_k": 12.5}
 
 #: Share of the compute time that can hide gathers and scatters, if they take longer.
 HIDING = 0.85

@@ -1,11 +1,10 @@
-"""Where PCI devices are in this host: NUMA nodes, CPUs near them, and the way between two.
+"""Where PCI devices are in this host: their NUMA nodes, and the CPUs near them.
 
 Read from the kernel's files below a root, which tests replace. A device is named by its address,
 such as 0000:18:00.0.
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -13,10 +12,6 @@ from pathlib import Path
 from jaxpar.runtime.gpus import nvidia_smi
 
 ROOT = Path("/")
-
-#: The ways between two devices by length, as `nvidia-smi topo` names them: a single PCIe switch,
-#: several, the CPU's root complex, another one of the same node, another node.
-DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 _ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 
@@ -101,30 +96,3 @@ def write_cpus(cpus: Set[int]) -> str:
         else:
             ranges.append([cpu, cpu])
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
-
-
-def bridges(address: str, root: Path = ROOT) -> list[str]:
-    """Return the addresses of the bridges above a device, from the root down."""
-    return [step for step in _way(address, root)[1:-1] if address_of(step)]
-
-
-def _way(address: str, root: Path) -> list[str]:
-    """Return the names on the way to a device: the root bus (pci0000:17), bridges, the device."""
-    parts = Path(os.path.realpath(_folder(address, root))).parts
-    start = next((i for i, part in enumerate(parts) if part.startswith("pci0")), None)
-    return [] if start is None else list(parts[start:])
-
-
-def distance(one: str, other: str, root: Path = ROOT) -> str:
-    """Return the length of the way between two devices, one of DISTANCES; "" if unknown."""
-    a, b = _way(one, root), _way(other, root)
-    if not a or not b:
-        return ""
-    shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    if shared == 0:
-        nodes = {numa_node(device, root) for device in (one, other)}
-        return "NODE" if len(nodes) == 1 and None not in nodes else "SYS"
-    if shared == 1:
-        return "PHB"
-    # A switch is two bridges, one above and one below; a device and its port are one more.
-    return "PIX" if max(len(a), len(b)) - shared <= 2 else "PXB"

@@ -66,8 +66,6 @@ def choose(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chosen]:
     elif saved is None and cfg.run.init_from:
         chosen[INITIAL] = _newest(INITIAL, cfg.run.init_from)
     if cfg.distill.teacher:
-        if saved is not None and saved.weights_from is None and taught_before(saved):
-            _warn(saved, TEACHER)
         chosen[TEACHER] = _teacher(cfg, recorded.get(TEACHER))
     return chosen
 
@@ -144,12 +142,7 @@ def from_json(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Chosen]:
 
 def of_saved(saved: checkpoint.Saved | None) -> dict[str, Chosen]:
     """Return the choice that a checkpoint records."""
-    return {} if saved is None else from_json(saved.weights_from or {})
-
-
-def taught_before(saved: checkpoint.Saved) -> bool:
-    """Return whether the run of a checkpoint had a teacher."""
-    return bool(saved.config.get("distill", {}).get("teacher"))
+    return {} if saved is None else from_json(saved.weights_from)
 
 
 def folder_of(field: str, chosen: Chosen) -> Path:
@@ -207,10 +200,7 @@ def initial_again(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chos
         named = cfg.run.init_from or recorded.run
         is_commit_of = recorded.run.startswith(f"{named}@")
         return {INITIAL: recorded if is_commit_of else dataclasses.replace(recorded, run=named)}
-    if saved is None or saved.weights_from is not None or not cfg.run.init_from:
-        return {}
-    _warn(saved, INITIAL)
-    return {INITIAL: _newest(INITIAL, cfg.run.init_from)}
+    return {}
 
 
 def digest(folder: Path, step: int) -> str:
@@ -299,8 +289,3 @@ def _are(steps: list[int]) -> str:
     if not steps:
         return "is none"
     return f"{'are' if len(steps) > 1 else 'is'} {', '.join(map(str, steps))}"
-
-
-def _warn(saved: checkpoint.Saved, field: str) -> None:
-    text = f"{saved} is of an earlier version, which did not record the weights of {field}: the "
-    peers.log(f"WARNING    {text}newest ones are used, and recorded from now on")

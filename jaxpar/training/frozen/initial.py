@@ -51,8 +51,7 @@ class InitialWeights:
         """What identifies them, beside the seed."""
         if (initial := self._chosen.get(INITIAL)) is not None:
             return initial.weights or initial.run
-        before = self._saved is not None and self._saved.weights_from is None
-        return self._cfg.run.init_from if before else ""
+        return ""
 
     def check_published(self, params: Any) -> None:
         """Record the values of a published model, or compare them with the record.
