@@ -269,7 +269,7 @@ def held_back() -> Iterator[None]:
             signal.signal(number, handler)
     if not came:
         return
-    handler = earlier[came[0]]
+    handler = earlier[signal.Signals(came[0])]
     if callable(handler):
         # Called here, since Python may run a handler inside a callback of the garbage collector
         # (JAX has one), which drops a KeyboardInterrupt.
