@@ -1,14 +1,13 @@
 """Run a benchmark on this machine: python -m jaxpar.bench COMMAND
 
     train CONFIG    tokens per second and MFU of a config's train step
-    scaling CONFIG  efficiency of the train step on 1, 2, 4, ... devices, weak and strong
     attention       time, TFLOP/s and error of the attention backends; --tune writes their table
     matmuls CONFIG  the fastest matmul kernels of a step at the power limit; writes a table
     recurrence      time, TFLOP/s and error of the backends of Gated DeltaNet and Mamba-2
     loss            peak memory of the loss, compared with full logits
     compare         cards side by side, with the conditions that differ
 
-Each command prints its figures. With --card FILE, train, scaling, attention, recurrence and loss
+Each command prints its figures. With --card FILE, train, attention, recurrence and loss
 also write them to a JSON file, along with the conditions of the measurement.
 `python -m jaxpar.bench train --help` lists the options of a command.
 """
@@ -22,7 +21,6 @@ from jaxpar.bench.attention import command as attention
 from jaxpar.bench.cards import compare
 from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.bench.recurrence import command as recurrence
-from jaxpar.bench.scaling import command as scaling
 from jaxpar.bench.training import command as training
 from jaxpar.bench.training.command import WARM_UP, card, measure, summary
 from jaxpar.config import ConfigError
@@ -47,7 +45,6 @@ __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "su
 
 COMMANDS: dict[str, ModuleType] = {
     "train": training,
-    "scaling": scaling,
     "attention": attention,
     "matmuls": matmuls,
     "recurrence": recurrence,

@@ -245,9 +245,7 @@ def test_refusals(tmp_path):
     assert "cannot be read" in refusal(train, tmp_path)
     assert "is not JSON: Expecting value" in refusal(files["text"], train)
     assert "is not a card but a JSON list" in refusal(train, files["list"])
-    assert "is not a card of bench train, bench attention or bench scaling" in refusal(
-        train, files["loss"]
-    )
+    assert "is not a card of bench train or bench attention" in refusal(train, files["loss"])
     said = refusal(train, files["attention"])
     assert "is a card of bench attention, but" in said and "one of bench train" in said
     with pytest.raises(ConfigError, match="required: CARD"):

@@ -1,7 +1,7 @@
 """Compare cards side by side: python -m jaxpar.bench compare A.json B.json [C.json ...]
 
 Prints each figure with its ratio to the first card, and then the conditions that differ. Compares
-cards of `bench train` with each other, or cards of `bench attention`, or of `bench scaling`.
+cards of `bench train` with each other, or cards of `bench attention`.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def read_card(path: str) -> dict[str, Any]:
 
 
 def kind_of(path: str, card: dict[str, Any]) -> str:
-    """Return the benchmark that wrote a card: train, attention or scaling.
+    """Return the benchmark that wrote a card: train or attention.
 
     Cards of `scripts/measure/torchtitan_run.py` count as train, with fewer figures.
 
@@ -85,7 +85,5 @@ def kind_of(path: str, card: dict[str, Any]) -> str:
     of_attention = str(card.get("what", "")).startswith("attention")
     if of_attention and isinstance(card.get("rows"), list):
         return "attention"
-    if card.get("what") == "scaling" and isinstance(card.get("rows"), list):
-        return "scaling"
-    rule = "is not a card of bench train, bench attention or bench scaling"
+    rule = "is not a card of bench train or bench attention"
     raise ConfigError("cards", path, rule, "use a file written by one of them with --card")

@@ -229,42 +229,7 @@ def _row_noise(row: Card, first: Card) -> bool:
     return abs(ms - other) <= max(slowest - fastest, its_slowest - its_fastest)
 
 
-# ----------------------------------------------------------------------------------- scaling
-
-#: Fields that identify a row of a scaling card.
-POINT = ("axis", "scaling", "devices")
-
-
-def scaling_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
-    """Format a row per axis, mode and number of devices of any card."""
-    is_point = lambda row: isinstance(row, dict) and all(name in row for name in POINT)  # noqa: E731
-    key = lambda row: tuple(one_line(row[name]) for name in POINT)  # noqa: E731
-    tables = [{key(row): row for row in card["rows"] if is_point(row)} for card in cards]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    title = [f"{name} tokens/s/device" for name in names]
-    title += [f"{name}/{names[0]}" for name in names[1:]]
-    rows: list[Sequence[str]] = [(*POINT, *title, *(f"{name} efficiency" for name in names))]
-    for point in keys:
-        found = [table.get(point, {}) for table in tables]
-        rates = [number_at(row, "tokens_per_second_per_device") for row in found]
-        noise = [_step_noise(row, found[0]) is not None for row in found]
-        cells = [MISSING if rate is None else f"{rate:,.0f}" for rate in rates]
-        cells += [
-            ratio(r, rates[0], within) for r, within in zip(rates[1:], noise[1:], strict=True)
-        ]
-        shares = [number_at(row, "efficiency") for row in found]
-        cells += [MISSING if share is None else f"{share:.1%}" for share in shares]
-        rows.append((*point, *cells))
-    marked = any(NOISE in cell for row in rows[1:] for cell in row)
-    notes = [f"noise: {NOISE} marks differences within the spread of the steps"] if marked else []
-    for name, card in zip(names, cards, strict=True):
-        odd = sum(not is_point(row) for row in card["rows"])
-        notes += [f"note: skipped {odd} entries of {name} that are not rows"] if odd else []
-    return align_columns(rows, left=(0, 1)), notes
-
-
 TABLES: dict[str, Callable[[Sequence[str], Sequence[Card]], tuple[str, list[str]]]] = {
     "train": training_table,
     "attention": attention_table,
-    "scaling": scaling_table,
 }
