@@ -33,7 +33,7 @@ GROUPS = {
     "check jaxpar": {
         "verify": "compare meshes with the reference model on one device",
         "mup": "check that activations do not grow with the width of a model",
-        "bench": "measure training, attention, matmuls and the loss on this machine",
+        "bench": "measure training on this machine, and compare measurements",
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
