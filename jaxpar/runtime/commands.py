@@ -9,7 +9,6 @@ GROUPS = {
     "prepare": {
         "data": "tokenize text and chats into datasets; inspect and convert them",
         "plan": "predict the memory and speed of every layout of a config, without a GPU",
-        "goodput": "simulate failures of a large run, and how often it should save",
         "convert": "import and export published models and adapters",
     },
     "train": {

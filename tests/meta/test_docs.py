@@ -19,7 +19,6 @@ from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICI
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.goodput.command import read_command as read_goodput_command
 from jaxpar.inference.chat import DialogueOptions
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
@@ -143,8 +142,6 @@ def check_command(words: list[str]) -> None:
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.mup":
             read_mup_command(args, "")
-        case "jaxpar.goodput":
-            read_goodput_command(args)
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":
