@@ -26,7 +26,6 @@ from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
-from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
@@ -148,8 +147,6 @@ def check_command(words: list[str]) -> None:
             tyro.cli(DialogueOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
-        case "jaxpar.profile" if args[:1] == ["ncu"] and args[1:]:
-            read_ncu_command(args[1:])
         case "jaxpar.profile":
             tyro.cli(ProfileOptions, args=args)
         case "jaxpar.report":
