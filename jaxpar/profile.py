@@ -1,8 +1,8 @@
 """Show where a step's time and memory go: python -m jaxpar.profile RUN_OR_TRACE [--step N]
 
 Reads the traces of a run (taken with `--profile.start N`, or by creating RUN/profile.request during
-the run), or any JAX trace. With a second profile, compares the two. `python -m jaxpar.profile ncu`
-measures one kernel in depth. docs/profiling.md explains how to take a trace, and each figure.
+the run), or any JAX trace. With a second profile, compares the two. docs/profiling.md explains how
+to take a trace, and each figure.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from jaxpar.profiling.command import (
     ProfileOptions,
     check,
     compared,
-    draw,
     figures,
     gpu_of,
     in_words,
@@ -21,7 +20,6 @@ from jaxpar.profiling.command import (
 )
 from jaxpar.profiling.hlo.memory import memory_of, of_sums
 from jaxpar.profiling.loading import load
-from jaxpar.profiling.nsight import command as nsight
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
@@ -30,8 +28,6 @@ from jaxpar.runtime.stages import stage
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    if argv[:1] == ["ncu"]:
-        return nsight.main(argv[1:])
     options = read_options(ProfileOptions, argv, "jaxpar.profile", __doc__)
     check(options)
     if options.after:
@@ -46,8 +42,6 @@ def main(argv: Sequence[str]) -> None:
     sent, memory = sent_by(loaded), memory_of(loaded.buffers, loaded.module)
     if memory is None and loaded.facts is not None:
         memory = of_sums(loaded.facts.memory)
-    if options.plot:
-        draw(options, loaded, gpu)
     print(in_words(loaded, found, sent, memory, options.top))
     return _write(options, record(loaded, found, sent, memory))
 

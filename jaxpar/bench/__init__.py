@@ -1,28 +1,18 @@
-"""Run a benchmark on this machine: python -m jaxpar.bench COMMAND
+"""Measure training on this machine: python -m jaxpar.bench COMMAND
 
     train CONFIG    tokens per second and MFU of a config's train step
-    scaling CONFIG  efficiency of the train step on 1, 2, 4, ... devices, weak and strong
-    attention       time, TFLOP/s and error of the attention backends; --tune writes their table
-    matmuls CONFIG  the fastest matmul kernels of a step at the power limit; writes a table
-    recurrence      time, TFLOP/s and error of the backends of Gated DeltaNet and Mamba-2
-    loss            peak memory of the loss, compared with full logits
     compare         cards side by side, with the conditions that differ
 
-Each command prints its figures. With --card FILE, train, scaling, attention, recurrence and loss
-also write them to a JSON file, along with the conditions of the measurement.
-`python -m jaxpar.bench train --help` lists the options of a command.
+Each command prints its figures. With --card FILE, train also writes them to a JSON file, along with
+the conditions of the measurement. `python -m jaxpar.bench train --help` lists the options of a
+command.
 """
 
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxpar.bench import loss
-from jaxpar.bench.attention import command as attention
 from jaxpar.bench.cards import compare
-from jaxpar.bench.matmuls import command as matmuls
-from jaxpar.bench.recurrence import command as recurrence
-from jaxpar.bench.scaling import command as scaling
 from jaxpar.bench.training import command as training
 from jaxpar.bench.training.command import WARM_UP, card, measure, summary
 from jaxpar.config import ConfigError
@@ -38,22 +28,13 @@ MAY_IMPORT = (
     "step",
     "planning",
     "profiling",
-    "charts",
     "monitoring",
     "training",
 )
 
 __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "summary"]
 
-COMMANDS: dict[str, ModuleType] = {
-    "train": training,
-    "scaling": scaling,
-    "attention": attention,
-    "matmuls": matmuls,
-    "recurrence": recurrence,
-    "loss": loss,
-    "compare": compare,
-}
+COMMANDS: dict[str, ModuleType] = {"train": training, "compare": compare}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,6 +53,6 @@ def read_command(argv: Sequence[str]) -> Any:
 def _command(argv: Sequence[str]) -> ModuleType:
     name = argv[0] if argv else ""
     if name not in COMMANDS:
-        fix = "use, for example, python -m jaxpar.bench attention"
+        fix = "use, for example, python -m jaxpar.bench train quickstart"
         raise ConfigError("command", name, f"must be one of {', '.join(COMMANDS)}", fix)
     return COMMANDS[name]

@@ -279,7 +279,7 @@ FLAGS = (
     Flag(
         name=TABLE,
         value="execution/tuned/nvidia_h200.textproto",
-        gain="matmul kernels chosen at the power limit (`jaxpar.bench matmuls`): 483.4 to 476.3 ms "
+        gain="matmul kernels chosen at the power limit (`matmul_table.py`): 483.4 to 476.3 ms "
         "per step, 1.5B on one GPU; 427.7 to 424.4, 8 layers of 8B",
     ),
     Flag(

@@ -9,7 +9,7 @@ from jaxpar.config import ConfigError
 from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 
 #: Options that replace the ranking, and options that apply only to the ranking.
-QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
+QUESTIONS = ("hardware", "goodput", "advice", "min_gpus", "largest", "kv_cache")
 
 
 OF_THE_RANKING = ("all", "fix", "write", "compile", "lower", "tokens", "top")
@@ -38,6 +38,7 @@ def check_questions(options: argparse.Namespace) -> None:
     for question, name, why in (
         ("min_gpus", "gpus", "determines the number of GPUs"),
         ("min_gpus", "nodes", "uses complete hosts"),
+        ("goodput", "nodes", "counts GPUs alone"),
         ("advice", "gpus", "uses a typical number of GPUs for each shape"),
         ("advice", "nodes", "uses complete hosts"),
     ):
@@ -78,7 +79,7 @@ def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
     """
     given = [*rest, *([] if options.config is None else [options.config])]
     if given:
-        first = "--advice" if options.advice else "--hardware"
+        first = next(f"--{name}" for name in QUESTIONS if getattr(options, name))
         rule = f"cannot be combined with {first}, which takes no CONFIG and no config fields"
         raise ConfigError("command line", given[0], rule, f"remove it or {first}")
 

@@ -23,6 +23,7 @@ from jaxpar.planning import (
     budget,
     checks,
     compiling,
+    goodput,
     layouts,
     links,
     lowering,
@@ -132,6 +133,7 @@ def parser(doc: str | None = None) -> Parser:
     add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
     add("--links", action="store_true", help="compare sums over replicas by their link's speed")
     add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
+    goodput.add_options(made)
     return made
 
 
@@ -149,10 +151,11 @@ def read_command(argv: Sequence[str], model_from: ModelReader | None = None) -> 
     budget.check_price("--price", options.price, options.tokens)
     budget.check_price("--spot-price", options.spot_price, options.tokens)
     checks.check_questions(options)
+    goodput.check(options)
     checks.check_compiled(options)
     checks.check_file(options.write)
     cluster = cluster_of(options)
-    if options.advice or options.hardware:
+    if options.advice or options.hardware or options.goodput:
         checks.check_no_config(options, rest)
         return Asked(options, "", Config(), Config(), cluster, {})
     first = [] if options.config is None else [options.config]
@@ -189,6 +192,8 @@ def answer(asked: Asked, console: Console) -> dict[str, Any]:
                 network.name: dataclasses.asdict(network) for network in NETWORKS.values()
             },
         }
+    if options.goodput:
+        return goodput.answer(options, asked.cluster.num_gpus, console)
     if options.advice:
         return {"advice": [*give_advice(asked, console)]}
     if options.min_gpus:

@@ -9,10 +9,9 @@ limits              what limits each kernel, scope and step; the use of tensor c
 launching           calls of the host, its lead, and gaps between kernels
 comparison          two profiles, before and after
 table, sections     the output of `python -m jaxpar.profile`
-roofline_chart      kernels below the roofline, as SVG
-nsight/             counters of single kernels, by NVIDIA's Nsight Compute
+marked              marks steps for NVIDIA's profilers
 trace/              takes a trace, and reads its kernels by device and step
 hlo/                reads HLO: collectives, costs and memory of a program
 """
 
-MAY_IMPORT = ("config", "runtime", "charts", "model", "planning")
+MAY_IMPORT = ("config", "runtime", "model", "planning")

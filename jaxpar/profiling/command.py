@@ -16,16 +16,11 @@ from jaxpar.profiling.folder import profiles_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.loading import OPTION, LoadedProfile, load
-from jaxpar.profiling.roofline_chart import drawable, roofline_svg
 from jaxpar.profiling.trace.kernels import ATTENTION
 from jaxpar.runtime.option_classes import check_ranges
-from jaxpar.runtime.options import check_file
 
 #: Most other profiles of a run to name.
 MAX_OTHERS = 10
-
-#: Most kernels of a chart.
-MAX_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +39,6 @@ class ProfileOptions:
     """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
     json: str = ""
     """File to which to write all figures as JSON."""
-    plot: str = ""
-    """File to which to draw the kernels below the GPU's roofline: NAME.svg."""
 
 
 def check(options: ProfileOptions) -> None:
@@ -62,15 +55,10 @@ def check(options: ProfileOptions) -> None:
     if options.json and not Path(options.json).parent.is_dir():
         rule = f"needs the folder {Path(options.json).parent}, which does not exist"
         raise ConfigError("--json", options.json, rule, "create the folder or choose another")
-    if options.plot and not options.plot.lower().endswith(".svg"):
-        fix = f"use --plot {options.plot}.svg"
-        raise ConfigError("--plot", options.plot, "must end in .svg: the plot is an SVG file", fix)
-    check_file("--plot", options.plot or None)
-    if options.after and (options.step is not None or options.plot):
-        option = "--plot" if options.plot else "--step"
+    if options.after and options.step is not None:
         fix = "remove it; give folders such as RUN/profiles/step_00000100"
         rule = "applies to a single profile, and two are compared"
-        raise ConfigError(option, options.plot or options.step, rule, fix)
+        raise ConfigError("--step", options.step, rule, fix)
 
 
 def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
@@ -150,24 +138,6 @@ def _others(loaded: LoadedProfile) -> str:
     steps = [n for n, path in profiles_of(loaded.path.parent.parent).items() if path != loaded.path]
     shown = ", ".join(map(str, steps[:MAX_OTHERS])) + ", ..." * (len(steps) > MAX_OTHERS)
     return f"other profiles of the run, for --step: {shown}" if steps else ""
-
-
-def draw(options: ProfileOptions, loaded: LoadedProfile, gpu: Gpu | None) -> None:
-    """Write the chart of --plot.
-
-    Raises:   ConfigError if the GPU or the costs of the kernels are not known.
-    """
-    if gpu is None:
-        rule = "needs the peaks of a GPU, and the trace's is not known"
-        raise ConfigError("--plot", options.plot, rule, "use --gpu NAME")
-    found = figures(loaded, gpu, MAX_POINTS)
-    rows = drawable(found["top_kernels"])
-    if not rows:
-        rule = "has no kernel with known FLOPs and bytes to draw"
-        raise ConfigError("--plot", options.plot, rule, "give a profile of a GPU with its HLO")
-    under = f"{found['ms']['step']:,.1f} ms per step; area: time; {gpu.device_kind}"
-    svg = roofline_svg(rows, gpu, "TFLOP/s of the kernels of a step", under)
-    Path(options.plot).write_bytes(svg)
 
 
 def compared(options: ProfileOptions) -> dict[str, Any]:

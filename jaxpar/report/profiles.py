@@ -7,10 +7,8 @@ from xml.etree.ElementTree import Element
 from jaxpar.charts.elements import e, table
 from jaxpar.config import ConfigError
 from jaxpar.profiling import folder
-from jaxpar.profiling.command import MAX_POINTS, figures, gpu_of_trace
+from jaxpar.profiling.command import figures, gpu_of_trace
 from jaxpar.profiling.loading import LoadedProfile, load
-from jaxpar.profiling.roofline_chart import drawable, roofline_chart
-from jaxpar.report import facts
 from jaxpar.report.runs import RunRead
 
 #: Bytes of traces up to which a profile is read: some ten seconds.
@@ -38,18 +36,11 @@ def _of_run(run: RunRead, *, several: bool) -> list[Element]:
     try:
         loaded = load(str(where))
         gpu = gpu_of_trace(loaded)
-        found = figures(loaded, gpu, MAX_POINTS)
+        found = figures(loaded, gpu, top=0)
     except (ConfigError, OSError) as error:
         why = error.rule if isinstance(error, ConfigError) else str(error)
         return [e("p", f"{name}the profile of step {step} cannot be read: {why}")]
     parts = [e("p", name + _head(found, loaded)), _scopes(found)]
-    rows = drawable(found["top_kernels"])
-    if gpu is not None and rows:
-        drawn, names = roofline_chart(rows, gpu)
-        legend = e("ul", class_="legend")
-        legend.extend(e("li", facts.swatch(n), text) for n, text in enumerate(names))
-        caption = e("figcaption", "TFLOP/s of kernels, over FLOPs per byte. Area: time in a step")
-        parts.append(e("div", e("figure", caption, legend, drawn), class_="grid"))
     return [*parts, e("p", f"More: {read}")]
 
 

@@ -9,7 +9,6 @@ GROUPS = {
     "prepare": {
         "data": "tokenize text and chats into datasets; inspect and convert them",
         "plan": "predict the memory and speed of every layout of a config, without a GPU",
-        "goodput": "simulate failures of a large run, and how often it should save",
         "convert": "import and export published models and adapters",
     },
     "train": {
@@ -33,7 +32,7 @@ GROUPS = {
     "check jaxpar": {
         "verify": "compare meshes with the reference model on one device",
         "mup": "check that activations do not grow with the width of a model",
-        "bench": "measure training, attention, matmuls and the loss on this machine",
+        "bench": "measure training on this machine, and compare measurements",
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}

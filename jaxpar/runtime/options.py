@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
 from jaxpar.config.numerals import whole_number
-from jaxpar.config.rules.limits import REPEATS, Range
+from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.paths import absolute, check_path, refuse_address
 
 
@@ -55,21 +55,6 @@ def check_range(option: str, value: int, limits: Range) -> None:
     """Raises:   ConfigError for a value that is not in the range of an option."""
     if value not in limits:
         raise ConfigError(option, value, limits.rule(value), f"use {option} {limits.good}")
-
-
-def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(default)s") -> Parser:
-    """Make a parser with the options that all timed benchmarks have.
-
-    Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default of
-              --repeats; None if other options decide. told: the default's text in --help.
-    """
-    made = Parser(prog, doc)
-    add = made.add_argument
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    made.whole("--repeats", repeats, REPEATS, help=f"timed batches of each program ({told})")
-    add("--card", help="JSON file to write the results to")
-    add("--commit", help="commit to record on the card, if there is no checkout")
-    return made
 
 
 def check_file(option: str, path: str | None) -> None:

@@ -9,25 +9,30 @@ those above 1e-2. At the end, whole passes with the fastest sizes are timed besi
 
 import argparse
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.bench.attention.shapes import AttentionShape, draw, parse_shapes
-from jaxpar.bench.timing import Timing, time_interleaved
-from jaxpar.kernels.attention import api
-from jaxpar.kernels.attention.dispatch import capability
-from jaxpar.kernels.attention.dispatch.choice import choose
-from jaxpar.kernels.attention.gradient import delta
-from jaxpar.kernels.attention.tiles import bounds_of, key_visits, query_visits
-from jaxpar.kernels.attention.triton import backward, forward
-from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
-from jaxpar.kernels.attention.triton.shape import LOG2E
-from jaxpar.kernels.platform import Platform
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.bench.timing import Timing, time_interleaved  # noqa: E402
+from jaxpar.kernels.attention import api  # noqa: E402
+from jaxpar.kernels.attention.dispatch import capability  # noqa: E402
+from jaxpar.kernels.attention.dispatch.choice import choose  # noqa: E402
+from jaxpar.kernels.attention.gradient import delta  # noqa: E402
+from jaxpar.kernels.attention.tiles import bounds_of, key_visits, query_visits  # noqa: E402
+from jaxpar.kernels.attention.triton import backward, forward  # noqa: E402
+from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward  # noqa: E402
+from jaxpar.kernels.attention.triton.shape import LOG2E  # noqa: E402
+from jaxpar.kernels.platform import Platform  # noqa: E402
+from scripts.measure.attention_shapes import AttentionShape, draw, parse_shapes  # noqa: E402
 
 SHAPES = ["2,8192,32,8,128", "4,4096,32,8,128", "1,32768,32,8,128", "8,4096,32,8,64"]
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxpar.bench.matmuls import autotuned
-from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.profiling.hlo import text as hlo
+from scripts.measure import matmul_autotuned as autotuned
+from scripts.measure import matmul_table as matmuls
 from tests.bench.tuned import (
     LOG,
     LOSS,

@@ -36,17 +36,6 @@ TRAIN = {
     },
 }
 
-ROW = {
-    "shape": "causal",
-    "kind": "causal",
-    **{"B": 4, "T": 4096, "S": 4096, "H": 32, "G": 8, "D": 128},
-    "dtype": "bfloat16",
-    "direction": "forward",
-    "backend": "cudnn",
-    **{"ms": 1.0, "ms_fastest": 0.99, "ms_slowest": 1.02, "tflops": 550.0, "times_cudnn": 1.0},
-}
-ATTENTION = {"what": "attention", "device": "1 x NVIDIA H200", "gpu": TRAIN["gpu"], "rows": [ROW]}
-
 
 def changed(card: dict, **changes) -> dict:
     """A card with other values at paths, whose keys are joined by two underscores."""
@@ -147,20 +136,6 @@ def test_another_backend_is_the_same_model(compare):
     assert row(lines, "config.model.attention_backend") == ["auto", "cudnn"]
 
 
-def test_attention_cards_by_row(compare):
-    pallas = {**ROW, "backend": "pallas_hopper", "ms": 0.9, "tflops": 611.1}
-    a = changed(ATTENTION, rows=[ROW, {**ROW, "direction": "both", "ms": 4.0}])
-    b = changed(ATTENTION, rows=[pallas, {**ROW, "ms": 1.01}, {**ROW, "refused": "no", "T": 8}])
-    del b["rows"][2]["ms"]
-    lines = compare(a, b)
-    shape = "causal 4,4096,32,8,128 bfloat16"
-    assert row(lines, f"{shape}  forward    cudnn")[:3] == ["1.000", "1.010", "1.010~"]
-    assert row(lines, f"{shape}  both       cudnn")[:3] == ["4.000", "-", "-"]
-    assert row(lines, f"{shape}  forward    pallas_hopper")[:3] == ["-", "0.900", "-"]
-    assert row(lines, "causal 4,8,32,8,128 bfloat16")[2:5] == ["-", "-", "-"]
-    assert any(line.startswith("noise: ~ marks") for line in lines)
-
-
 def test_the_older_cards(capsys):
     """What they lack is shown as such, or left out."""
     train = sorted(str(f) for f in BENCHMARKS.glob("llama3_8b*.json"))
@@ -168,9 +143,6 @@ def test_the_older_cards(capsys):
     assert bench.main(["compare", *train]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(row(lines, "tokens/s/device")) == 2 * len(train) - 1
-    attention = str(BENCHMARKS / "attention-h200.json")
-    assert bench.main(["compare", attention, attention]) == 0
-    assert "1.000~" in capsys.readouterr().out
 
 
 def test_torchtitans_card_beside_ours(capsys):
@@ -199,18 +171,6 @@ def test_what_is_no_figure_is_left_out_and_said(compare, value):
         "note: tokens_per_second_per_device of B is not a number and was skipped: "
     )
     assert len(note) < 120
-    lines = compare(ATTENTION, changed(ATTENTION, rows=[{**ROW, "ms": value}]))
-    assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:4] == ["1.000", "-"]
-    assert any("note: ms of B, causal 4,4096" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    "odd", [{}, [1], None, ROW | {"blocks": [64]}, ROW | {"backend": 3}, ROW | {"direction": {}}]
-)
-def test_what_is_no_row_is_left_out_and_said(compare, odd):
-    lines = compare(ATTENTION, changed(ATTENTION, rows=[odd, ROW]))
-    assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:5] == ["1.000", "1.000", "1.000~"]
-    assert "note: skipped 1 entries of B that are not rows" in lines
 
 
 def test_text_of_a_card_cannot_break_the_lines(compare):
@@ -218,8 +178,6 @@ def test_text_of_a_card_cannot_break_the_lines(compare):
     lines = compare(TRAIN, wrong)
     assert row(lines, "commit") == ["aaaa", r"a\nb\x1b[31m"]
     assert row(lines, r"config.parallel.r\n") == ["-", r"\ud800"]
-    lines = compare(ATTENTION, changed(ATTENTION, rows=[ROW | {"backend": "x\ny"}]))
-    assert any(r"x\ny" in line for line in lines)
 
 
 def refusal(*files) -> str:
@@ -231,11 +189,8 @@ def refusal(*files) -> str:
 
 
 def test_refusals(tmp_path):
-    files = {
-        name: tmp_path / f"{name}.json" for name in ("train", "attention", "text", "list", "loss")
-    }
+    files = {name: tmp_path / f"{name}.json" for name in ("train", "text", "list", "loss")}
     files["train"].write_text(json.dumps(TRAIN))
-    files["attention"].write_text(json.dumps(ATTENTION))
     files["text"].write_text("hello")
     files["list"].write_text("[1]")
     files["loss"].write_text(json.dumps({"what": "loss", "rows": []}))
@@ -245,10 +200,8 @@ def test_refusals(tmp_path):
     assert "cannot be read" in refusal(train, tmp_path)
     assert "is not JSON: Expecting value" in refusal(files["text"], train)
     assert "is not a card but a JSON list" in refusal(train, files["list"])
-    assert "is not a card of bench train, bench attention or bench scaling" in refusal(
-        train, files["loss"]
-    )
-    said = refusal(train, files["attention"])
-    assert "is a card of bench attention, but" in said and "one of bench train" in said
+    assert "is not a card of bench train" in refusal(train, files["loss"])
+    kernels = BENCHMARKS / "attention-h200.json"
+    assert "is not a card of bench train" in refusal(train, kernels)
     with pytest.raises(ConfigError, match="required: CARD"):
         bench.main(["compare"])

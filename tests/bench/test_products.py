@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.bench.matmuls import products, sustained
-from jaxpar.bench.matmuls.products import Product, product_of
 from jaxpar.profiling.hlo import text as hlo
+from scripts.measure import matmul_products as products
+from scripts.measure import matmul_sustained as sustained
+from scripts.measure.matmul_products import Product, product_of
 
 
 def module_of(*lines: str, others: str = "") -> hlo.Module:

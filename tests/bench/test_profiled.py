@@ -34,7 +34,7 @@ def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):
     assert card["profile"]["limits"]["tensor_flops"] > 0
     assert "exposed communication 4.6 (5.0), 6.3%" in profiled.in_words(card)
     card["step_seconds"] = {}
-    rows = [line.split() for line in comparison("ab", [card, card], "train").splitlines()]
+    rows = [line.split() for line in comparison("ab", [card, card]).splitlines()]
     assert ["exposed:", "all-gather", "ms", "2.8", "2.8", "1.000"] in rows
 
 

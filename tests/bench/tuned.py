@@ -4,8 +4,8 @@ of the loss. recorded/ has them as they are in XLA's table and in its log.
 
 from pathlib import Path
 
-from jaxpar.bench.matmuls import autotuned
-from jaxpar.bench.matmuls import command as matmuls
+from scripts.measure import matmul_autotuned as autotuned
+from scripts.measure import matmul_table as matmuls
 
 HERE = Path(__file__).parent / "recorded"
 LOG, RESULTS = (

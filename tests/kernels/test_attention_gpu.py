@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.bench.attention import contest, exactness
-from jaxpar.bench.attention.shapes import draw, parse_shapes
 from jaxpar.kernels.attention import attention, choose
 from jaxpar.kernels.attention.hopper import api as pallas_hopper
 from jaxpar.kernels.attention.hopper.blocks import backward_candidates, forward_candidates
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 from jaxpar.kernels.platform import Platform
+from scripts.measure import attention_table
+from scripts.measure.attention_shapes import draw, exact, one_group, parse_shapes
 from tests.kernels.cases import NAMES, Case, check, errors, inputs_of, reference_of
 
 pytestmark = pytest.mark.gpu
@@ -160,10 +160,10 @@ def test_triton_with_and_without_overlap(K, overlap, ampere):
 def test_triton_at_the_shapes_of_the_benchmarks(shape, ampere):
     """One KV head against float32; every head and row is computed alike."""
     asked = draw(shape, "bfloat16")
-    wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
-    found = contest.prepare("triton", asked, [], wanted)
-    assert not found.refused and not found.failed
-    assert not exactness.wrong(found.errors)
+    wanted = exact(one_group(asked, None, None)[0])
+    assert not attention_table.refusal("triton", asked, deterministic=False)
+    backward = attention_table.TuningCandidate("backward", "triton")
+    attention_table.attempt(backward, asked, None, wanted)  # raises if a result is wrong
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=str)

@@ -19,7 +19,6 @@ from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICI
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.goodput.command import read_command as read_goodput_command
 from jaxpar.inference.chat import DialogueOptions
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
@@ -27,7 +26,6 @@ from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
-from jaxpar.profiling.nsight.command import read_command as read_ncu_command
 from jaxpar.report.__main__ import ReportOptions
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime.processes import launcher
@@ -143,16 +141,12 @@ def check_command(words: list[str]) -> None:
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.mup":
             read_mup_command(args, "")
-        case "jaxpar.goodput":
-            read_goodput_command(args)
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":
             tyro.cli(DialogueOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
-        case "jaxpar.profile" if args[:1] == ["ncu"] and args[1:]:
-            read_ncu_command(args[1:])
         case "jaxpar.profile":
             tyro.cli(ProfileOptions, args=args)
         case "jaxpar.report":

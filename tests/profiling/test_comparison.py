@@ -1,8 +1,7 @@
-"""Two profiles, before and after; and the chart of a profile's kernels."""
+"""Two profiles, before and after."""
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -62,23 +61,9 @@ def test_a_profile_and_itself(tmp_path, capsys):
     assert found["scopes"] and all(row["difference"] == 0 for row in found["scopes"])
 
 
-def test_the_roofline_of_a_profile(tmp_path):
-    file = tmp_path / "roof.svg"
-    profile.main([PIECE, "--gpu", "h200", "--plot", str(file)])
-    drawn = ET.fromstring(file.read_bytes())
-    texts = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}title")]
-    product = next(text for text in texts if text.startswith("nvjet_sm90_tst_320x128"))
-    assert product.endswith("12.31 ms per step, 63% of the roof, limit compute")
-    circles = [c for c in drawn.iter("{http://www.w3.org/2000/svg}circle")]
-    assert len(circles) > 10 and all(0 < float(c.get("cy")) < 300 for c in circles)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([PIECE, "--plot", "a.png", "--gpu", "h200"], "must end in .svg"),
-        ([PIECE, "--plot", "a.svg"], "needs the peaks of a GPU"),
-        ([PIECE, PIECE, "--plot", "a.svg"], "applies to a single profile"),
         ([PIECE, PIECE, "--step", "3"], "--step = 3: applies to a single profile"),
         ([PIECE, "/nowhere"], "RUN_OR_TRACE = '/nowhere': does not exist"),
     ],

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpar.bench.matmuls import autotuned
-from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import xla_flag_table
@@ -18,6 +16,8 @@ from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled
+from scripts.measure import matmul_autotuned as autotuned
+from scripts.measure import matmul_table as matmuls
 from tests.config.test_command_line import run_train
 from tests.slow import slow
 

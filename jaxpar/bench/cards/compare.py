@@ -1,7 +1,7 @@
 """Compare cards side by side: python -m jaxpar.bench compare A.json B.json [C.json ...]
 
-Prints each figure with its ratio to the first card, and then the conditions that differ. Compares
-cards of `bench train` with each other, or cards of `bench attention`, or of `bench scaling`.
+Prints each figure of cards of `bench train` with its ratio to the first card, and then the
+conditions that differ.
 """
 
 import argparse
@@ -34,30 +34,25 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     paths = read_command(argv).cards
-    cards = [read_card(path) for path in paths]
-    kinds = [kind_of(path, card) for path, card in zip(paths, cards, strict=True)]
-    for path, kind in zip(paths, kinds, strict=True):
-        if kind != kinds[0]:
-            rule = f"is a card of bench {kind}, but {paths[0]} is one of bench {kinds[0]}"
-            raise ConfigError("cards", path, rule, "compare cards of the same kind")
-    print(comparison(paths, cards, kinds[0]), flush=True)
+    print(comparison(paths, [read_card(path) for path in paths]), flush=True)
     return 0
 
 
-def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]], kind: str) -> str:
+def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]]) -> str:
     """Format the cards' names, figures, warnings, and the conditions that differ."""
     names = [chr(ord("A") + n) if n < 26 else f"card{n + 1}" for n in range(len(cards))]
     titles = [f"{name}  {path}" for name, path in zip(names, paths, strict=True)]
-    table, notes = figures.TABLES[kind](names, cards)
-    warnings = differences.warnings(names, cards, kind)
-    parts = ["\n".join(titles), table, "\n".join([*warnings, *notes])]
+    table, notes = figures.training_table(names, cards)
+    parts = ["\n".join(titles), table, "\n".join([*differences.warnings(names, cards), *notes])]
     return "\n\n".join([*filter(None, parts), differences.table(names, cards)])
 
 
 def read_card(path: str) -> dict[str, Any]:
     """Read a card.
 
-    Raises:   ConfigError if the file cannot be read or is not a JSON object.
+    Cards of `scripts/measure/torchtitan_run.py` have fewer figures.
+
+    Raises:   ConfigError if the file cannot be read or is not a card of bench train.
     """
     try:
         card = json.loads(Path(path).read_text("utf-8"))
@@ -70,22 +65,7 @@ def read_card(path: str) -> dict[str, Any]:
     if not isinstance(card, dict):
         rule = f"is not a card but a JSON {type(card).__name__}"
         raise ConfigError("cards", path, rule, "use a file written by --card")
+    if not isinstance(card.get("step_seconds"), dict) and "torchtitan" not in card:
+        rule = "is not a card of bench train"
+        raise ConfigError("cards", path, rule, "use a file that bench train wrote with --card")
     return card
-
-
-def kind_of(path: str, card: dict[str, Any]) -> str:
-    """Return the benchmark that wrote a card: train, attention or scaling.
-
-    Cards of `scripts/measure/torchtitan_run.py` count as train, with fewer figures.
-
-    Raises:   ConfigError for any other.
-    """
-    if isinstance(card.get("step_seconds"), dict) or "torchtitan" in card:
-        return "train"
-    of_attention = str(card.get("what", "")).startswith("attention")
-    if of_attention and isinstance(card.get("rows"), list):
-        return "attention"
-    if card.get("what") == "scaling" and isinstance(card.get("rows"), list):
-        return "scaling"
-    rule = "is not a card of bench train, bench attention or bench scaling"
-    raise ConfigError("cards", path, rule, "use a file written by one of them with --card")

@@ -74,20 +74,17 @@ def table(names: Sequence[str], cards: Sequence[Card]) -> str:
     return align_columns(rows, left=range(len(names) + 1))
 
 
-def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
+def warnings(names: Sequence[str], cards: Sequence[Card]) -> list[str]:
     """Return a line for each condition that differs but must agree, and each card cut short.
 
     Missing values are ignored.
-
-    Args:     kind: as `compare.kind_of`; rows of attention are matched by shape.
     """
     lines = []
     for name, values in differing_conditions(cards).items():
         model = name.startswith("config.model.") and name not in CHOICES
-        shape = kind != "attention" and (model or name in ALIKE_CONFIG)
         told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]
         known = {value for value in values if value != MISSING}
-        if len(known) > 1 and (name in ALIKE or shape):
+        if len(known) > 1 and (model or name in (*ALIKE, *ALIKE_CONFIG)):
             lines.append(f"warning: not comparable: {name} is {', '.join(told)}")
     for name, card in zip(names, cards, strict=True):
         if isinstance(stopped := card.get("cut_short"), dict):

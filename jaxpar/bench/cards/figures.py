@@ -1,12 +1,10 @@
 """Compares the figures of several cards, with ratios to the first card."""
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.bench.attention import tuning
 from jaxpar.bench.cards.differences import one_line
 from jaxpar.profiling.table import align_columns
 from jaxpar.profiling.trace.kernels import CLASSES, KINDS
@@ -109,9 +107,6 @@ def ratio(value: float | None, first: float | None, noise: bool = False) -> str:
     return f"{value / first:.3f}" + (NOISE if noise else "")
 
 
-# ---------------------------------------------------------------------------------- training
-
-
 def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
     """Format the figures of any card, with notes on differences within the spread."""
     first = cards[0]
@@ -162,109 +157,3 @@ def _step_spread(card: Card) -> float | None:
     if middle is None and slowest is not None and fastest is not None:
         return slowest - fastest
     return middle
-
-
-# --------------------------------------------------------------------------------- attention
-
-#: Fields that identify a row of an attention card.
-SAME = ("kind", *"BTSHGD", "window", "documents", "dtype", "direction", "backend")
-OPTIONAL = ("blocks", "deterministic")
-#: The figures of a row.
-MEASURED = ("ms", "ms_fastest", "ms_slowest", "tflops", "times_cudnn")
-
-
-def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
-    """Format a row per shape, direction and backend of any card, with a column per card."""
-    tables = [{_key(row): row for row in card["rows"] if _is_row(row)} for card in cards]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    title = [f"{name} ms" for name in names] + [f"{name}/{names[0]}" for name in names[1:]]
-    title += [f"{name} {what}" for what in ("TFLOP/s", "x cuDNN") for name in names]
-    rows: list[Sequence[str]] = [("shape", "direction", "backend", *title)]
-    for key in keys:
-        found = [table.get(key, {}) for table in tables]
-        row = next(filter(None, found))
-        ms = [number_at(r, "ms") for r in found]
-        cells = [MISSING if value is None else f"{value:.3f}" for value in ms]
-        noise = [_row_noise(r, found[0]) for r in found]
-        cells += [ratio(v, ms[0], within) for v, within in zip(ms[1:], noise[1:], strict=True)]
-        for path, form in (("tflops", ".1f"), ("times_cudnn", ".2f")):
-            values = [number_at(r, path) for r in found]
-            cells += [MISSING if value is None else format(value, form) for value in values]
-        what = [row["direction"], tuning.words(row)]
-        rows.append((*map(one_line, (_shape(row), *what)), *cells))
-    marked = any(NOISE in cell for row in rows[1:] for cell in row)
-    notes = [f"noise: {NOISE} marks differences within the spread of the repeats"] if marked else []
-    for name, card, table in zip(names, cards, tables, strict=True):
-        odd = sum(not _is_row(row) for row in card["rows"])
-        notes += [f"note: skipped {odd} entries of {name} that are not rows"] if odd else []
-        for row in table.values():
-            notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
-    return align_columns(rows, left=(0, 1, 2)), notes
-
-
-def _is_row(row: Any) -> bool:
-    """Return whether a value is a row of a card."""
-    if not isinstance(row, dict) or not isinstance(row.get("blocks") or {}, dict):
-        return False
-    return all(isinstance(row.get(name), str) for name in ("direction", "backend"))
-
-
-def _key(row: Card) -> str:
-    values = [row.get(name) for name in SAME] + [row.get(name) or None for name in OPTIONAL]
-    return json.dumps(values, sort_keys=True)
-
-
-def _shape(row: Card) -> str:
-    sizes = ",".join(str(row.get(name, "?")) for name in "BTHGD")
-    return f"{row.get('shape', row.get('kind', '?'))} {sizes} {row.get('dtype', '')}".rstrip()
-
-
-def _row_noise(row: Card, first: Card) -> bool:
-    names = ("ms", "ms_fastest", "ms_slowest")
-    values = [[number_at(r, name) for name in names] for r in (row, first)]
-    known = [[v for v in each if v is not None] for each in values]
-    if any(len(each) < len(names) for each in known):
-        return False
-    (ms, fastest, slowest), (other, its_fastest, its_slowest) = known
-    return abs(ms - other) <= max(slowest - fastest, its_slowest - its_fastest)
-
-
-# ----------------------------------------------------------------------------------- scaling
-
-#: Fields that identify a row of a scaling card.
-POINT = ("axis", "scaling", "devices")
-
-
-def scaling_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
-    """Format a row per axis, mode and number of devices of any card."""
-    is_point = lambda row: isinstance(row, dict) and all(name in row for name in POINT)  # noqa: E731
-    key = lambda row: tuple(one_line(row[name]) for name in POINT)  # noqa: E731
-    tables = [{key(row): row for row in card["rows"] if is_point(row)} for card in cards]
-    keys = list(dict.fromkeys(key for table in tables for key in table))
-    title = [f"{name} tokens/s/device" for name in names]
-    title += [f"{name}/{names[0]}" for name in names[1:]]
-    rows: list[Sequence[str]] = [(*POINT, *title, *(f"{name} efficiency" for name in names))]
-    for point in keys:
-        found = [table.get(point, {}) for table in tables]
-        rates = [number_at(row, "tokens_per_second_per_device") for row in found]
-        noise = [_step_noise(row, found[0]) is not None for row in found]
-        cells = [MISSING if rate is None else f"{rate:,.0f}" for rate in rates]
-        cells += [
-            ratio(r, rates[0], within) for r, within in zip(rates[1:], noise[1:], strict=True)
-        ]
-        shares = [number_at(row, "efficiency") for row in found]
-        cells += [MISSING if share is None else f"{share:.1%}" for share in shares]
-        rows.append((*point, *cells))
-    marked = any(NOISE in cell for row in rows[1:] for cell in row)
-    notes = [f"noise: {NOISE} marks differences within the spread of the steps"] if marked else []
-    for name, card in zip(names, cards, strict=True):
-        odd = sum(not is_point(row) for row in card["rows"])
-        notes += [f"note: skipped {odd} entries of {name} that are not rows"] if odd else []
-    return align_columns(rows, left=(0, 1)), notes
-
-
-TABLES: dict[str, Callable[[Sequence[str], Sequence[Card]], tuple[str, list[str]]]] = {
-    "train": training_table,
-    "attention": attention_table,
-    "scaling": scaling_table,
-}

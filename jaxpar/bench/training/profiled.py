@@ -14,7 +14,7 @@ from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.profiling import breakdown, table
 from jaxpar.profiling.folder import ProfileFacts, write_facts
 from jaxpar.profiling.hlo import text as hlo
-from jaxpar.profiling.nsight.marked import marked_for_nvidia
+from jaxpar.profiling.marked import marked_for_nvidia
 from jaxpar.profiling.trace import read as trace
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import TrainState

@@ -47,7 +47,7 @@ class TritonLimits:
 #: Sizes whose tiles fit into registers and shared memory, by compiling them for Hopper.
 TRITON = TritonLimits("9.0", ("bfloat16",), (32, 64), (64, 128), 64)
 
-#: Kinds of GPUs on which `python -m jaxpar.bench recurrence` found the kernels faster than the
+#: Kinds of GPUs on which `scripts/measure/recurrence_table.py` found the kernels faster than the
 #: reference, forward and backward (docs/experiments/hybrid.md).
 MEASURED_FASTER: tuple[str, ...] = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 

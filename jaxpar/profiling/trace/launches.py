@@ -5,7 +5,7 @@ The profiler describes a kernel in one text, for kernels inside CUDA graphs too:
     regs:168 static_shared:0 dynamic_shared:231424 grid:132,1,1 block:384,1,1 occ_pct:18.75
 
 The occupancy there is theoretical: the warps that fit on a multiprocessor, over the most that it
-can hold. The measured one takes Nsight Compute (`profiling/nsight`).
+can hold. The measured one takes Nsight Compute.
 
 Source:   openxla/xla, xla/backends/profiler/gpu/cupti_collector.cc.
 """

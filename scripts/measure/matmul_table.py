@@ -1,4 +1,4 @@
-"""Choose a step's matmul kernels at the power limit: python -m jaxpar.bench matmuls CONFIG [...]
+"""Choose a step's matmul kernels at the power limit: python scripts/measure/matmul_table.py CONFIG
 
 XLA autotunes matmul kernels in runs so short that the GPU does not reach its power limit. In
 training it does, and a kernel that needs less energy may be faster. This command compiles the
@@ -9,7 +9,6 @@ minutes. docs/benchmarking.md has the details.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,32 +16,41 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxpar.bench.matmuls import autotuned, products
-from jaxpar.bench.matmuls.autotuned import AutotunedKernel, Tried
-from jaxpar.bench.matmuls.products import Product
-from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import read_config
-from jaxpar.config.lists.step_sizes import without_schedules
-from jaxpar.config.rules.limits import Range
-from jaxpar.profiling.hlo import text as hlo
-from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files import atomic
-from jaxpar.runtime.gpus import visible, xla_flags
-from jaxpar.runtime.options import Parser, check_file, check_folder
-from jaxpar.runtime.processes import children
-from jaxpar.runtime.stages import stage
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.config import Config, ConfigError  # noqa: E402
+from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.config.lists.step_sizes import without_schedules  # noqa: E402
+from jaxpar.profiling.hlo import text as hlo  # noqa: E402
+from jaxpar.runtime import exit_codes  # noqa: E402
+from jaxpar.runtime.files import atomic  # noqa: E402
+from jaxpar.runtime.gpus import visible, xla_flags  # noqa: E402
+from jaxpar.runtime.options import Parser, check_file  # noqa: E402
+from jaxpar.runtime.processes import children  # noqa: E402
+from jaxpar.runtime.program import run_program  # noqa: E402
+from jaxpar.runtime.stages import stage  # noqa: E402
+from scripts.measure import matmul_autotuned as autotuned  # noqa: E402
+from scripts.measure import matmul_products as products  # noqa: E402
+from scripts.measure.matmul_autotuned import AutotunedKernel, Tried  # noqa: E402
+from scripts.measure.matmul_products import Product  # noqa: E402
+
+PROGRAM = "python scripts/measure/matmul_table.py"
+SUSTAINED = str(ROOT / "scripts" / "measure" / "matmul_sustained.py")
 
 #: Shorter matmuls (us) are left to XLA: they take little time in total, and their times are noisy.
 MIN_US = 100.0
 #: Kernels are tried if their short run took at most this multiple of the fastest one's.
 WITHIN = 1.25
+#: Most kernels to try for a matmul.
+CANDIDATES = 8
 
 HEADER = """\
 # The fastest matmul kernels at the GPU's power limit. XLA reads this file when it compiles.
-# Written by python -m jaxpar.bench matmuls CONFIG; its --help says how they were timed.
+# Written by scripts/measure/matmul_table.py CONFIG; its --help says how they were timed.
 
 """
 
@@ -86,17 +94,13 @@ class Matmul:
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Parse the benchmark's options, and the config with its overrides."""
-    parser = Parser("python -m jaxpar.bench matmuls", __doc__)
+    parser = Parser(PROGRAM, __doc__)
     add = parser.add_argument
-    told = "most kernels to try per matmul (8)"
-    parser.whole("--candidates", 8, Range(2, 10_000, 8), help=told)
     add("--table", help="table to write (the one that training reads on this GPU)")
-    add("--keep", metavar="DIR", help="folder in which to keep logs and dumps")
     options, rest = parser.parse_known_args(argv)
     options.config = rest
-    cfg = without_schedules(read_config(rest, "jaxpar.bench matmuls", __doc__))
+    cfg = without_schedules(read_config(rest, "matmul_table", __doc__))
     check_file("--table", options.table)
-    check_folder("--keep", options.keep)
     return options, cfg
 
 
@@ -106,7 +110,8 @@ def main(argv: Sequence[str]) -> int:
     flags = flags_of(cfg)
     table = Path(options.table) if options.table else default_table()
     check_file("--table", str(table))
-    with _folder(options.keep) as folder:
+    with tempfile.TemporaryDirectory(prefix="matmuls-") as name:
+        folder = Path(name)
         print_line("1 of 2: compile and run the train step with XLA's autotuning")
         found, log = matmuls_of_step(options.config, flags, folder)
         if not found:
@@ -114,10 +119,8 @@ def main(argv: Sequence[str]) -> int:
                 f"no matmul of at least {MIN_US:.0f} us can be run separately: nothing to tune"
             )
             return 0
-        print_line(
-            f"2 of 2: time {len(found)} matmuls with up to {options.candidates} kernels each"
-        )
-        time_alone(found, flags, folder, options.candidates)
+        print_line(f"2 of 2: time {len(found)} matmuls with up to {CANDIDATES} kernels each")
+        time_alone(found, flags, folder)
         print_line(in_words(found))
         earlier = table.read_text() if table.is_file() else ""
         step = (folder / "step.results.txt").read_text()
@@ -166,27 +169,17 @@ def flags_of(cfg: Config) -> str:
     return os.environ["XLA_FLAGS"]
 
 
-@contextlib.contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="matmuls-") as folder:
-            yield Path(folder)
-    else:
-        Path(keep).mkdir(parents=True, exist_ok=True)
-        yield Path(keep)
-
-
 def _run(command: Sequence[str], flags: str, log: Path) -> None:
-    """Run a jaxpar program to completion.
+    """Run a Python program to completion.
 
     Raises:   exit_codes.RunError with the end of its output if it fails.
     """
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    started = children.start([sys.executable, "-m", *command], env, log)
-    with stage(f"running {command[0]}, whose output is in {log}"):
+    started = children.start([sys.executable, *command], env, log)
+    with stage(f"running python {command[0]}, whose output is in {log}"):
         ended = children.Children([started], grace=5.0).wait()
     if ended.get(0) != 0:
-        raise exit_codes.RunError(f"python -m {' '.join(command)} failed:\n{children.tail(log)}")
+        raise exit_codes.RunError(f"python {' '.join(command)} failed:\n{children.tail(log)}")
 
 
 def _dumping(results: Path, tried: Path) -> str:
@@ -201,12 +194,11 @@ def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[li
     Returns:  its matmuls of at least MIN_US that can be run separately, and XLA's log.
     """
     results, tried = folder / "step.results.txt", folder / "step.tried.txt"
-    programs = Path(
-        tempfile.mkdtemp(prefix="hlo-", dir=folder)
-    )  # the folder may have files of an earlier run
+    programs = folder / "hlo"
+    programs.mkdir()
     dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(str(programs))}"
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
-    command = ["jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
+    command = ["-m", "jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
     texts = programs.glob("*after_optimizations.txt")
     ends = sorted(texts, key=lambda file: (file.stat().st_size, file))
@@ -230,7 +222,7 @@ def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
     return sorted(found, key=lambda matmul: -matmul.times * matmul.tried.candidates[0].us)
 
 
-def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: int) -> None:
+def time_alone(found: Sequence[Matmul], flags: str, folder: Path) -> None:
     """Time each product separately with each kernel, and fill in `us` of its matmuls."""
     asked, results = folder / "products.json", folder / "alone.results.txt"
     tried = folder / "alone.tried.txt"
@@ -239,15 +231,15 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
         programs.setdefault(matmul.product, []).append(matmul)
     of = {matmuls[0].name: matmuls for matmuls in programs.values()}
     asked.write_text(json.dumps({name: of[name][0].product.as_json() for name in of}))
-    alone, plain = "jaxpar.bench.matmuls.sustained", flags.replace(_LOAD, "")
+    alone, plain = SUSTAINED, flags.replace(_LOAD, "")
     _run([alone, str(asked)], f"{plain} {_dumping(results, tried)}", folder / "alone.log")
     log = tried.read_text()
     rivals = {name: _rivals_alone(name, of[name], autotuned.read_log(log)) for name in of}
-    for turn in range(candidates):
+    for turn in range(CANDIDATES):
         takes, taken = {}, {}
         for name, (fingerprint, those) in rivals.items():
             if those:
-                taken[name] = those[turn % min(len(those), candidates)]
+                taken[name] = those[turn % min(len(those), CANDIDATES)]
                 takes[fingerprint] = taken[name]
         entries = autotuned.vary_choices(results.read_text(), takes, autotuned.versions(log))
         table, times = folder / f"alone.{turn}.txt", folder / f"alone.{turn}.json"
@@ -259,7 +251,7 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
             for matmul in of[name]:
                 if str(candidate) in map(str, matmul.rivals()):
                     matmul.us.setdefault(str(candidate), []).extend(measured[name])
-        print_line(f"   {turn + 1} of {candidates}")
+        print_line(f"   {turn + 1} of {CANDIDATES}")
 
 
 def _rivals_alone(
@@ -305,3 +297,7 @@ def merged(earlier: str, step: str, log: str, found: Sequence[Matmul]) -> str:
             entries[m.tried.fingerprint], best, version[best.backend]
         )
     return HEADER + autotuned.text_of(dict(sorted({**table, **made}.items())).values())
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,4 +1,4 @@
-"""`python -m jaxpar.bench matmuls`: its runs, without a GPU, and what it refuses."""
+"""scripts/measure/matmul_table.py: its runs, without a GPU, and what it refuses."""
 
 import dataclasses
 import json
@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import bench
-from jaxpar.bench.matmuls import autotuned
-from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig
 from jaxpar.execution import xla_flag_table
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.gpus import visible, xla_flags
+from scripts.measure import matmul_autotuned as autotuned
+from scripts.measure import matmul_table as matmuls
 from tests.bench.tuned import LOG, LOSS, QKV, RESULTS, STEP, found
 
 # ------------------------------------------------------------------------------------- runs alone
@@ -28,7 +27,7 @@ def values_of(flags: str) -> dict[str, str]:
 
 
 class Alone:
-    """`jaxpar.bench.matmuls.sustained` under XLA, as far as files and flags tell: a kernel's time
+    """`matmul_sustained.py` under XLA, as far as files and flags tell: a kernel's time
     is in `took`; each matmul alone has a fingerprint of its own."""
 
     def __init__(self, each: dict[str, matmuls.Matmul], took: dict[str, float]):
@@ -44,7 +43,7 @@ class Alone:
     def __call__(self, command, flags: str, log: Path) -> None:
         given = values_of(flags)
         names = json.loads(Path(command[1]).read_text())
-        assert command[0] == "jaxpar.bench.matmuls.sustained" and given["xla_mine"] == "1"
+        assert command[0] == matmuls.SUSTAINED and given["xla_mine"] == "1"
         assert names.keys() == self.prints.keys()
         if len(command) == 2:
             assert "xla_gpu_load_autotune_results_from" not in given
@@ -70,7 +69,8 @@ def test_every_rival_gets_its_time(turns, tmp_path, monkeypatch):
     run = Alone(each, TOOK)
     monkeypatch.setattr(matmuls, "_run", run)
     flags = "--xla_mine=1 --xla_gpu_load_autotune_results_from="
-    matmuls.time_alone(list(each.values()), flags, tmp_path, turns)
+    monkeypatch.setattr(matmuls, "CANDIDATES", turns)
+    matmuls.time_alone(list(each.values()), flags, tmp_path)
     for m in each.values():
         assert list(m.us) == [str(c) for c in m.rivals()]
         for words, times in m.us.items():
@@ -86,8 +86,9 @@ def test_of_many_rivals_as_many_as_asked_for(tmp_path, monkeypatch):
     each = found()
     slow = each[LOSS].tried.candidates[2]
     each[LOSS].own = slow
+    monkeypatch.setattr(matmuls, "CANDIDATES", 2)
     monkeypatch.setattr(matmuls, "_run", Alone(each, TOOK | {str(slow): 9e9}))
-    matmuls.time_alone(list(each.values()), "--xla_mine=1", tmp_path, 2)
+    matmuls.time_alone(list(each.values()), "--xla_mine=1", tmp_path)
     assert list(each[LOSS].us) == [str(slow), "cublaslt_fission 4"]
 
 
@@ -96,8 +97,9 @@ def test_a_product_that_two_matmuls_share_runs_once(tmp_path, monkeypatch):
     each = found()
     twin = dataclasses.replace(each[QKV], us={}, own=each[QKV].tried.candidates[-1])
     twin.tried = dataclasses.replace(twin.tried, fingerprint="2" * 32)
+    monkeypatch.setattr(matmuls, "CANDIDATES", 2)
     monkeypatch.setattr(matmuls, "_run", Alone(each, TOOK))
-    matmuls.time_alone([*each.values(), twin], "--xla_mine=1", tmp_path, 2)
+    matmuls.time_alone([*each.values(), twin], "--xla_mine=1", tmp_path)
     assert twin.us == each[QKV].us != {}
 
 
@@ -105,19 +107,20 @@ def test_what_is_another_matmul_alone_is_not_run(tmp_path, monkeypatch):
     """XLA's log of the runs alone lacks it; and kernels that it lacks there are no rivals."""
     each = found()
     run = Alone(each, TOOK)
+    monkeypatch.setattr(matmuls, "CANDIDATES", 2)
     run.log = run.log.replace(f"jit({each[LOSS].name})", "jit(other)").replace(
         "block_m: 256", "block_m: 512"
     )
     monkeypatch.setattr(matmuls, "_run", run)
-    matmuls.time_alone(list(each.values()), "--xla_mine=1", tmp_path, 2)
+    matmuls.time_alone(list(each.values()), "--xla_mine=1", tmp_path)
     assert each[LOSS].us == {} and list(each[QKV].us) == ["cublaslt_fission 6"]
 
 
 def test_a_program_that_fails_says_why(tmp_path):
     with pytest.raises(
-        exit_codes.RunError, match=r"sustained .*none\.json failed:\n(.|\n)*No such"
+        exit_codes.RunError, match=r"sustained.py none\.json failed:\n(.|\n)*No such"
     ):
-        matmuls._run(["jaxpar.bench.matmuls.sustained", "none.json"], "", tmp_path / "log")
+        matmuls._run([matmuls.SUSTAINED, "none.json"], "", tmp_path / "log")
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -149,11 +152,8 @@ def runs(monkeypatch):
     [
         ([], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a machine with"),
         (["--table", "t"], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a"),
-        (["--candidates", "1"], "--candidates = 1: must be at least 2. Fix: use --candidates 8"),
-        (["--candidates", "few"], "'few' is not a whole number. Fix: see --help"),
         (["--table", "here"], "--table = 'here': is a folder, not a file. Fix: use --table here/"),
         (["--table", ""], "--table = '': is empty. Fix: use --table runs/"),
-        (["--keep", "tiny.py"], "--keep = 'tiny.py': is a file, not a folder. Fix: use --keep"),
         (["--train.num-step", "3"], "train.num_step = '3': "),
     ],
 )
@@ -162,7 +162,7 @@ def test_bad_options(config_file, runs, tmp_path, monkeypatch, options, said):
     (tmp_path / "here").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError) as error:
-        bench.main(["matmuls", config_file, *options])
+        matmuls.main([config_file, *options])
     assert said in str(error.value) and ". Fix: " in str(error.value)
     assert runs == [] and sorted(tmp_path.rglob("*")) == before
 
@@ -171,7 +171,7 @@ def test_a_gpu_whose_runs_read_no_table_needs_one_named(config_file, runs, gpu_h
     monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA A100")
     with pytest.raises(ConfigError) as error:
-        bench.main(["matmuls", config_file])
+        matmuls.main([config_file])
     assert runs == [] and str(error.value) == (
         "--table = None: is required, since training reads no table on this device. "
         "Fix: add --table runs/matmuls.textproto."
@@ -195,8 +195,8 @@ def test_a_step_is_tuned_without_any_table(gpu_host, tmp_path, in_a_file):
 
 
 def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, capsys):
-    """In folders whose names have a space; a table that is there is added to."""
-    kept, table = tmp_path / "kept files", tmp_path / "my tables" / "h200.textproto"
+    """In a folder whose name has a space; a table that is there is added to."""
+    table = tmp_path / "my tables" / "h200.textproto"
     table.parent.mkdir()
     other = autotuned.entries(RESULTS)[LOSS].replace(LOSS, "0" * 32)
     table.write_text(other)
@@ -204,9 +204,9 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
     alone = Alone(found(), TOOK)
 
     def run(command, flags, log):
-        if command[0] != "jaxpar.bench":
+        if command[0] != "-m":
             return alone(command, flags, log)
-        assert command[1:5] == ["train", config_file, "--train.seed", "3"]
+        assert command[1:6] == ["jaxpar.bench", "train", config_file, "--train.seed", "3"]
         given = values_of(flags)
         assert given["xla_gpu_load_autotune_results_from"] == "" and given["xla_mine"] == "1"
         Path(given["xla_gpu_dump_autotune_results_to"]).write_text(RESULTS)
@@ -215,8 +215,8 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
         ends.write_text(STEP)
 
     monkeypatch.setattr(matmuls, "_run", run)
-    command = ["matmuls", config_file, "--candidates", "2", "--keep", str(kept)]
-    assert bench.main([*command, "--table", str(table), "--train.seed", "3"]) == 0
+    monkeypatch.setattr(matmuls, "CANDIDATES", 2)
+    assert matmuls.main([config_file, "--table", str(table), "--train.seed", "3"]) == 0
     entries = autotuned.entries(table.read_text())
     chosen = {f: str(autotuned.choice_of(entry)) for f, entry in entries.items()}
     assert chosen == {
@@ -235,14 +235,11 @@ def test_a_step_without_large_matmuls_leaves_the_table(
 ):
     monkeypatch.setattr(matmuls, "matmuls_of_step", lambda *_: ([], LOG))
     table = tmp_path / "h200.textproto"
-    assert bench.main(["matmuls", config_file, "--table", str(table)]) == 0
+    assert matmuls.main([config_file, "--table", str(table)]) == 0
     assert "nothing to tune" in capsys.readouterr().out and not table.exists()
 
 
 def test_a_step_that_xla_says_nothing_of_is_an_error(tmp_path, monkeypatch):
-    """Another program's text in the kept folder is not taken for it."""
-    (tmp_path / "hlo-earlier").mkdir()
-    (tmp_path / "hlo-earlier" / "m.after_optimizations.txt").write_text(STEP)
     monkeypatch.setattr(matmuls, "_run", lambda *_: None)
     with pytest.raises(
         exit_codes.RunError, match="XLA wrote no log or no program of the train step"

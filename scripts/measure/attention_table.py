@@ -1,42 +1,63 @@
-"""Writes the table of measurements from which backends and block sizes are chosen."""
+"""Write the attention table of this GPU: python scripts/measure/attention_table.py [--shapes ...]
 
+Times each candidate of block sizes of jaxpar's kernels, and cuDNN, forward and backward, at the
+GPU's power limit. `auto` chooses a backend and its block sizes from the table. docs/benchmarking.md
+has the details.
+"""
+
+import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-import jaxpar.kernels.attention.dispatch
-from jaxpar.bench.attention import exactness
-from jaxpar.bench.attention.contest import (
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import jaxpar.kernels.attention.dispatch  # noqa: E402
+from jaxpar.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
+from jaxpar.bench.training import conditions  # noqa: E402
+from jaxpar.config import Config, ConfigError  # noqa: E402
+from jaxpar.config.json_reader import read_json  # noqa: E402
+from jaxpar.config.rules import limits  # noqa: E402
+from jaxpar.kernels.attention.dispatch import capability, measurements  # noqa: E402
+from jaxpar.kernels.attention.hopper import blocks as hopper  # noqa: E402
+from jaxpar.kernels.attention.triton import blocks as triton  # noqa: E402
+from jaxpar.kernels.platform import Platform  # noqa: E402
+from jaxpar.runtime import exit_codes, provenance  # noqa: E402
+from jaxpar.runtime import start as runtime  # noqa: E402
+from jaxpar.runtime.files import json_output  # noqa: E402
+from jaxpar.runtime.options import Parser, check_file  # noqa: E402
+from jaxpar.runtime.processes import rendezvous  # noqa: E402
+from jaxpar.runtime.program import run_program  # noqa: E402
+from scripts.measure import attention_shapes as exactness  # noqa: E402
+from scripts.measure.attention_shapes import (  # noqa: E402
+    NAMED,
+    Arrays,
+    AttentionShape,
     BackendPrograms,
-    Row,
     Saved,
-    conditions_of,
-    figures,
-    message,
-    refusal,
+    draw,
+    parse_shapes,
 )
-from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
-from jaxpar.bench.matmuls.sustained import TIMED, WARM_UP
-from jaxpar.bench.timing import Sustained, Timing, time_interleaved
-from jaxpar.bench.training import conditions
-from jaxpar.config import ConfigError
-from jaxpar.config.json_reader import read_json
-from jaxpar.kernels.attention.dispatch import capability, measurements
-from jaxpar.kernels.attention.hopper import blocks as hopper
-from jaxpar.kernels.attention.triton import blocks as triton
-from jaxpar.kernels.platform import Platform
-from jaxpar.runtime.files import json_output
+
+PROGRAM = "python scripts/measure/attention_table.py"
+BACKENDS = tuple(capability.CAPABILITIES)
+DTYPE = "bfloat16"
+
+type Row = dict[str, Any]
 
 #: The folder of the tables, one per kind of GPU.
 TABLES = Path(jaxpar.kernels.attention.dispatch.__file__).parent / "measured"
 
 #: Candidates are timed at the power limit, as in a step.
-AT_THE_LIMIT = Sustained(settle=WARM_UP, timed=TIMED)
+AT_THE_LIMIT = Sustained(settle=0.2, timed=0.4)
 
 #: Batches per candidate, unless --repeats is given.
 REPEATS = 3
@@ -116,28 +137,26 @@ def _sizes(backend: str, direction: str, head_dim: int) -> list[Any]:
 def tune(
     shape: AttentionShape,
     backends: Sequence[str],
-    dtype: str,
     repeats: int,
-    log: Callable[[str], None],
 ) -> list[Row]:
     """Return a row per direction, backend and block size: its time, or why it was skipped."""
-    asked = draw(shape, dtype)
+    asked = draw(shape, DTYPE)
     wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
     saved: Saved | None = None
     rows: list[Row] = []
     for direction in ("forward", "backward"):
         flops, entries = shape.useful_flops(direction), {}
-        programs: dict[TuningCandidate, Callable] = {}
+        programs: dict[TuningCandidate, Any] = {}
         for candidate in candidates(backends, direction, shape.D):
-            entry = entries[candidate] = conditions_of(shape, dtype) | candidate.row()
+            entry = entries[candidate] = conditions_of(shape) | candidate.row()
             refused = refusal(candidate.backend, asked, candidate.deterministic)
             if refused:
                 entry["refused"] = refused
                 continue
             log(f"{shape}: {direction}, trying {words(entry)}")
             try:
-                kernel, saved = _try(candidate, asked, saved, wanted)
-                programs[candidate] = kernel.program(direction, [asked], saved)
+                kernel, saved = attempt(candidate, asked, saved, wanted)
+                programs[candidate] = kernel.program(direction, asked, saved)
             except Exception as error:  # whatever a kernel or its compiler raises
                 entry["failed"] = message(error)
         log(f"{shape}: {direction}, timing {len(programs)}")
@@ -148,7 +167,7 @@ def tune(
     return rows
 
 
-def _try(
+def attempt(
     candidate: TuningCandidate, asked: Arrays, saved: Saved | None, wanted: tuple
 ) -> tuple[BackendPrograms, Saved]:
     """Run a candidate once; return its program, and the output of a correct forward pass.
@@ -157,14 +176,43 @@ def _try(
     """
     kernel, grads = candidate.kernel(), None
     backward = candidate.direction == "backward"
-    fresh = saved if backward and saved else jax.block_until_ready(kernel.forward([asked]))
+    fresh = saved if backward and saved else jax.block_until_ready(kernel.forward(asked))
     if backward:
-        grads = jax.block_until_ready(kernel.backward([asked], fresh))[0]
-    found = exactness.errors(exactness.one_group(asked, fresh[0][0], grads)[1], wanted)
+        grads = jax.block_until_ready(kernel.backward(asked, fresh))
+    found = exactness.errors(exactness.one_group(asked, fresh[0], grads)[1], wanted)
     wrong = exactness.wrong(found)
     if wrong:
         raise ValueError(wrong)
     return kernel, fresh
+
+
+def refusal(backend: str, asked: Arrays, deterministic: bool) -> str:
+    """Return why a backend does not support a shape; empty if it does."""
+    here = Platform.here()
+    request = capability.make_request(
+        "backward", asked.q, asked.k, asked.mask, here, deterministic=deterministic
+    )
+    return capability.refusal(backend, request) or ""
+
+
+def message(error: Exception) -> str:
+    """Format an error in one line."""
+    said = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def conditions_of(shape: AttentionShape) -> Row:
+    """Return a row's entries for the shape."""
+    row: Row = {"shape": shape.name, "kind": shape.kind, **shape.size, "dtype": DTYPE}
+    if shape.documents:
+        row["documents"] = list(shape.documents)
+    return row | ({"window": shape.window} if shape.window else {})
+
+
+def figures(found: Timing, flops: float) -> Row:
+    """Return a time and its rate."""
+    spread = {"ms_fastest": found.fastest, "ms_slowest": found.slowest, "launches": found.launches}
+    return {"ms": found.ms, **spread, "useful_flops": flops, "tflops": flops / found.ms / 1e9}
 
 
 def words(row: Row) -> str:
@@ -263,3 +311,65 @@ def _table_row(row: Row) -> Row:
     row["documents"] = row["documents"] and len(row["documents"])
     optional = ("window", "documents")
     return {name: value for name, value in row.items() if value or name not in optional}
+
+
+# ------------------------------------------------------------------------------------ command
+
+
+def log(text: str) -> None:
+    """Print a line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_command(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the options: shapes as `AttentionShape`s, backends as a list or None.
+
+    Raises:   ConfigError for an unknown shape or backend, or a damaged table.
+    """
+    parser = Parser(PROGRAM, __doc__)
+    add = parser.add_argument
+    told = f"any of {', '.join(NAMED)}, separated by commas; or B,T,H,G,D or KIND:B,T,H,G,D (all)"
+    add("--shapes", nargs="+", default=list(NAMED), metavar="SHAPE", help=told)
+    add("--backends", help=f"backends to try: {','.join(BACKENDS)} (all for this device)")
+    add("--table", help="table to write or update (the one of this GPU)")
+    parser.whole("--repeats", REPEATS, limits.REPEATS, help="batches of a candidate (%(default)s)")
+    options = parser.parse_args(argv)
+    options.shapes = parse_shapes(options.shapes)
+    if options.backends is not None:
+        options.backends = options.backends.split(",")
+        for name in options.backends:
+            if name not in BACKENDS:
+                rule = f"{name!r} is not one of {', '.join(BACKENDS)}"
+                raise ConfigError("--backends", ",".join(options.backends), rule, "use only those")
+    if options.table is not None:
+        check_file("--table", options.table)
+        read_table(Path(options.table))
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; return 1 if a supported backend has no working block sizes."""
+    options = read_command(argv)
+    rendezvous.require_single_process(PROGRAM)
+    runtime.start(Config())
+    table = Path(options.table) if options.table else default_table()
+    own_table(table)
+    on_gpu = jax.devices()[0].platform == "gpu"
+    able = capability.CAPABILITIES
+    backends = options.backends or [name for name in able if able[name].needs_gpu == on_gpu]
+    commit, command = provenance.checked_out_commit(), shlex.join([*PROGRAM.split(), *argv])
+    failed = []
+    for shape in options.shapes:
+        rows = tune(shape, backends, options.repeats)
+        for row in rows:
+            why = [row[name] for name in ("refused", "failed") if name in row]
+            print(f"{row['direction']:9} {words(row)}: {why[0] if why else f'{row["ms"]:.3f} ms'}")
+        for row in fastest(rows):
+            print(f"fastest {row['direction']}: {words(row)}, {row['tflops']:.1f} TFLOP/s")
+        print(merge(table, rows, commit, command), flush=True)
+        failed += hopeless(rows)
+    return exit_codes.EXIT_ERROR if failed else exit_codes.EXIT_OK
+
+
+if __name__ == "__main__":
+    run_program(main)

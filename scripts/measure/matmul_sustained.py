@@ -1,10 +1,10 @@
 """Times matrix products at the power limit.
 
-    python -m jaxpar.bench.matmuls.sustained PRODUCTS [TIMES]
+    python scripts/measure/matmul_sustained.py PRODUCTS [TIMES]
 
-PRODUCTS is a JSON file of products by name (`products.Product.as_json`). The times, in microseconds
-per round, are written to TIMES. Without TIMES, the products are compiled and run but not timed.
-XLA's flags determine the kernels.
+PRODUCTS is a JSON file of products by name (`Product.as_json`). The times, in microseconds per
+round, are written to TIMES. Without TIMES, the products are compiled and run but not timed. XLA's
+flags determine the kernels.
 
 Under continuous load, a GPU reaches its power limit within about 0.1 s and lowers its clock. From
 then on, a kernel's time is limited by its energy.

@@ -1,1 +1,0 @@
-"""Benchmarks the attention backends."""

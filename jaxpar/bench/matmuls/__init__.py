@@ -1,1 +1,0 @@
-"""Matmul kernels, measured and chosen."""

@@ -1,1 +1,0 @@
-"""Measures the backends of recurrences, and those of flash-linear-attention beside them."""
