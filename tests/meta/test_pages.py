@@ -111,6 +111,7 @@ def test_plans_that_are_shown_are_printed(page):
             assert part.strip("\n") in "\n".join(printed), command
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_plan_is_what_it_prints():
     picture = script("draw_plan")
     there = picture.FILE.read_text("utf-8")
