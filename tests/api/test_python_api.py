@@ -69,7 +69,8 @@ def test_configs_are_checked():
     assert cfg.optimizer.learning_rate == 3e-3
 
 
-@pytest.mark.parametrize("smaller", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # quicker: what the page calls, in steps by hand below
+@pytest.mark.parametrize("smaller", [True, False])
 def test_the_page_runs_as_written(smaller, write_config, dataset, tmp_path):
     """With a smaller text in place of the config's, which takes a while to prepare; and a smaller
     model, of which 40 steps are quick."""
@@ -291,6 +292,7 @@ def test_two_trainers_train_in_two_threads(config_file, only_devices, tmp_path):
     assert (sys.stdout, sys.stderr) == streams
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     strict=True, raises=TypeError, reason="`batches` do not have the teacher's tokens"
 )

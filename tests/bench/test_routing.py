@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 WITH_EXPERTS = ["--model.num-experts", "4", "--model.num-layers", "1", "--train.log-every", "1"]
 
 
+@pytest.mark.slow  # quicker: meshes/test_recorded_routing.py
 def test_a_benchmark_repeats_what_a_run_recorded(
     only_devices, config_file, train_on, tmp_path, monkeypatch
 ):

@@ -79,6 +79,7 @@ def root_of_sums(cfg, rate, mask):
     return optax.chain(optax.scale_by_rss(), optax.scale_by_learning_rate(rate))
 
 
+@pytest.mark.slow  # quicker: optimizer/test_moments.py
 def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
     """Adagrad's sum of squares, which the package has no name for."""
     registry.add("optimizer.name", "adagrad", root_of_sums)

@@ -37,6 +37,7 @@ def records(run: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+@pytest.mark.slow  # quicker: meshes/test_preferences.py
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(("devices", "mesh"), [(2, []), slow(4, ["--parallel.tensor", "2"])])
 def test_it_learns_the_preference_and_resumes_without_the_reference(

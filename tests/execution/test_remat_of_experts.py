@@ -58,6 +58,7 @@ UNROLLED = [
 ]
 
 
+@pytest.mark.slow  # quicker: the planner counts them
 @pytest.mark.parametrize(
     ("mesh", "name", "kind", "fewer"), slow_but(SCANNED[:1], [*SCANNED, *UNROLLED])
 )

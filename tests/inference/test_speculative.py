@@ -106,7 +106,8 @@ def test_greedy_text_is_that_without_drafts(name, tensor):
     assert min(drafts.accepted, drafts.drafted - drafts.accepted) >= 10, drafts
 
 
-@pytest.mark.parametrize("name", slow_but(["longrope"], ["longrope", "longrope of latents"]))
+@pytest.mark.slow  # quicker: greedy text, above; angles in test_rope.py
+@pytest.mark.parametrize("name", ["longrope", "longrope of latents"])
 def test_angles_of_longrope_change_where_they_do_without_drafts(name):
     """Rows that pass the original length at different times, one beginning at it, or beyond."""
     found, drafts = drafted(*model(name), PROMPTS)

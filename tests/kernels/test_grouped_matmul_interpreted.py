@@ -46,7 +46,7 @@ def close(found, wanted, atol):
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(
     ("transpose", "expert_dim", "terms", "N"),
-    [(False, 0, 1, 256), (True, 1, 2, 128), slow(True, 0, 1, 384), slow(False, 1, 2, 128)],
+    [slow(False, 0, 1, 256), (True, 1, 2, 128), slow(True, 0, 1, 384), slow(False, 1, 2, 128)],
 )
 def test_matmul(counts, transpose, expert_dim, terms, N, races):
     K, E = 128, len(counts)
@@ -64,7 +64,11 @@ def test_matmul(counts, transpose, expert_dim, terms, N, races):
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "expert_dim", "terms", "N"),
-    [("float8_e4m3fn", 1, 1, 256), ("float8_e5m2", 0, 2, 128), slow("float8_e4m3fn", 0, 1, 384)],
+    [
+        slow("float8_e4m3fn", 1, 1, 256),
+        ("float8_e5m2", 0, 2, 128),
+        slow("float8_e4m3fn", 0, 1, 384),
+    ],
 )
 def test_scaled_matmul(counts, rows, expert_dim, terms, N, races):
     K, E, rng = 256, len(counts), np.random.default_rng(2)
@@ -101,7 +105,7 @@ def test_rows_taken(counts, parts, races):
 
 @pytest.mark.parametrize("counts", [FEW], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "keep", "parts"), [("float8_e4m3fn", False, 1), ("float8_e5m2", True, 2)]
+    ("dtype", "keep", "parts"), [slow("float8_e4m3fn", False, 1), ("float8_e5m2", True, 2)]
 )
 def test_rows_taken_in_float8(counts, dtype, keep, parts, races):
     tiles, used, x = inputs(counts, 256)
@@ -117,7 +121,7 @@ def test_rows_taken_in_float8(counts, dtype, keep, parts, races):
 
 
 @pytest.mark.parametrize("counts", [FEW], ids=str)
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [slow(False), True])
 def test_swiglu_in_float8(counts, backward, races):
     """The last digit of a number before rounding may differ, and so its rounding."""
     tiles, used, gate, up, d = inputs(counts, 256, 256, 256)
@@ -139,7 +143,7 @@ def test_swiglu_in_float8(counts, backward, races):
 @pytest.mark.parametrize("counts", [FEW, *map(slow, ALL)], ids=str)
 @pytest.mark.parametrize(
     ("glu", "biased"),
-    [(SwiGLU(), False), (CLAMPED, True), slow(SwiGLU(), True), slow(CLAMPED, False)],
+    [slow(SwiGLU(), False), (CLAMPED, True), slow(SwiGLU(), True), slow(CLAMPED, False)],
     ids=["swiglu", "clamped-biased", "swiglu-biased", "clamped"],
 )
 def test_glu_backward(counts, glu, biased, races):
@@ -157,7 +161,7 @@ def test_glu_backward(counts, glu, biased, races):
     assert races() == [False, False]
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [slow(1), 3])
 def test_rows_added(k, races):
     rng = np.random.default_rng(4)
     y = jnp.asarray(rng.normal(size=(50, 128)), "bfloat16")

@@ -71,6 +71,7 @@ def test_decays_of_channels_equal_one_token_after_the_other(case):
     assert max(errors(found, wanted).values()) <= 1e-5
 
 
+@pytest.mark.slow  # quicker: one token after the other, above
 def test_equal_decays_of_channels_are_those_of_the_head():
     case = Case("by_channel", G=2, C=32)
     (q, k, v, log_decay, *rest, state), _ = inputs_of(case)

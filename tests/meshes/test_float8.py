@@ -85,7 +85,7 @@ def test_gradients_are_those_of_one_device(mesh, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", [slow(MESHES[1]), slow("tensor=2"), MESHES[-1]])
+@pytest.mark.parametrize("mesh", [MESHES[1], slow("tensor=2"), slow(MESHES[-1])])
 def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     found = first_gradients(mesh, devices, model__float8_scaling="row")
     wanted, exact = one_device("row"), one_device("tensor", "compute")

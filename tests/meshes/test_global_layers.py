@@ -114,6 +114,7 @@ def compare_with_terms(cfg: Config, mesh: str, devices) -> None:
     assert not distances.compare(*others, TOLERANCE, zero).mismatches()
 
 
+@pytest.mark.slow  # quicker: test_layer_kinds.py and test_families.py
 @pytest.mark.parametrize(("mesh", "fields"), CASES)
 def test_gradients(mesh, fields, devices):
     compare_with_terms(replace(GEMMA4, **fields), mesh, devices)

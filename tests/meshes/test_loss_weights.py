@@ -38,6 +38,7 @@ def test_weights_are_on_straight_lines(step):
     assert loss_weights(TINY, jnp.int32(step)) == (0.0, 0.1)
 
 
+@pytest.mark.slow  # quicker: test_mtp.py; the weights of a step, below
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -36,12 +36,9 @@ BASE = replace(
 
 #: Every axis and every field, in few programs.
 MESHES = """
-data=1
 replica=2,data=2,expert=2
-pipeline=2,data=2,sequence=2,tensor=2
 data=2,num_microbatches=2,zero=1
 data=2,tensor=2,num_microbatches=2,layer_loop=unroll,zero=2
-data=2,tensor=2,layer_loop=unroll,row_groups=2
 sequence=4,context=ring
 sequence=2,tensor=2,context=ulysses,zero=1
 pipeline=2,num_microbatches=4,pipeline_save=inputs
@@ -56,6 +53,9 @@ SLOW_MESHES = [
     *(f"{axis}=2" for axis in AXES),
     *(f"{axis}=4" for axis in AXES),
     *"""
+data=1
+pipeline=2,data=2,sequence=2,tensor=2
+data=2,tensor=2,layer_loop=unroll,row_groups=2
 data=2,sequence=2
 data=2,tensor=2
 pipeline=2,data=2

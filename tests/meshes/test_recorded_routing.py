@@ -104,6 +104,7 @@ def loads_of(routing: np.ndarray, cfg: Config) -> np.ndarray:
     return np.stack([count(of_layer.ravel()) for of_layer in np.moveaxis(routing, 2, 0)])
 
 
+@pytest.mark.slow  # quicker: on a mesh, below
 def test_a_step_that_repeats_its_own_routing_is_the_same_bit_for_bit(devices):
     recorded = alone(DEEPSEEK)
     assert recorded.routing is not None and recorded.routing.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""What the pages quote is so: excerpts, commands, the table of fields, the pipeline's pictures."""
+"""What the pages quote is so: excerpts, commands, tables that are made."""
 
 import ast
 import importlib.util
@@ -23,7 +23,6 @@ from jaxpar.inference.chat import DialogueOptions
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
 from jaxpar.report.__main__ import ReportOptions
@@ -80,15 +79,6 @@ def excerpts() -> list[tuple[str, str, str, str]]:
 def test_excerpts_are_verbatim(page, file, name, code):
     assert code.strip(), "empty"
     assert code in source_of(ROOT / file, name), f"{page}: {name} of {file} reads otherwise now"
-
-
-def test_the_tour_quotes_code_only_as_excerpts():
-    quoted = [
-        code for language, code in BLOCK.findall(read("docs/tour.md")) if language == "python"
-    ]
-    marked = [code for _, _, code in EXCERPT.findall(read("docs/tour.md"))]
-    assert [code for code in quoted if code not in marked] == []
-    assert len(marked) > 10
 
 
 # ---------------------------------------------------------------------------------- commands
@@ -195,18 +185,7 @@ def test_a_wrong_command_is_seen():
     ]
 
 
-def test_errors_that_are_quoted_are_said_so():
-    quoted = re.findall(
-        r"^\$ python -m (jaxpar\.train .+)\n(.+)$", read("docs/configuration.md"), re.M
-    )
-    assert len(quoted) == 2
-    for command, said in quoted:
-        with pytest.raises(ConfigError) as error:
-            check_command(shlex.split(command))
-        assert said == f"config error: {error.value}"
-
-
-# ------------------------------------------------------------------------ tables and pictures
+# ------------------------------------------------------------------------ tables
 
 
 def script_of(name: str):
@@ -276,59 +255,3 @@ def test_remat_policies_are_as_listed():
             REMAT_NAMES if row.startswith("all of them") else tuple(re.findall(r"`([\w:]+)`", row))
         )
         assert saved == names, policy
-
-
-def picture(plan: Schedule) -> str:
-    """The schedule drawn: a column per tick, rows of forward and backward slots per stage.
-
-    Units are microbatch numbers, with a letter for the chunk when a stage has several.
-    """
-    stages, virtual = plan.stages, plan.virtual
-    end = plan.phases()[-1][3]
-    unit = lambda m, c: f"{m}{'abcd'[c]}" if virtual > 1 else f"{m}"  # noqa: E731
-    width = 3 if virtual > 1 or end > 10 else 2
-    lines = ["tick       " + "".join(f"{t:>{width}}" for t in range(end))]
-    for s in range(stages):
-        rows = {"F": ["."] * end, "B": ["."] * end}
-        for i in range(plan.num_actions):
-            rows["F"][i + s] = unit(*plan.forward_action(i))
-            tick = plan.first_backward + i + (stages - 1 - s)
-            rows["B"][tick] = unit(*plan.backward_action(i)[:2])
-        for slot, cells in rows.items():
-            name = f"stage {s} {slot}" if slot == "F" else f"        {slot}"
-            lines.append(f"{name}  " + "".join(f"{c:>{width}}" for c in cells))
-    return "\n".join(lines)
-
-
-DRAWN = [Schedule(*shape) for shape in ((2, 1, 4), (3, 1, 4), (4, 1, 4), (2, 2, 4), (4, 2, 4))]
-
-
-@pytest.mark.parametrize("plan", [*DRAWN, GPipe(4, 1, 4)], ids=str)
-def test_pictures_of_the_pipeline_are_its_schedule(plan):
-    assert picture(plan) in read("docs/parallelism.md"), "\n" + picture(plan)
-
-
-def zero_bubble_picture(plan: ZeroBubble) -> str:
-    """As `picture`: b, a backward without weight gradients; w, weight gradients left by a b."""
-    end = plan.phases()[-1][-1]
-    lines = ["tick       " + "".join(f"{t:>3}" for t in range(end))]
-    for s in range(plan.stages):
-        first, second = ["."] * end, ["."] * end
-        for i in range(plan.num_actions):
-            first[i + s] = str(i)
-            late = "b" if i < plan.num_postponed(s) else ""
-            second[plan.first_backward + i + (plan.stages - 1 - s)] = f"{late}{i}"
-        for t in range(end):
-            made = range(plan.num_caught_up(s, t), plan.num_caught_up(s, t + 1))
-            for j, row in zip(made, (first, second), strict=False):
-                assert row[t] == "."
-                row[t] = f"w{j}"
-        lines.append(f"stage {s} F  " + "".join(f"{cell:>3}" for cell in first))
-        lines.append("        B  " + "".join(f"{cell:>3}" for cell in second))
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("plan", [ZeroBubble(2, 1, 4), ZeroBubble(3, 1, 6)], ids=str)
-def test_pictures_of_a_zero_bubble_pipeline_are_its_schedule(plan):
-    found = zero_bubble_picture(plan)
-    assert found in read("docs/parallelism.md"), "\n" + found

@@ -1,19 +1,15 @@
-"""The experiments: references lead to a section, and each page opens with a table of results."""
+"""References to the pages of experiments lead to a section."""
 
 import re
 from pathlib import Path
-
-import pytest
 
 from tests.meta.test_repository import anchors_of, tracked_files
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "experiments"
-PAGES = sorted(p for p in FOLDER.glob("*.md") if p.name != "README.md")
+
 
 REFERENCE = re.compile(r"docs/experiments/([\w./-]+?\.md)(?:#([\w-]+))?(?![\w/])")
-HEAD = "| Outcome | What | Figure | Conditions |\n|---|---|---|---|\n"
-ROW = re.compile(r"\| (Kept|Not kept|Measured)( \| [^|]+){3} \|")
 
 
 def texts() -> dict[Path, str]:
@@ -38,14 +34,6 @@ def broken_references(text: str) -> list[str]:
     return broken
 
 
-def table_of(text: str) -> list[str]:
-    """The rows of the table that a page opens with."""
-    title, _, rest = text.partition("\n\n")
-    assert re.fullmatch(r"# .+", title), "a page opens with its title"
-    assert HEAD in rest, "a table follows the title"
-    return rest.partition(HEAD)[2].partition("\n\n")[0].splitlines()
-
-
 def test_references_lead_to_a_section():
     found = texts()
     broken = {str(f.relative_to(ROOT)): b for f, t in found.items() if (b := broken_references(t))}
@@ -58,20 +46,3 @@ def test_a_broken_reference_is_seen():
     good = f"({page}#persistent-ctas), {page}, `{page}#hopper-forward`."
     assert broken_references(good) == []
     assert len(broken_references(f"{page}#no-such, docs/experiments/" + "none.md")) == 2
-
-
-def test_nothing_refers_to_the_former_log():
-    former = re.compile(r"(?<![A-Z])LOG" + r"\.md")
-    assert not [str(f.relative_to(ROOT)) for f, text in texts().items() if former.search(text)]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_opens_with_its_table(page):
-    rows = table_of(page.read_text("utf-8"))
-    assert rows and not [row for row in rows if not ROW.fullmatch(row)]
-
-
-def test_the_overview_names_every_page():
-    text = (FOLDER / "README.md").read_text("utf-8")
-    assert re.findall(r"^\| \[[^\]]+\]\((\w+\.md)\)", text, re.MULTILINE)
-    assert set(re.findall(r"\]\((\w+\.md)\)", text)) == {page.name for page in PAGES}

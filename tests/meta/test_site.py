@@ -59,6 +59,7 @@ def search(shown, words: str) -> list[str]:
 WORDS = ("zigzag", "zzyzzyva")
 
 
+@pytest.mark.slow  # quicker: every page is found by search, above
 @pytest.mark.waits
 def test_search_works_from_disk(site, show):
     opened = [show(site / "index.html", 1280) for _ in range(2)]

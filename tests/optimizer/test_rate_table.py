@@ -58,6 +58,7 @@ def lowered(fields: dict) -> str:
     return make_train_step(cfg, mesh).lower(state, batch).as_text()
 
 
+@pytest.mark.slow  # quicker: the table is the schedule, above
 def test_all_schedules_have_one_program_only_as_an_input():
     first = lowered(INPUT)
     assert all(lowered(INPUT | fields) == first for fields in SCHEDULES)

@@ -40,6 +40,7 @@ def on(devices: int, base: Config = TINY, **changes: Any) -> Config:
     return resolve(replace(base, **rows | {"parallel.data": -1} | named), devices)
 
 
+@pytest.mark.slow
 def test_devices_do_not_matter_to_the_program_nor_their_number_to_the_work():
     few, many = on(8, parallel__tensor=2), on(512, parallel__tensor=2, parallel__replica=32)
     real = lowering.lower(few, H100, make_mesh(few.parallel, jax.devices()[:8]))[1]

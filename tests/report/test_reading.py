@@ -172,6 +172,7 @@ def test_losses_that_are_no_numbers_are_passed_over(tmp_path):
     assert [(p.step, p.mean) for p in points] == [(1, 1.0), (3, 2.0)]
 
 
+@pytest.mark.slow
 def test_many_lines_take_no_more_memory_than_a_few(tmp_path):
     line = json.dumps(record(123_456, random.Random(0)))
     file = tmp_path / "metrics.jsonl"

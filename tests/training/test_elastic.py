@@ -57,6 +57,7 @@ def test_a_killed_run_goes_on_with_other_devices(
     np.testing.assert_allclose([found[i] for i in range(1, 41)], list(wanted.values()), rtol=1e-4)
 
 
+@pytest.mark.slow  # quicker: a microbatch is as large as before, below
 @pytest.mark.usefixtures("quick_compile")
 def test_microbatches_follow_the_devices(train_on, write_ranks, tmp_path, capfd):
     config, run = write_ranks(tmp_path), tmp_path / "run"

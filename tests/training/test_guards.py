@@ -137,6 +137,7 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     assert manifest.left_out(begun) == []
 
 
+@pytest.mark.slow  # quicker: bad batches, too many in a row
 def test_too_many_rewinds_end_the_run_with_17(spiky):
     with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*rewound 0 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")

@@ -104,6 +104,7 @@ def test_a_resumed_run_may_change_steps_to_come_only(whole, fields, config_file,
     assert records(run)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32
 
 
+@pytest.mark.slow  # quicker: verification/test_replay.py
 def test_a_step_is_replayed_with_its_size(whole, only_devices):
     """From the checkpoint of step 3, over steps of two sizes."""
     with only_devices(1):
@@ -111,6 +112,7 @@ def test_a_step_is_replayed_with_its_size(whole, only_devices):
     assert said.startswith("nothing wrong: the step repeats bit for bit")
 
 
+@pytest.mark.slow  # quicker: rewinds of test_guards.py
 def test_batches_keep_their_sizes_after_a_rewind(config_file, fields, train_on, monkeypatch):
     """Batch 3, of the fourth step, is skipped: that step uses batch 4, of another size."""
     look, raised = StepGuard.look, []

@@ -51,6 +51,7 @@ def test_what_has_too_many_devices_is_named(capsys):
         verification_meshes.resolve_meshes(small, large, 1, given=False)
 
 
+@pytest.mark.slow
 def test_adapters_leave_the_biases_of_routers_alone():
     """A step of the plain model has the same frozen weights as one of training."""
     cfg = load_config("quickstart_moe")

@@ -69,6 +69,7 @@ def said(network: Network, server: str, client: str) -> tuple[list[str], list[st
     return of_server.split("\n")[:-1], of_client.split("\n")[:-1]
 
 
+@pytest.mark.slow
 def test_links_lose_and_delay_packets():
     require_namespaces()
     took = lambda: [float(x) for x in said(network, RECEIVE, SEND)[0]]  # noqa: E731

@@ -1,10 +1,15 @@
-"""Launchers of two hosts on this one, with a trivial program for training."""
+"""Launchers of two hosts on this one, with a trivial program for training.
+
+Most of them share a store in this process; tests of connections, and slow ones, have a real one.
+"""
 
 import contextlib
 import json
 import signal
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +17,18 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.processes.hosts import agent as agents
+from jaxpar.runtime.processes.hosts import membership as memberships
 from jaxpar.runtime.processes.hosts import trainers
 from jaxpar.runtime.processes.hosts.agent import Agent
 from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
-from jaxpar.runtime.processes.hosts.store import Service, Store
+from jaxpar.runtime.processes.hosts.store import Read, Service, Store
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.processes.token import token_of
 from tests.ranks import alive, free_port, wait_for
+from tests.slow import slow
 
 pytestmark = pytest.mark.waits
 
@@ -44,10 +52,50 @@ while True:
 """
 
 
+class MemoryStore:
+    """Stands for a `Store`: it answers at once from texts of this process."""
+
+    trouble = ""
+
+    def __init__(self, texts: dict[str, str], lock: threading.Lock):
+        self._texts, self._lock = texts, lock
+        self._read: Read | None = None
+
+    def free(self) -> bool:
+        return self._read is None
+
+    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
+        sent = time.monotonic()
+        with self._lock:
+            self._texts |= {**create, **self._texts, **own}
+            self._read = Read(dict(self._texts), sent)
+
+    def answer(self) -> Read | None:
+        read, self._read = self._read, None
+        return read
+
+    def close(self) -> None:
+        pass
+
+
+class NoService:
+    """Stands for a `Service` that nobody connects to."""
+
+    def __init__(self, *address: Any):
+        pass
+
+    def ended(self) -> None:
+        return None
+
+    def end(self) -> None:
+        pass
+
+
 class Hosts:
     """Launchers in threads, which share a store and a run's folder."""
 
-    def __init__(self, run_dir: Path, monkeypatch: Any, **options: Any):
+    def __init__(self, run_dir: Path, monkeypatch: Any, real: bool = False, **options: Any):
+        """Args:     real: with the store in a process of its own."""
         self.run_dir, self.address = run_dir, f"127.0.0.1:{free_port()}"
         self.options: dict[str, Any] = {"heartbeat_seconds": 10.0, "join_seconds": 240.0}
         self.options |= {"nodes": "1:2", "wait_seconds": 240.0} | options
@@ -55,8 +103,16 @@ class Hosts:
         self.threads: dict[str, threading.Thread] = {}
         self.codes: dict[str, int] = {}
         monkeypatch.setattr(trainers, "PROGRAM", (sys.executable, "-c", TRAINER, str(run_dir)))
-        self.service = Service(self.address)
-        assert self.service.wait_until_serving()
+        # A sign of life each 0.2 s: what one writes, the others soon read.
+        monkeypatch.setattr(memberships, "SIGNS", 50)
+        self.service: Any = NoService()
+        if real:
+            self.service = Service(self.address)
+            assert self.service.wait_until_serving()
+            return
+        texts, lock = dict[str, str](), threading.Lock()
+        monkeypatch.setattr(memberships, "Store", lambda *_: MemoryStore(texts, lock))
+        monkeypatch.setattr(agents, "Service", NoService)
 
     def start(self, name: str) -> None:
         asked = LaunchOptions(rendezvous=self.address, **self.options)
@@ -83,6 +139,16 @@ class Hosts:
 
         self.agents[name].turn = die  # type: ignore[method-assign]
         self.threads[name].join()
+
+    def let_the_limit_pass(self, name: str) -> None:
+        """Set back when the other launchers last saw a sign of life of a killed one."""
+        for other, agent in self.agents.items():
+            if other != name:
+                here = agent.here
+                wait_for(lambda h=here, c=here.own.count: h.own.count > c + 2)  # saw the last one
+                seen = here.liveness._seen
+                text, when = seen[name]
+                seen[name] = text, when - agent.options.heartbeat_seconds - 1
 
     def worlds(self) -> list[str]:
         """What the running processes say of their world, by rank."""
@@ -114,12 +180,14 @@ def hosts(tmp_path, monkeypatch):
         one.close()
 
 
-def test_a_host_is_lost_comes_back_and_the_run_ends(hosts, tmp_path, capfd):
-    two = hosts()
+@pytest.mark.parametrize("real", [False, slow(True)])
+def test_a_host_is_lost_comes_back_and_the_run_ends(real, hosts, tmp_path, capfd):
+    two = hosts(real=real)
     two.start("a")
     two.start("b")
     wait_for(lambda: two.worlds() == ["2", "2"])
     two.kill("b")
+    two.let_the_limit_pass("b")
     resumed = "1 --checkpoint.resume auto"
     wait_for(lambda: two.worlds() == [resumed])
     two.start("b")  # another life, which takes the old one's place once a step is done
@@ -179,7 +247,7 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_others_go_on(hosts, tmp_pat
 
 @pytest.mark.slow
 def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, capfd):
-    one = hosts(nodes="1", wait_seconds=12.0)
+    one = hosts(real=True, nodes="1", wait_seconds=12.0)
     one.start("a")
     wait_for(lambda: one.worlds() == ["1"])
     one.service.end()
@@ -190,7 +258,7 @@ def test_without_its_rendezvous_a_host_ends_its_processes_and_gives_up(hosts, ca
 
 @pytest.mark.slow
 def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd):
-    two = hosts(heartbeat_seconds=20.0)
+    two = hosts(real=True, heartbeat_seconds=20.0)
     two.start("a")
     two.start("b")
     wait_for(lambda: two.worlds() == ["2", "2"])
@@ -210,7 +278,7 @@ def test_a_rendezvous_that_starts_again_soon_ends_nothing(hosts, tmp_path, capfd
 @pytest.mark.slow
 def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
     """As by lost packets: TCP then waits for seconds. The other connection is asked."""
-    one = hosts(heartbeat_seconds=20.0, nodes="1")
+    one = hosts(real=True, heartbeat_seconds=20.0, nodes="1")
     one.start("a")
     wait_for(lambda: one.worlds() == ["1"])
     here = one.agents["a"].here
@@ -230,7 +298,7 @@ def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
 
 
 def test_a_stranger_at_the_rendezvous_ends_nothing(hosts, capfd):
-    one = hosts(nodes="1")
+    one = hosts(real=True, nodes="1")
     one.start("a")
     wait_for(lambda: one.worlds() == ["1"], 60)
     here = one.agents["a"].here
@@ -259,7 +327,7 @@ def test_too_few_hosts_wait_and_then_end(hosts, capfd):
 
 
 def test_a_store_has_one_server(hosts):
-    one = hosts(nodes="1")
+    one = hosts(real=True, nodes="1")
     again = Service(one.address)
     assert not again.wait_until_serving() and again.ended() == PORT_TAKEN
     assert one.service.ended() is None
