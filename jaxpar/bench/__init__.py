@@ -22,7 +22,6 @@ MAY_IMPORT = (
     "config",
     "runtime",
     "sharding",
-    "kernels",
     "parallel",
     "model",
     "step",
