@@ -86,12 +86,8 @@ def parser(doc: str | None = None) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help=f"{known_configs()}, a .py file, or a run folder",
-    )
+    told = f"{known_configs()}, a .py file, or a run folder"
+    add("config", nargs="?", metavar="CONFIG", help=told)
     told = f"total number of GPUs ({DEFAULT_GPUS})"
     made.whole("--gpus", None, Range(1, MAX_GPUS, DEFAULT_GPUS), help=told)
     add("--gpu", default="h200", help=f"kind of GPU: {', '.join(GPUS)} (h200)")

@@ -216,5 +216,5 @@ def test_a_card_that_is_cut_short(number, code, only_devices, config_file, tmp_p
     line = f"cut short by {number.name}: 3 timed steps after 3, of 20 after 40"
     assert said.getvalue().splitlines()[-1] == line
     assert f"warning: B was cut short by {number.name}" in compare.comparison(
-        ["a", "b"], [card | {"cut_short": None}, card], "train"
+        ["a", "b"], [card | {"cut_short": None}, card]
     )
