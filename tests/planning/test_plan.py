@@ -56,6 +56,7 @@ def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_json_is_the_same_in_numbers(capsys):
     words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
     words += ("--fix", "remat=dots")
