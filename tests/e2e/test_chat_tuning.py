@@ -69,6 +69,7 @@ def chats(tmp_path_factory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats"), QUESTIONS, ANSWER)
 
 
+@pytest.mark.slow  # quicker: adapters learn the same chats in test_lora.py
 @pytest.mark.usefixtures("quick_compile")
 def test_it_learns_what_the_assistant_says(train_on, write_config, chats, tmp_path):
     config, quick = write_config(tmp_path), ["--evaluation.every", "0"]

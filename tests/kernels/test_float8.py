@@ -260,7 +260,7 @@ def test_the_kernel_rounds_a_norm_that_nobody_wrote():
     np.testing.assert_array_equal(bits(found[1]), bits(wanted).T)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", slow("row")])
 def test_products_of_a_norm_are_those_of_the_array(scaling):
     """Outputs and gradients, bit for bit, with tokens in several dims."""
     x, ws, dys = example()

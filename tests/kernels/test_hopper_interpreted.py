@@ -34,7 +34,7 @@ CASES = [
 DETERMINISTIC = [
     slow(Case(T=300, K=128)),
     slow(Case("permuted", T=200, S=310, documents=5, window=60)),
-    Case("permuted", T=140, S=200, documents=5, window=60),
+    slow(Case("permuted", T=140, S=200, documents=5, window=60)),
 ]
 
 SLOW = [

@@ -101,6 +101,7 @@ def test_in_bfloat16(rule):
     assert max(errors(run(interpreted(case), case), exact).values()) < 1e-2
 
 
+@pytest.mark.slow
 def test_large_states_in_float16():
     """1,000 times float16's range, in results and in gradients."""
     case = Case(H=1, decay=1e-3, documents=0.0, dtype="float16")

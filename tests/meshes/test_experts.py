@@ -278,14 +278,14 @@ ON_EXPERT_AXIS = replace(
 )
 
 EXPERT_MESHES = """
-expert=2,sequence=2,layer_loop=unroll,row_groups=2
+expert=2
 """.split()
 
 MORE_EXPERT_MESHES = """
+expert=2,sequence=2,layer_loop=unroll,row_groups=2
 expert=2,sequence=2,layer_loop=unroll
 expert=2,layer_loop=unroll,row_groups=2
 expert=2,pipeline=2,num_microbatches=2,zero=1
-expert=2
 expert=4
 expert=8
 expert=2,data=2

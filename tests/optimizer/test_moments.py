@@ -164,7 +164,7 @@ def test_the_next_ones_move_by_its_noise(weights, name):
     [
         slow("sharded", BOTH),
         ("stages", BOTH),
-        ("sharded", BOTH | OFFLOAD),
+        slow("sharded", BOTH | OFFLOAD),
         slow("stages", BOTH | OFFLOAD),
         slow("unequal", BOTH),
         slow("unequal", BOTH | OFFLOAD),

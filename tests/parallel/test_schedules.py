@@ -8,9 +8,9 @@ c of stage s.
 from fractions import Fraction
 
 import numpy as np
-import pytest
 
 from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
+from tests.every import every
 
 
 def microbatch_counts(P: int, v: int) -> list[int]:
@@ -56,12 +56,7 @@ def ticks(units) -> dict[tuple[int, int], int]:
     return found
 
 
-def every_schedule(test):
-    return pytest.mark.parametrize(
-        "plan",
-        SCHEDULES,
-        ids=lambda p: f"{type(p).__name__}-P{p.stages}v{p.virtual}M{p.microbatches}",
-    )(test)
+every_schedule = every(SCHEDULES)
 
 
 @every_schedule
@@ -168,7 +163,7 @@ GPipe 1 1 3  | 3 3 6 3 0
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("row", TABLE)
+@every(TABLE)
 def test_ticks_slots_and_bubbles_are_those_of_the_table(row):
     left, right = (side.split() for side in row.split("|"))
     plan = {"1F1B": Schedule, "GPipe": GPipe}[left[0]](*map(int, left[1:]))
@@ -213,9 +208,7 @@ def numbered_backwards(plan: Schedule) -> list[tuple[int, int, int]]:
     return [(s, i, first + i + (P - 1 - s)) for s in range(P) for i in range(plan.num_actions)]
 
 
-def every_zero_bubble(test):
-    name = lambda p: f"P{p.stages}v{p.virtual}M{p.microbatches}"  # noqa: E731
-    return pytest.mark.parametrize("plan", ZERO_BUBBLES, ids=name)(test)
+every_zero_bubble = every(ZERO_BUBBLES)
 
 
 @every_zero_bubble
@@ -257,12 +250,13 @@ def length(plan: Schedule, F: int, B: int, W: int) -> int:
 
 
 @every_zero_bubble
-@pytest.mark.parametrize(("F", "B", "W"), [(1, 1, 1), (5, 6, 4), (3, 3, 1)])
-def test_the_bubble_of_a_zero_bubble_schedule(plan, F, B, W):
+def test_the_bubble_of_a_zero_bubble_schedule(plan):
     P, v, M = plan.stages, plan.virtual, plan.microbatches
-    assert length(plan, F, B, W) == v * M * (F + B + W) + (P - 1) * (F + B - W)
     plain = Schedule(P, v, M)
-    assert length(plain, F, B, W) == (v * M + P - 1) * (F + B + W) == plain.duration * (F + B + W)
+    for F, B, W in (1, 1, 1), (5, 6, 4), (3, 3, 1):
+        assert length(plan, F, B, W) == v * M * (F + B + W) + (P - 1) * (F + B - W)
+        assert plain.duration == v * M + P - 1
+        assert length(plain, F, B, W) == plain.duration * (F + B + W)
 
 
 def test_ticks_of_a_zero_bubble_schedule():

@@ -125,6 +125,7 @@ def test_a_layers_gradients_are_added_before_the_next_layers_backward(
     assert barriers_over_sums(cfg, devices) == 0
 
 
+@pytest.mark.slow  # quicker: test_pipeline_memory.py
 def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
     """What is recomputed of a layer does not outlive it."""
 

@@ -19,6 +19,7 @@ from jaxpar.planning.forecast import forecast, forecast_here
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GPUS, NETWORKS, HardwareFigure, gpu_of_kind
 from jaxpar.runtime.gpus.peaks import peak_flops
+from tests.slow import slow
 
 
 def run(capsys, *words: str) -> str:
@@ -56,6 +57,7 @@ def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_json_is_the_same_in_numbers(capsys):
     words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
     words += ("--fix", "remat=dots")
@@ -240,7 +242,7 @@ BAD = (
     (("llama3_8b", "--kv-cache", "²x3"), r"--kv-cache = '²x3': must be SEQUENCESxTOKENS"),
     (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
     (("--gpus", "8"), r"CONFIG = '' : |CONFIG = ''.*missing"),
-    (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is not enough.*GiB.*--min-gpus"),
+    slow(("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is not enough.*GiB.*--min-gpus"),
     (
         ("llama3_8b", "--gpus", "7", "--quick"),
         r"--gpus = 7: allows no valid mesh.*same length\. Fix",

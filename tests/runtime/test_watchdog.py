@@ -22,6 +22,8 @@ from jaxpar.runtime import watchdog
 from tests.runtime.test_watchdog import Clock
 if "busy" in sys.argv:
     watchdog.time = clock = Clock()
+if "soon" in sys.argv:
+    watchdog.TELL_SECONDS = watchdog.REPORT_SECONDS = 0.5  # nothing is written anyway
 with watchdog.Watchdog(sys.argv[1], 1.0, 60.0) as watch:
     if "busy" in sys.argv:
         watch.enter("evaluation", 6, slow=True)
@@ -94,7 +96,7 @@ def test_a_hang_ends_where_the_run_folder_takes_no_file(tmp_path):
 def test_a_hang_ends_where_the_run_folders_file_system_hangs_too(tmp_path):
     (tmp_path / "ranks").mkdir()
     os.mkfifo(tmp_path / "ranks" / "0.json")  # nobody reads of it: opening it waits for ever
-    hang(tmp_path)
+    hang(tmp_path, "soon")
 
 
 def test_what_is_not_hung_leaves_nothing(tmp_path, monkeypatch):
