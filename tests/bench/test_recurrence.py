@@ -47,6 +47,7 @@ def test_flops_of_one_chunk():
     assert one.flops("both") == one.flops("forward") + one.flops("backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["delta_rule", slow("state_space")])
 def test_a_card(rule, tmp_path, capsys):
     file = tmp_path / "card.json"
