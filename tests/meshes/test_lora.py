@@ -147,6 +147,7 @@ def test_remat_policies(remat, devices):
     compare(replace(BASE, **{"parallel.remat": remat}), "data=2", devices)
 
 
+@pytest.mark.slow  # quicker: e2e/test_lora.py moves nothing but adapters
 @pytest.mark.usefixtures("quick_compile")
 def test_training_moves_adapters_alone(devices):
     base = replace(BASE, **{"model.num_layers": 2})

@@ -125,6 +125,7 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
     assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
 
 
+@pytest.mark.slow  # quicker: data/test_finite_sets.py, named sets above
 @pytest.mark.parametrize("mesh", [(), slow(("--parallel.sequence", "2"))])
 def test_a_split_that_is_smaller_than_an_evaluation_is_read_once(
     mesh, train_on, write_config, three, tmp_path, capsys

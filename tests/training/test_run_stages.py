@@ -30,6 +30,7 @@ def entered(monkeypatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # quicker: runtime/test_stages.py
 def test_a_run_and_a_replay_have_stages(train_on, only_devices, config_file, entered):
     short = "--train.num-steps 6 --checkpoint.every 3 --evaluation.every 3".split()
     assert train_on(1, config_file, *short) == exit_codes.EXIT_OK
