@@ -21,8 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
-from jaxpar.kernels.float8.matmul import GRADIENT_PRECISION, OUTPUT_PRECISION
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize  # noqa: E402
+from jaxpar.kernels.float8.matmul import GRADIENT_PRECISION, OUTPUT_PRECISION  # noqa: E402
 
 ROUNDS = 2
 #: Seconds of launches before timing starts, and while timing.

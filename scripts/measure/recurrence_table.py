@@ -9,15 +9,20 @@ float32, over the first 1,024 tokens of a key head. Ends with code 1 if one is w
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.bench.timing import Timing, time_interleaved
-from jaxpar.kernels import recurrence
-from jaxpar.runtime import exit_codes
-from jaxpar.training.selftests.recurrent import RecurrenceInputs, draw, relative
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.bench.timing import Timing, time_interleaved  # noqa: E402
+from jaxpar.kernels import recurrence  # noqa: E402
+from jaxpar.runtime import exit_codes  # noqa: E402
+from jaxpar.training.selftests.recurrent import RecurrenceInputs, draw, relative  # noqa: E402
 
 #: Largest relative error of a correct result: bfloat16 gives 5e-3.
 MAX_ERROR = 2e-2

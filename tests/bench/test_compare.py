@@ -162,6 +162,13 @@ def test_a_new_card_beside_an_older_one(compare):
     assert row(lines, "profiled step ms") == ["1,577.5", "-", "-"]
 
 
+def test_a_published_card_lacks_fields_that_are_not_compared(compare):
+    config = {"model.num_layers": 32, "data.seq_len": 8192, "parallel.remat": "none"}
+    said = "\n".join(compare(TRAIN, changed(TRAIN, config=config)))
+    assert "config.parallel.remat" in said
+    assert "attention_backend" not in said and "not comparable" not in said
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -5.0, 10**400, "fast", True])
 def test_what_is_no_figure_is_left_out_and_said(compare, value):
     lines = compare(TRAIN, changed(TRAIN, tokens_per_second_per_device=value))

@@ -60,7 +60,6 @@ def test_five_kills_leave_no_trace(config, tmp_path, whole):
     ranks.assert_same_run(run, whole)
 
 
-@pytest.mark.slow  # quicker: test_train.py, stores/test_hosts.py
 def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, train_on):
     run = tmp_path / "run"
     process = ranks.launch(2, 2, "--", config, FAULT="1 1 slow")

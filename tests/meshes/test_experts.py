@@ -278,11 +278,11 @@ ON_EXPERT_AXIS = replace(
 )
 
 EXPERT_MESHES = """
-expert=2
+expert=2,sequence=2,layer_loop=unroll,row_groups=2
 """.split()
 
 MORE_EXPERT_MESHES = """
-expert=2,sequence=2,layer_loop=unroll,row_groups=2
+expert=2
 expert=2,sequence=2,layer_loop=unroll
 expert=2,layer_loop=unroll,row_groups=2
 expert=2,pipeline=2,num_microbatches=2,zero=1

@@ -252,7 +252,6 @@ def test_the_update_is_that_of_plain_numpy(devices, weights, name):
     assert distance(exact, wanted) > 1e-3
 
 
-@pytest.mark.slow  # quicker: a mesh can split only blocks that the rule checks
 @pytest.mark.parametrize(
     ("mesh", "name"),
     slow_but(

@@ -76,7 +76,6 @@ def hashes_of(item: str) -> tuple[str, str]:
     return hashlib.sha256(content[0]).hexdigest(), hashlib.sha256(content[1]).hexdigest()
 
 
-@pytest.mark.slow  # quicker: inner functions, and meta/test_disorder.py
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "item",

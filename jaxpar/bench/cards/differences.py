@@ -58,11 +58,26 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 
 
 def differing_conditions(cards: Sequence[Card]) -> dict[str, list[str]]:
-    """Return each condition that differs, with its value on each card; "-" if missing."""
+    """Return each condition that differs, with its value on each card; "-" if missing.
+
+    A published card (scripts/docs/publish_cards.py) lacks most fields of the config: those are not
+    compared with it.
+    """
     each = [conditions(card) for card in cards]
     names = dict.fromkeys(name for found in each for name in found)
     values = {name: [found.get(name, MISSING) for found in each] for name in names}
-    return {name: row for name, row in values.items() if len(set(row)) > 1}
+    few = [_is_published(card) for card in cards]
+    return {
+        name: row
+        for name, row in values.items()
+        if len({v for v, f in zip(row, few, strict=True) if v != MISSING or not f}) > 1
+        or (not name.startswith("config.") and len(set(row)) > 1)
+    }
+
+
+def _is_published(card: Card) -> bool:
+    config = card.get("config")
+    return isinstance(config, dict) and any("." in name for name in config)
 
 
 def table(names: Sequence[str], cards: Sequence[Card]) -> str:
