@@ -30,11 +30,10 @@ def run_with_profile(folder: Path, step: int = 20) -> Path:
 
 def test_the_profile_of_a_run(tmp_path):
     run = run_with_profile(tmp_path / "run")
-    text = " ".join(Tags(page := page_of(run)).texts)
+    text = " ".join(Tags(page_of(run)).texts)
     assert "Profile of a step" in text and "Steps 20 to 21: step 72.0 ms" in text
     assert "Tensor cores: 87.8% of the step. Limits: compute 69.9%" in text
-    assert "feed_forward" in text and "TFLOP/s of kernels, over FLOPs per byte" in text
-    assert page.count("<circle") > 10
+    assert "feed_forward" in text
     assert f"More: python -m jaxpar.profile {run} --step 20" in text
 
 

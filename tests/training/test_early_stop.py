@@ -167,6 +167,7 @@ def test_programs_that_train_nothing_take_such_a_config():
 def test_a_best_of_the_wrong_form_is_damage():
     sections = {"model": {}, "train": {}, "data": {}, "parallel": {}}
     about = {"step": 1, "tokens_seen": 8, "config": sections, "dataset": "", "versions": {}}
+    about |= {"fingerprints": {}}
     read = lambda best: saved_of(about | {"best": best}, "its metadata").best  # noqa: E731
     good = {"what": "held_out", "step": 1, "value": 1.0, "stale": 0}
     assert read({}) == {} and read(good) == good
