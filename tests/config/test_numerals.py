@@ -65,7 +65,7 @@ FORMS = {
     "jaxpar.profiling.command": ("ProfileOptions",),
     "jaxpar.data.__main__": ("PrepareOptions", "ChatOptions", "ConvertOptions", "InspectOptions"),
     "jaxpar.convert.__main__": ("FromHf", "FromPeft", "ToHf", "ToPeft", "ToTorch"),
-    "jaxpar.checkpoint.__main__": ("Ls", "Verify", "BranchOff", "Average"),
+    "jaxpar.checkpoint.__main__": ("Ls", "Verify", "BranchOff"),
     "jaxpar.report.__main__": ("ReportOptions",),
     "jaxpar.runtime.processes.launcher": ("LaunchOptions",),
 }
