@@ -57,7 +57,7 @@ def expected(interval: float, blocking: float, restart: float, between: float) -
     """Return the expected share of the time that is work which counts. Exact.
 
     Args:     interval: seconds of work between two saves. blocking: seconds of a save. restart:
-              seconds from a failure until work goes on, in which failures come as well. between:
+              seconds from a failure to the next step, in which further failures may come. between:
               mean seconds between failures.
     """
     try:

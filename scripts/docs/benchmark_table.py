@@ -250,6 +250,26 @@ def picture(folder: str) -> str:
     return f"![{what} comparisons]({folder}images/torchtitan.svg)\n"
 
 
+def attention() -> str:
+    """Return the comparison of jaxpar's Hopper kernels with cuDNN as Markdown."""
+    found = json.loads((CARDS / "attention-h200.json").read_text("utf-8"))["rows"]
+    ours = [row for row in found if row["backend"] == "pallas_hopper"]
+    shapes = {tuple(row[k] for k in ("kind", *"BTSHGD")): {} for row in ours}
+    for row in ours:
+        shapes[tuple(row[k] for k in ("kind", *"BTSHGD"))][row["direction"]] = row
+    lines = ["| mask | B, T, H, G, D | forward | backward | both |", "|---|---|---|---|---|"]
+    for (kind, b, t, s, *rest), rows in shapes.items():
+        if t != s:
+            continue  # cuDNN has no such mask
+        sizes = ", ".join(map(str, (b, t, *rest)))
+        cells = [
+            f"{rows[way]['tflops']:.0f}, {rows[way]['times_cudnn']:.2f} ×"
+            for way in ("forward", "backward", "both")
+        ]
+        lines.append(f"| {kind} | {sizes} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 # -------------------------------------------------------------------------------------- pages
 
 #: Of each page, what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
@@ -258,6 +278,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "picture": lambda: picture("../"),
         "torchtitan": versus,
         "cards": table,
+        "attention": attention,
     },
     "docs/index.md": {"picture": lambda: picture("")},
     "README.md": {

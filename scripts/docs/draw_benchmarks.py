@@ -30,11 +30,11 @@ WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 120, 46, 15, 70
 
 def label(card: dict[str, Any]) -> tuple[str, str]:
     """Return the two lines of a row: the model, and its devices and layout."""
-    length = card["config"]["data"]["seq_len"]
+    length = card["config"]["data.seq_len"]
     size = f"{card['parameters'] / 1e9:.1f}".removesuffix(".0")
     _, _, mesh = mesh_of(card, named=True).partition(", ")
     kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
-    offload = ", offload" if card["config"]["parallel"]["remat"] == "dots_offload" else ""
+    offload = ", offload" if card["config"]["parallel.remat"] == "dots_offload" else ""
     first = name_of(card) or f"{size}B, {length:,} tokens"
     first += (", float8" if is_float8(card) else "") + offload
     return first, f"{gpus_of(card)} × {kind}" + (f", {mesh}" if mesh else "")

@@ -31,11 +31,11 @@ FIELDS = (
     "mesh",
     "attention",
     "jax",
+    "platform",
     "device",
     "gpu",
     "xla_flags",
     "commit",
-    "time",
 )
 
 #: What remains of others.
@@ -67,9 +67,12 @@ OF_THE_RUN = (
 )
 DETAILS = ("ms_fastest", "ms_slowest", "launches", "flops", "useful_flops", "error")
 
-#: Sections and fields of the config that say nothing about the time or memory of a step.
-LEFT_OUT = ("run", "checkpoint", "evaluation", "metrics", "runtime")
-CONSTANTS = ("data.shuffle", "data.path", "model.rope_theta", "model.norm_eps", "model.init_std")
+#: Fields and sections of the config that say nothing about the time or memory of a step.
+LEFT_OUT = """
+run.dir run.init_from run.init_changes run.cpu_devices run.xla_flags run.record_routing
+run.compilation_cache data.path data.shuffle model.rope_theta model.norm_eps model.init_std
+""".split()
+SECTIONS_LEFT_OUT = ("checkpoint", "evaluation", "metrics", "cluster")
 
 
 def main(names: list[str]) -> None:
@@ -77,19 +80,22 @@ def main(names: list[str]) -> None:
     if not names or names[0] in ("-h", "--help"):
         print(__doc__)
         return
-    defaults = flat(json.loads(to_json(Config())))
     for name in names:
         path = Path(name)
-        card = json.loads(path.read_text("utf-8"))
-        if "parameters" not in card:
-            card = {name: value for name, value in card.items() if name not in OF_THE_RUN}
-        elif "model" in card["config"]:
-            card = published(card, defaults)
-        path.write_text(json.dumps(short(card), indent=1) + "\n", "utf-8")
+        path.write_text(text_of(json.loads(path.read_text("utf-8"))), "utf-8")
 
 
-def published(card: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the published form of a card."""
+def text_of(card: dict[str, Any]) -> str:
+    """Return the text of a card in its published form."""
+    if "parameters" not in card:
+        card = {name: value for name, value in card.items() if name not in OF_THE_RUN}
+    elif "model" in card["config"]:
+        card = published(card)
+    return json.dumps(short(card), indent=1) + "\n"
+
+
+def published(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the published form of a training card."""
     made = {name: card[name] for name in FIELDS if name in card}
     for name, parts in PARTS.items():
         if card.get(name):
@@ -99,9 +105,14 @@ def published(card: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
             made["experts"][name] = {part: v for part, v in loads.items() if part != "least"}
     if card.get("profile"):
         made["exposed_ms"] = card["profile"]["ms"]["exposed"]
-    config = flat(card["config"])
-    shown = [name for name in config if name in CONFIG or differs(name, config[name], defaults)]
-    made["config"] = {name: config[name] for name in shown}
+    if card["processes"] != "1":
+        made["processes"] = card["processes"]
+    config, defaults = flat(card["config"]), flat(json.loads(to_json(Config())))
+    made["config"] = {
+        name: value
+        for name, value in config.items()
+        if name in CONFIG or (value != defaults.get(name) and not left_out(name))
+    }
     return made
 
 
@@ -116,11 +127,9 @@ def short(value: Any) -> Any:
     return value
 
 
-def differs(name: str, value: Any, defaults: dict[str, Any]) -> bool:
-    """Return whether a value is not the default and says something about the step."""
-    if name in CONSTANTS or name.split(".")[0] in LEFT_OUT:
-        return False
-    return value != defaults.get(name)
+def left_out(name: str) -> bool:
+    """Return whether a field of the config says nothing about a step."""
+    return name in LEFT_OUT or name.partition(".")[0] in SECTIONS_LEFT_OUT
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -231,7 +231,7 @@ MIN_RMS = 1e-3
 def one_group(asked: Arrays, out, grads) -> tuple[Arrays, tuple]:
     """Return the first row's first KV head, with the queries of that head.
 
-    Scores of all heads would not fit; every head and row is computed alike.
+    Scores of all heads would not fit; heads and rows are independent.
     """
     heads = asked.q.shape[2] // asked.k.shape[2]
     queries = lambda x: x[:1, :, :heads]  # noqa: E731

@@ -68,6 +68,25 @@ def test_plans_that_are_shown_are_printed(page):
             assert part.strip("\n") in "\n".join(printed), command
 
 
+@pytest.mark.parametrize("name", ["benchmark_table", "draw_benchmarks", slow("draw_plan")])
+def test_what_is_made_from_cards_is_up_to_date(name, capsys):
+    assert script(name).main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_cards_are_published_in_short():
+    publish, cards = script("publish_cards"), [*script("benchmark_table").CARDS.glob("*.json")]
+    assert len(cards) > 50
+    for card in cards:
+        text = card.read_text("utf-8")
+        assert publish.text_of(json.loads(text)) == text, f"run publish_cards.py {card.name}"
+
+
+def test_the_headline_counts_every_comparison():
+    tables = script("benchmark_table")
+    assert f"all {len(tables.BESIDE)} comparisons" in tables.headline()
+    assert f"in {len(tables.BESIDE)} comparisons" in tables.picture("")
+
+
 def figures_of(name, card, tables):
     """The figures that a page may give of a card: rate, step time, memory, ratio to torchtitan."""
     rate = card["tokens_per_second_per_device"]

@@ -95,7 +95,7 @@ class Hosts:
     """Launchers in threads, which share a store and a run's folder."""
 
     def __init__(self, run_dir: Path, monkeypatch: Any, real: bool = False, **options: Any):
-        """Args:     real: with the store in a process of its own."""
+        """Args:     real: with the store in another process."""
         self.run_dir, self.address = run_dir, f"127.0.0.1:{free_port()}"
         self.options: dict[str, Any] = {"heartbeat_seconds": 10.0, "join_seconds": 240.0}
         self.options |= {"nodes": "1:2", "wait_seconds": 240.0} | options
