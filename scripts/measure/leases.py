@@ -1,7 +1,7 @@
 """Measure a lease that many want: python scripts/measure/leases.py --contenders 8 64 512
 
 Threads, each with a client of its own, want the lease of one address at once. moto's server
-for S3 is a process of its own. The lease is absent, released, or expired. Prints the seconds until
+for S3 is a process of its own. The lease is absent or released. Prints the seconds until
 one has it and until the last one is refused, and ends with 1 unless exactly one has had it.
 """
 
@@ -18,7 +18,7 @@ from stores import start_moto
 
 from jaxpar.config.rules.paths import Address
 from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.stores.lease import NAME, SURELY_OLD, Lease
+from jaxpar.stores.lease import NAME, Lease
 from jaxpar.stores.objects import Objects
 
 BUCKET = "leases"
@@ -27,7 +27,6 @@ BUCKET = "leases"
 STATES: dict[str, dict[str, Any] | None] = {
     "absent": None,
     "released": {"released": True},
-    "expired": {"time": (datetime.now(UTC) - 2 * SURELY_OLD).isoformat(timespec="seconds")},
 }
 
 

@@ -79,7 +79,7 @@ def test_moments_are_converted_to_and_from_8_bits(setup, then, now):
         shapes = [jax.tree.map(np.shape, tree) for tree in (kept, converted)]
         return kept if shapes[0] == shapes[1] and is_quantized(kept) else converted
 
-    converted = moments.map_moments(wanted, saved.opt_state)
+    converted = moments.map_moments(wanted, saved.params, saved.opt_state)
     found = logical(restored, changed)
     assert_same_bits(found, dataclasses.replace(saved, opt_state=converted))
     quantized = [name for name in flat(found.opt_state[0].nu) if name.endswith("/codes")]

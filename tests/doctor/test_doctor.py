@@ -24,6 +24,7 @@ pytestmark = pytest.mark.waits
 TOP = {
     **{"schema": int, "verdict": str, "conditions": dict, "findings": list, "seconds": dict},
     **{"processes": list, "collectives": dict, "bandwidth": list, "links": list, "compute": dict},
+    "latency": list,
 }
 
 

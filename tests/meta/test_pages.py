@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -54,17 +55,18 @@ def planned(command: str) -> str:
     """What a plan prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        plan.main(command.split())
+        plan.main(shlex.split(command))
     return out.getvalue()
 
 
 @pytest.mark.parametrize("page", [slow(LAYOUTS), slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page):
-    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
+    text = re.sub(r"\\\n *", "", read(page))  # a command may go over several lines
+    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", text, re.M)
     assert shown
     for command, lines in shown:
         printed = [line.rstrip() for line in planned(command).splitlines()]
-        for part in lines.split("\n...\n"):
+        for part in re.split(r"^\.\.\.$", lines, flags=re.MULTILINE):
             assert part.strip("\n") in "\n".join(printed), command
 
 
