@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxpar.api.loading import generate, load_config, load_model, read_metrics
     from jaxpar.api.trainer import Trainer
     from jaxpar.config import Config, ConfigError
-    from jaxpar.inference.generation import Sampling
+    from jaxpar.inference.options import Sampling
     from jaxpar.training.callbacks import StopTraining
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Config": "jaxpar.config",
     "ConfigError": "jaxpar.config",
-    "Sampling": "jaxpar.inference.generation",
+    "Sampling": "jaxpar.inference.options",
     "StopTraining": "jaxpar.training.callbacks",
     "Trainer": "jaxpar.api.trainer",
     "generate": "jaxpar.api.loading",

@@ -4,19 +4,19 @@ RUN is a run folder or a published model. Tasks are those of EleutherAI's lm_eva
 from --include-path; they require lm_eval: pip install lm-eval.
 """
 
-from collections.abc import Sequence
+from jaxpar import commands
+from jaxpar.inference.options import EvaluateOptions
 
-from jaxpar.inference.evaluate import EvaluateOptions, evaluate
-from jaxpar.runtime.option_classes import read_options
-from jaxpar.runtime.program import run_program
-from jaxpar.stores.reading import with_local_runs
+OPTIONS = EvaluateOptions
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the command line."""
-    options = read_options(EvaluateOptions, argv, "jaxpar.evaluate", __doc__)
+def main(options: EvaluateOptions) -> None:
+    """Score the model, and print the results."""
+    from jaxpar.inference.evaluate import evaluate
+    from jaxpar.stores.reading import with_local_runs
+
     evaluate(with_local_runs(options, print))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    commands.run(__name__)

@@ -13,41 +13,31 @@ comes back joins them. HOST serves the rendezvous, or another host does, which m
 python -m jaxpar.launch --serve-rendezvous HOST:PORT
 """
 
-import os
-from collections.abc import Sequence
+from jaxpar import commands
+from jaxpar.runtime.processes.launch_options import LaunchRun, ServeOptions
 
-from jaxpar.config import Config, ModelConfig
-from jaxpar.memory_checkpoint.places import kept_in_memory
-from jaxpar.memory_checkpoint.server import PieceServer
-from jaxpar.runtime.gpus import numa
-from jaxpar.runtime.processes import children
-from jaxpar.runtime.processes.hosts import running
-from jaxpar.runtime.processes.launcher import Launcher, read_command
-from jaxpar.runtime.program import run_program
-from jaxpar.runtime.signals import output_may_be_lost
+OPTIONS = {"": LaunchRun, "--serve-rendezvous": ServeOptions}
 
 
-def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
-    """`jaxpar.convert.shape.model_from`, which imports JAX: the launcher starts without it."""
-    from jaxpar.convert import shape
+def main(options: LaunchRun | ServeOptions) -> int:
+    """Launch the run, or serve the rendezvous, and return the exit code."""
+    import os
 
-    return shape.model_from(named, family, like)
+    from jaxpar.memory_checkpoint.places import kept_in_memory
+    from jaxpar.memory_checkpoint.server import PieceServer
+    from jaxpar.runtime.gpus import numa
+    from jaxpar.runtime.processes import children
+    from jaxpar.runtime.processes.hosts import options as host_options
+    from jaxpar.runtime.processes.hosts import running
+    from jaxpar.runtime.processes.launcher import Launcher, arguments_of
+    from jaxpar.runtime.signals import output_may_be_lost
 
-
-def _with_vocabulary(cfg: Config) -> Config:
-    """`jaxpar.training.vocabulary.with_vocabulary`, which imports JAX too."""
-    if cfg.model.vocab_size:
-        return cfg
-    from jaxpar.training.vocabulary import with_vocabulary
-
-    return with_vocabulary(cfg)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line."""
-    options, args, cfg = read_command(argv, __doc__, model_from, _with_vocabulary)
-    if options.serve_rendezvous:
+    if isinstance(options, ServeOptions):
         return running.serve(options, children.on_signals)
+    if options.nodes or options.rendezvous:
+        host_options.check(options)
+    args = arguments_of(options.config)
+    cfg = options.config.checked(None, commands.model_from, commands.with_vocabulary)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     with kept_in_memory(cfg) as memory, output_may_be_lost():
         if options.nodes:
@@ -58,4 +48,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    commands.run(__name__)

@@ -6,18 +6,18 @@ Runs that differ in their schedule share a compiled program. Runs that have fini
 the same command continues a sweep. It ends with the table of `python -m jaxpar.runs`, and a report.
 """
 
-from collections.abc import Sequence
+from jaxpar import commands
+from jaxpar.sweeps.options import SweepOptions
 
-from jaxpar.convert.shape import model_from
-from jaxpar.runtime.program import run_program
-from jaxpar.sweeps.command import read_command, sweep
-from jaxpar.training.vocabulary import with_vocabulary
+OPTIONS = SweepOptions
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command line."""
-    return sweep(read_command(argv, __doc__, model_from, with_vocabulary))
+def main(options: SweepOptions) -> int:
+    """Run the sweep, or print its job array, and return the exit code."""
+    from jaxpar.sweeps.command import read_sweep, sweep
+
+    return sweep(read_sweep(options, commands.model_from, commands.with_vocabulary))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    commands.run(__name__)

@@ -14,7 +14,8 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.config import replace
 from jaxpar.config.serialize import from_json
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.monitoring.recent_steps import read_recent
 from jaxpar.runtime.processes.launcher import reserve_port

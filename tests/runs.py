@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from jaxpar import train
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training import run

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.inference.generation import Sampling
+from jaxpar.inference.options import Sampling
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.step.state import TrainState
 

@@ -12,8 +12,8 @@ from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check
 from jaxpar.convert.shape import model_from
-from jaxpar.inference.generation import Sampling
 from jaxpar.inference.load import LoadedModel, load
+from jaxpar.inference.options import Sampling
 from jaxpar.inference.texts import continuations
 from jaxpar.report.outline import outline
 from jaxpar.training.vocabulary import with_vocabulary
@@ -32,7 +32,7 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     require_type("overrides", overrides, Mapping, "values by field", fix)
     texts([*overrides, *map(str, overrides.values())], "overrides", fix)
     args = [f"--{path}={value}" for path, value in overrides.items()]
-    cfg = parse_overrides(config_file.load_config(str(name)), args, "", model_from=model_from)
+    cfg = parse_overrides(config_file.load_config(str(name)), args, model_from=model_from)
     cfg = with_paths(with_vocabulary(cfg))
     check(cfg)
     return cfg

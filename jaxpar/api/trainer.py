@@ -21,8 +21,9 @@ from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
-from jaxpar.inference.generation import Sampling, config_for_sampling, weights_for_sampling
+from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.inference.load import LoadedModel
+from jaxpar.inference.options import Sampling
 from jaxpar.inference.texts import continuations
 from jaxpar.monitoring import startup
 from jaxpar.runtime import exit_codes

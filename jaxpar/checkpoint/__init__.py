@@ -9,33 +9,67 @@ config, so it is self-contained. Every array has a fingerprint, which every load
     starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
     read_whole, load_config, restore_params  for all other programs: reads a model
     first_whole, require_whole               finds the step that a program can use
+
+A name is imported when it is first used: a command's options need no JAX.
 """
 
-from jaxpar.checkpoint.best import Step, step_of
-from jaxpar.checkpoint.copies import HostCopy
-from jaxpar.checkpoint.inspection import require_whole
-from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
-from jaxpar.checkpoint.resumable import check_resumable
-from jaxpar.checkpoint.saved import (
-    AVERAGED,
-    MODEL_FIELDS,
-    NO_DATASET,
-    TRAINED,
-    Saved,
-    Weights,
-    changed_fields,
-    first_whole,
-    folder,
-    load_config,
-    read_saved,
-    read_whole,
-    saved_steps,
-    starting_step,
-)
-from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpar.checkpoint.best import Step, step_of
+    from jaxpar.checkpoint.copies import HostCopy
+    from jaxpar.checkpoint.inspection import require_whole
+    from jaxpar.checkpoint.integrity import Damaged
+    from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
+    from jaxpar.checkpoint.resumable import check_resumable
+    from jaxpar.checkpoint.saved import (
+        AVERAGED,
+        MODEL_FIELDS,
+        NO_DATASET,
+        TRAINED,
+        Saved,
+        Weights,
+        changed_fields,
+        first_whole,
+        folder,
+        load_config,
+        read_saved,
+        read_whole,
+        saved_steps,
+        starting_step,
+    )
+    from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 
 MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data", "stores")
+
+_MODULES = {
+    "AVERAGED": "jaxpar.checkpoint.saved",
+    "Checkpointer": "jaxpar.checkpoint.saving",
+    "Damaged": "jaxpar.checkpoint.integrity",
+    "HostCopy": "jaxpar.checkpoint.copies",
+    "MODEL_FIELDS": "jaxpar.checkpoint.saved",
+    "NO_DATASET": "jaxpar.checkpoint.saved",
+    "SaveFailed": "jaxpar.checkpoint.saving",
+    "Saved": "jaxpar.checkpoint.saved",
+    "Step": "jaxpar.checkpoint.best",
+    "TRAINED": "jaxpar.checkpoint.saved",
+    "Weights": "jaxpar.checkpoint.saved",
+    "changed_fields": "jaxpar.checkpoint.saved",
+    "check_resumable": "jaxpar.checkpoint.resumable",
+    "first_whole": "jaxpar.checkpoint.saved",
+    "folder": "jaxpar.checkpoint.saved",
+    "load_config": "jaxpar.checkpoint.saved",
+    "read_saved": "jaxpar.checkpoint.saved",
+    "read_whole": "jaxpar.checkpoint.saved",
+    "require_whole": "jaxpar.checkpoint.inspection",
+    "restore": "jaxpar.checkpoint.loading",
+    "restore_latest": "jaxpar.checkpoint.loading",
+    "restore_params": "jaxpar.checkpoint.loading",
+    "saved_steps": "jaxpar.checkpoint.saved",
+    "starting_step": "jaxpar.checkpoint.saved",
+    "step_of": "jaxpar.checkpoint.best",
+}
 
 __all__ = [
     "AVERAGED",
@@ -64,3 +98,11 @@ __all__ = [
     "starting_step",
     "step_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxpar.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,30 +1,25 @@
 """Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN
 
-Or start another run from one of them: branch RUN NEW. Or average several: average RUN NEW.
+Or start another run from one of them: branch RUN NEW. Or average several: average RUN NEW. Or
+repeat a step of the run: replay RUN --step N.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
-import tyro
-
-from jaxpar.checkpoint import inspection, stored
-from jaxpar.checkpoint.averaging import average
-from jaxpar.checkpoint.branching import branch
-from jaxpar.config.rules.limits import STEP, Range
+from jaxpar import commands
+from jaxpar.config.options import OR_ADDRESS, Argument, Range
+from jaxpar.config.rules.limits import STEP
 from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.option_classes import OR_ADDRESS, read_subcommand
-from jaxpar.runtime.program import run_program
+from jaxpar.verification.options import ReplayOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
     """List the checkpoints of a run: step, date, bytes, mesh, and the result of checking files."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
+    run: Annotated[str, Argument("RUN"), OR_ADDRESS]
     """Run folder, or the address of a run."""
 
 
@@ -33,7 +28,7 @@ class Verify:
     """Verify all files and arrays of a run's checkpoints. Exit code 1 on any damage, 74 if one
     cannot be read."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
+    run: Annotated[str, Argument("RUN"), OR_ADDRESS]
     """Run folder, or the address of a run."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to verify. None: all."""
@@ -43,9 +38,9 @@ class Verify:
 class BranchOff:
     """Copy a checkpoint to a new run, which continues from it with its own config."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Argument("RUN")]
     """Run folder."""
-    new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
+    new: Annotated[str, Argument("NEW")]
     """Folder of the new run, which must be empty or not exist."""
     step: Annotated[int | None, STEP] = None
     """Checkpoint to start from. None: the latest intact one."""
@@ -56,40 +51,41 @@ class Average:
     """Average the weights of several checkpoints of a run into a new folder, which any program can
     read."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Argument("RUN")]
     """Run folder."""
-    new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
+    new: Annotated[str, Argument("NEW")]
     """Folder to write, which must be empty or not exist."""
     last: Annotated[int | None, Range(2, 10_000, 5)] = None
     """Average the last N checkpoints."""
     steps: tuple[int, ...] = ()
-    """Average these checkpoints. None: the latest intact one, for --ema."""
+    """Average these checkpoints. Empty: the latest intact one, for --ema."""
     ema: bool = False
     """Average the moving averages of the weights (optimizer.ema_decay)."""
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {
+OPTIONS = {
     "ls": Ls,
     "verify": Verify,
     "branch": BranchOff,
     "average": Average,
+    "replay": ReplayOptions,
 }
 
-type Options = Ls | Verify | BranchOff | Average
 
+def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
+    """Run a subcommand. Returns the exit code."""
+    import jax
 
-def read_options(argv: Sequence[str]) -> Options:
-    """Parse a command line.
+    from jaxpar.checkpoint import inspection, stored
+    from jaxpar.checkpoint.averaging import average
+    from jaxpar.checkpoint.branching import branch
 
-    Raises:   ConfigError for an invalid option.
-    """
-    return read_subcommand(COMMANDS, argv, "jaxpar.checkpoint", __doc__)
+    if isinstance(options, ReplayOptions):
+        from jaxpar.verification.replay import replay
 
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code."""
-    options = read_options(argv)
-    # These commands only read files; they need no GPU.
+        replay(options)
+        return exit_codes.EXIT_OK
+    # The others only read and write files: they need no GPU.
     jax.config.update("jax_platforms", "cpu")
     match options:
         case Ls(run=run):
@@ -117,4 +113,4 @@ def log(line: str) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    commands.run(__name__)

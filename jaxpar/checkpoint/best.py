@@ -7,14 +7,11 @@ it therefore judges later evaluations as an uninterrupted run would.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from jaxpar.checkpoint.saved import Saved, read_saved, read_whole, saved_steps
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.held_out_sets import held_out_sets
-
-type Step = int | Literal["best"] | None
-"""A checkpoint to read: a step, the best one, or None for the latest intact one."""
+from jaxpar.config.option_fields import Step
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ Values are parsed here, so that a bad value is a config error like any other, an
 and the fields of an optional section can be set.
 """
 
+import functools
 import itertools
 import re
 import shlex
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -18,67 +19,102 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
-from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.resolve import fill_batch, fill_steps
-from jaxpar.config.rules.paths import with_paths, with_store
+from jaxpar.config.rules.paths import is_address, with_paths, with_store
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 
 
+@dataclass(frozen=True)
+class ConfigArguments:
+    """CONFIG and its overrides, `--section.field value`, as on a command line.
+
+    A field of a command's options (`config/options.py`).
+    """
+
+    name: str
+    """A config, a .py file or a run folder."""
+    overrides: tuple[str, ...] = ()
+    print_config: bool = False
+    """Whether to print the config, and exit."""
+
+    @classmethod
+    def of(cls, argv: Sequence[str], program: str) -> "ConfigArguments":
+        """Read a command line, in which CONFIG comes first.
+
+        Raises:   ConfigError for an unknown config or field, or a value that is not of its type.
+        """
+        args = [arg for arg in argv if arg != PRINT_CONFIG]
+        if not args or args[0].startswith("-"):
+            raise _missing_config(args, program)
+        made = cls(args[0], tuple(args[1:]), len(args) < len(argv))
+        others, source = take_source(list(expand_set_options(made.overrides)))
+        if not is_address(made.name) and not source:
+            parse_overrides(made.base, others)
+        return made
+
+    @classmethod
+    def without_name(cls, overrides: Sequence[str]) -> "ConfigArguments":
+        """Read the overrides of a command that takes no CONFIG."""
+        made = cls("", tuple(overrides))
+        made.asked()
+        return made
+
+    @functools.cached_property
+    def base(self) -> Config:
+        """The config without overrides."""
+        return load_config(self.name) if self.name else Config()
+
+    def asked(self, model_from: ModelReader | None = None) -> Config:
+        """Return the config with its overrides, not yet checked.
+
+        Args:     model_from: reads the model that `--model.from` names.
+        """
+        return parse_overrides(self.base, self.overrides, model_from=model_from)
+
+    def checked(
+        self,
+        explain: Callable[[Config], str] | None = None,
+        model_from: ModelReader | None = None,
+        fill: Callable[[Config], Config] | None = None,
+    ) -> Config:
+        """Return the config with its overrides, checked. With --print-config: print it and exit.
+
+        Args:     explain: what --print-config says about the config, printed to standard error, so
+                  that the JSON can be piped. model_from: as in `asked`. fill: fills in fields from
+                  the data, before the config is checked.
+        Raises:   ConfigError as `validate.check`.
+        """
+        cfg = with_store(with_paths(self.asked(model_from)))
+        cfg = fill(cfg) if fill else cfg
+        check(cfg)
+        if self.print_config:
+            print(to_json(cfg), end="", flush=True)
+            if explain:
+                print(explain(cfg), file=sys.stderr)
+            sys.exit(0)
+        return cfg
+
+
 def read_config(
     argv: Sequence[str],
-    prog: str,
-    doc: str | None,
-    explain: Callable[[Config], str] | None = None,
     model_from: ModelReader | None = None,
     fill: Callable[[Config], Config] | None = None,
 ) -> Config:
     """Read and check the config of a command line `CONFIG [--section.field value ...]`.
 
-    `--help` prints the usage, `--help SECTION` the fields of a section with CONFIG's values, and
-    `--print-config` the config as JSON. All three exit.
-
-    Args:     prog: the program's module, such as "jaxpar.train". explain: what --print-config says
-              about the config, printed to standard error, so that the JSON can be piped.
-              model_from: reads the model that `--model.from` names. fill: fills in fields from the
-              data, before the config is checked.
+    Args:     model_from, fill: as in `ConfigArguments.checked`.
     Raises:   ConfigError for an unknown config or field, or as `validate.check`.
     """
-    args, program = list(argv), as_called(f"python -m {prog}")
-    name = args.pop(0) if args and not args[0].startswith("-") else None
-    if name is None and not asks_help(args):
-        raise _missing_config(args, program)
-    base = load_config(name) if name else Config()
-    if asks_help(args):
-        known = textwrap.fill(f"{known_configs()},", 98, subsequent_indent="  ")
-        about = f"{as_called(doc or '').strip()}\n\n{ABOUT_CONFIG.format(known=known)}"
-        print_help(base, f"{program} CONFIG", about, topic_of(args), PRINT_CONFIG)
-        sys.exit(0)
-    print_config = "--print-config" in args
-    args = [arg for arg in args if arg != "--print-config"]
-    asked = parse_overrides(base, args, program, model_from=model_from)
-    cfg = with_store(with_paths(asked))
-    cfg = fill(cfg) if fill else cfg
-    check(cfg)
-    if print_config:
-        print(to_json(cfg), end="", flush=True)
-        if explain:
-            print(explain(cfg), file=sys.stderr)
-        sys.exit(0)
-    return cfg
+    made = ConfigArguments.of(argv, "python -m jaxpar.train")
+    return made.checked(model_from=model_from, fill=fill)
 
 
-#: Description of CONFIG, for --help.
-ABOUT_CONFIG = """\
-CONFIG is one of
-  {known}
-a .py file with a get_config(), or a run folder, to resume the run with its latest config."""
-
-#: A line of --help.
-PRINT_CONFIG = "--print-config                  print the config as JSON and exit"
+#: Option of all commands that take a config.
+PRINT_CONFIG = "--print-config"
 
 
 def as_called(text: str) -> str:
@@ -93,27 +129,19 @@ def as_called(text: str) -> str:
 
 
 def parse_overrides(
-    cfg: Config,
-    args: Sequence[str],
-    prog: str,
-    description: str = "",
-    *,
-    model_from: ModelReader | None = None,
+    cfg: Config, args: Sequence[str], *, model_from: ModelReader | None = None
 ) -> Config:
-    """Return the config with `--section.field value` applied. `--help` prints the help and exits.
+    """Return the config with `--section.field value` applied.
 
     `--model.from` comes first, wherever it stands.
 
     Raises:   ConfigError for an unknown field, or a value that is missing or of the wrong type.
     """
-    if asks_help(args):
-        print_help(cfg, prog, as_called(description).strip(), topic_of(args))
-        sys.exit(0)
     args, source = take_source(list(expand_set_options(args)))
     cfg = apply_source(cfg, source, model_from)
     given = list(_pairs(args))
     for path, text in given:
-        cfg = replace(cfg, **{path: _read(text, field_types()[path])})
+        cfg = replace(cfg, **{path: read_value(text, field_types()[path])})
         check_types(cfg)
     paths = {path for path, _ in given}
     return fill_steps(fill_batch(_with_length(_with_batch(cfg, paths), paths)))
@@ -237,9 +265,9 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
 }
 
 
-def _read(text: str, hint: Any) -> Any:
-    """Parse a text as a field's type. Text that does not parse is returned for `check_types`."""
-    for option in typing.get_args(hint) or (hint,):  # the members of a union or a Literal
+def read_value(text: str, hint: Any) -> Any:
+    """Parse a text as a type. Returns a text that does not parse as it is, for a check of types."""
+    for option in members(hint):
         if option not in _READERS and str(option) == text:
             return option
         try:
@@ -247,6 +275,15 @@ def _read(text: str, hint: Any) -> Any:
         except (KeyError, ValueError):
             continue
     return text
+
+
+def members(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union or a Literal, of all levels."""
+    parts = typing.get_args(hint)
+    for part in parts:
+        yield from members(part) if typing.get_args(part) else [part]
+    if not parts:
+        yield hint
 
 
 def require_unicode(argv: Sequence[str]) -> None:

@@ -1,18 +1,20 @@
-"""`--help` of programs that take a config: an overview, one section, or every field."""
+"""`--help` of all commands: their options, and of a config an overview, a section, or all."""
 
-import argparse
 import dataclasses
 import difflib
-import functools
 import shutil
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
-from jaxpar.config.fields import field_types, meanings, section_of
+from jaxpar.config.command_line import as_called
+from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
+from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
+from jaxpar.config.rules.paths import is_address
 
 #: The topic that shows every field.
 ALL = "all"
@@ -29,13 +31,21 @@ data.seq_len model.num_layers model.d_model parallel.auto parallel.data parallel
 parallel.pipeline parallel.num_microbatches parallel.remat optimizer.learning_rate
 checkpoint.every""".split()
 
-#: Options that all of these programs have.
+#: Description of CONFIG.
+ABOUT_CONFIG = """\
+CONFIG is one of
+  {known}
+a .py file with a get_config(), or a run folder, to resume the run with its latest config."""
+
+#: Options of all commands that take a config.
 OPTIONS = """\
---SECTION.FIELD VALUE           set a field
---set SECTION.FIELD=VALUE ...   set several fields
---model.from NAME               take the model's shape from a published config.json
---help SECTION                  show the fields of one section
---help all                      show all {count} fields"""
+options of the config:
+  --SECTION.FIELD VALUE           set a field
+  --set SECTION.FIELD=VALUE ...   set several fields
+  --model.from NAME               take the model's shape from a published config.json
+  --help SECTION                  show the fields of one section
+  --help all                      show all {count} fields
+  --print-config                  print the config as JSON, and exit"""
 
 
 def asks_help(args: Sequence[str]) -> bool:
@@ -60,33 +70,99 @@ def topic_of(args: Sequence[str]) -> str:
     return topic
 
 
-def print_help(cfg: Config, prog: str, description: str, topic: str = "", more: str = "") -> None:
-    """Print the usage of a program that takes a config, or fields of the config.
+def print_help(
+    program: str, doc: str | None, form: type | None, forms: Forms, words: Sequence[str]
+) -> None:
+    """Print the help of a command, or of one topic of its config.
 
-    Args:     cfg: the config whose values are shown. prog: "" for no usage line. topic: as returned
-              by `topic_of`. more: lines about other options.
+    Args:     program: as it was called. doc: the text above the options. form: the options. None:
+              list the subcommands. forms: all of the command. words: the command line, whose first
+              word may be the config whose values are shown.
     """
-    width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [--section.field VALUE ...]" if prog else argparse.SUPPRESS,
-        description=None if topic else description,
-        add_help=False,
-        formatter_class=functools.partial(
-            argparse.RawDescriptionHelpFormatter, width=width, max_help_position=36
-        ),
-    )
+    print("\n\n".join(filter(None, _parts(program, doc, form, forms, words))))
+
+
+def _parts(
+    program: str, doc: str | None, form: type | None, forms: Forms, words: Sequence[str]
+) -> Iterator[str]:
+    named = forms if isinstance(forms, Mapping) else {}
+    others = {n: (other.__doc__ or "").partition("\n\n")[0] for n, other in named.items() if n}
+    text = as_called(doc or "").strip()
+    if form is None:
+        yield f"usage: {program} COMMAND [options]"
+        yield text
+        yield _listed("commands", others.items())
+        yield f"{program} COMMAND --help shows the options of a command."
+        return
+    config = config_field(form)
+    topic = topic_of(words) if config else ""
+    name = words[0] if words and not words[0].startswith("-") else ""
+    cfg = load_config(name) if config and name and not is_address(name) else Config()
     if topic:
         for section in SECTIONS if topic == ALL else (topic,):
-            group = parser.add_argument_group(section, meaning_of_section(section))
-            _add(group, cfg, [path for path in field_types() if _lies_in(path, section)])
-    else:
+            title = f"{section}: {' '.join(meaning_of_section(section).split())}"
+            paths = (path for path in field_types() if path.startswith(f"{section}."))
+            yield _listed(title, _rows(cfg, paths))
+        return
+    arguments = [one for one in declared(form) if one.argument]
+    only = only_fields(form)
+    named_config = config and not only
+    usage = ["usage:", program, *["CONFIG"] * bool(named_config)]
+    usage += [*(one.argument for one in arguments), "[options]"]
+    yield " ".join([*usage, *["[--section.field VALUE ...]"] * bool(config)])
+    yield text
+    if named_config:
+        known = textwrap.fill(f"{known_configs()},", 98, subsequent_indent="  ")
+        yield ABOUT_CONFIG.format(known=known)
+    yield _listed("arguments", ((one.argument, one.meaning) for one in arguments))
+    options = [(_written(one), _meaning(one)) for one in declared(form) if not one.argument]
+    yield _listed("options", options)
+    if form is named.get(""):
+        yield _listed("instead", ((f"{name} ...", meaning) for name, meaning in others.items()))
+    if only:
+        below = tuple(f"{one}." for one in only)
+        paths = (path for path in leaf_paths() if f"{path}.".startswith(below))
+        yield _listed("fields of the config", _rows(cfg, paths))
+    elif config:
         leaves = sum(section_of(hint) is None for hint in field_types().values())
-        options = "\n".join([OPTIONS.format(count=leaves), *more.splitlines()])
-        parser.add_argument_group("options", options)
-        parser.add_argument_group("sections of the config", _list_of_sections(width - 2))
-        _add(parser.add_argument_group("fields that are often set"), cfg, COMMON_FIELDS)
-    print(parser.format_help(), end="")
+        yield OPTIONS.format(count=leaves)
+        sections = ((name, meaning_of_section(name)) for name in SECTIONS)
+        yield _listed("sections of the config", sections, 14)
+        yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS))
+
+
+def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 36) -> str:
+    """Return a title with rows of a name and its meaning below; empty without rows."""
+    width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
+    lines = []
+    for name, meaning in rows:
+        beside = f"  {name:<{column - 4}}  "
+        if len(beside) > column:
+            lines.append(f"  {name}")
+            beside = " " * column
+        text = as_called(" ".join(meaning.split()))
+        below = " " * column
+        lines.append(textwrap.fill(text, width, initial_indent=beside, subsequent_indent=below))
+    return "\n".join([textwrap.fill(f"{title}:", width), *map(str.rstrip, lines)]) if lines else ""
+
+
+def _written(one: Declared) -> str:
+    """Return an option as it is written: "-n, --num-processes N"."""
+    short = f"{one.shown.short}, " * bool(one.shown.short)
+    if one.hint is bool:
+        return f"--[no-]{one.name[2:]}" if one.default is True else one.name
+    several = " [...]" * one.takes_several
+    return f"{short}{one.name} {one.value_name()}{several}"
+
+
+def _meaning(one: Declared) -> str:
+    """Return the meaning of an option, with its default."""
+    if one.hint is bool:
+        return f"{one.meaning} (default: on)" if one.default is True else one.meaning
+    if one.required or one.default in (None, "", ()):
+        return one.meaning
+    default = " ".join(map(repr, one.default)) if one.takes_several else one.default
+    return f"{one.meaning} (default: {default})"
 
 
 def meaning_of_section(name: str) -> str:
@@ -94,27 +170,15 @@ def meaning_of_section(name: str) -> str:
     return typing.get_type_hints(Config)[name].__doc__ or ""
 
 
-def _list_of_sections(width: int) -> str:
-    lines = [f"{name:<12}{meaning_of_section(name)}" for name in SECTIONS]
-    return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * 12) for line in lines)
-
-
-def _lies_in(path: str, section: str) -> bool:
-    return path.startswith(section + ".")
-
-
-def _add(group: Any, cfg: Config, paths: Sequence[str]) -> None:
-    """Add fields to a group of options, with their docstrings and their values in a config."""
+def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield fields of a config as on a command line, with docstrings and values."""
     for path in paths:
         section, _, name = path.rpartition(".")
         section_class: Any = type(default_of(section))
         text = meanings(section_class)[name]
         if section_of(field_types()[path]) is None:
-            value = str(_value(cfg, path)) or "empty"
-            text = f"{text} (default: {value})"
-        group.add_argument(
-            flag(path), metavar=_metavar(field_types()[path]), help=text.replace("%", "%%")
-        )
+            text = f"{text} (default: {str(_value(cfg, path)) or 'empty'})"
+        yield f"{flag(path)} {_metavar(field_types()[path])}", text
 
 
 def _value(cfg: Config, path: str) -> Any:

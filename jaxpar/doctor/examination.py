@@ -20,7 +20,8 @@ from jaxpar.doctor.measure import bandwidth, compute, latency, verification
 from jaxpar.doctor.measure import hosts as hosts_of
 from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
-from jaxpar.doctor.options import DoctorOptions, mesh_for
+from jaxpar.doctor.meshes import mesh_for
+from jaxpar.doctor.options import DoctorOptions
 from jaxpar.doctor.progress import SectionProgress
 from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.runtime import provenance
@@ -101,7 +102,7 @@ class Examination:
 
     def run(self) -> None:
         """Run every section and print its tables when it ends."""
-        for name in self.options.only:
+        for name in self.options.sections:
             if not self.works and name not in LOOKING:
                 continue
             with self.progress.section(name):
@@ -150,7 +151,7 @@ class Examination:
         """Verify every collective on every axis."""
         if not self._several():
             return Section([], [measured.wrong_collectives([], 0)])
-        mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
+        mesh = make_mesh(mesh_for(self.options.axes, jax.device_count()))
         large = verification.LARGE if self.on_gpu else verification.LARGE_ON_CPU
         sizes, rows = (verification.SMALL, large), []
         for one in verification.verify(mesh, sizes, tell=self.progress.tell):
@@ -170,7 +171,7 @@ class Examination:
             return Section([], [skipped("bus bandwidth", "one device")])
         default = bandwidth.MAX_BYTES if self.on_gpu else bandwidth.MAX_BYTES_ON_CPU
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
-        how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
+        how = (o.largest_bytes or default, o.repeats, o.seconds, self.progress.tell)
         rows = list(bandwidth.measure(mesh, *how))
         hosts = [facts.host["name"] for facts in self.facts]
         gpu = gpu_of_kind(self.facts[0].devices[0])

@@ -4,18 +4,14 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-import tyro
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.limits import DEVICES, STEP, Range
+from jaxpar.config.options import check_ranges
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
-from jaxpar.inference.generation import Sampling, generate
+from jaxpar.inference.generation import generate
 from jaxpar.inference.load import LoadedModel, load
-from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
+from jaxpar.inference.options import ChatOptions
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.terminal import write_generated
@@ -24,31 +20,9 @@ from jaxpar.runtime.terminal import write_generated
 HELP = "/reset starts over, /system TEXT sets the instruction, /quit ends (also Ctrl-D)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DialogueOptions:
-    """Talk with the model of a run or of a published folder."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
-    """Run folder, or folder of a published model."""
-    system: str = ""
-    """Instruction before the conversation. Empty: none."""
-    template: Literal["auto", "plain", "chatml", "llama3"] = "auto"
-    """Layout of the conversation, as in `prepare-chat`. auto: the one whose special tokens the
-    tokenizer has."""
-    max_tokens: Annotated[int, Range(1, 1 << 20, 512)] = 512
-    """Maximum number of tokens of an answer."""
-    step: Annotated[checkpoint.Step, STEP] = None
-    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
-    tensor: Annotated[int, DEVICES] = 1
-    """Tensor-parallel devices."""
-    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = field(default_factory=Sampling)
-
-
-def check(options: DialogueOptions) -> None:
+def check(options: ChatOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
-    rendezvous.require_single_process("jaxpar.chat")
+    rendezvous.require_single_process("jaxpar.sample --chat")
     check_ranges(options)
     how = options.sampling
     if not (math.isfinite(how.temperature) and how.temperature >= 0):
@@ -70,7 +44,7 @@ def template_of(model: LoadedModel) -> str:
 class Dialogue:
     """The messages so far, and the model that answers."""
 
-    def __init__(self, model: LoadedModel, options: DialogueOptions, log: Callable[[str], None]):
+    def __init__(self, model: LoadedModel, options: ChatOptions, log: Callable[[str], None]):
         name = template_of(model) if options.template == "auto" else options.template
         self.encoder = ChatEncoder(name, model.tokenizer)
         self._model, self._options, self._log = model, options, log
@@ -128,7 +102,7 @@ class Dialogue:
             self.messages.append(said)
 
 
-def chat(options: DialogueOptions) -> None:
+def chat(options: ChatOptions) -> None:
     """Answer messages until the input ends."""
     check(options)
     step = checkpoint.step_of(options.run, options.step)

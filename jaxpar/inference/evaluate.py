@@ -4,65 +4,20 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
+from jaxpar.config.options import check_ranges
 from jaxpar.config.packages import require_package
-from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.follow import follow
 from jaxpar.inference.load import LoadedModel, load, load_params_of
+from jaxpar.inference.options import EvaluateOptions
 from jaxpar.inference.text_loss import text_loss
 from jaxpar.runtime import hub
-from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Score a model on text, and on tasks of the Evaluation Harness."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
-    """Run folder, or folder of a published model."""
-    tasks: tuple[str, ...] = ()
-    """Names of tasks of the Evaluation Harness."""
-    split: Literal["train", "val", "test"] | None = None
-    """Compute the loss on this split of --data."""
-    data: str | None = None
-    """Dataset with the split. None: the data of the run."""
-    sequences: Annotated[int | None, Range(1, MAX_INT, 1000)] = None
-    """Sequences of the split. None: as many as in an evaluation of the run."""
-    include_path: str | None = None
-    """Folder with your own tasks, as YAML files."""
-    step: Annotated[checkpoint.Step, STEP] = None
-    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
-    tensor: Annotated[int, DEVICES] = 1
-    """Tensor-parallel devices."""
-    batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8
-    """Texts in a batch."""
-    num_fewshot: Annotated[int | None, Range(0, 1000, 5)] = None
-    """Examples before each question. None: the task's default."""
-    apply_chat_template: bool = False
-    """Ask questions as messages of a conversation, by the model's chat template."""
-    system_instruction: str | None = None
-    """Instruction before each question."""
-    max_length: Annotated[int | None, Range(2, MAX_INT, 4096)] = None
-    """With --tasks, tokens that the model sees at a time. None: those of its training sequences."""
-    limit: Annotated[int | None, Range(1, MAX_INT, 100)] = None
-    """Maximum number of questions per task. None: all."""
-    output: str | None = None
-    """JSON file for all results."""
-    follow: bool = False
-    """Evaluate each checkpoint of a run that trains as it is saved, until the run has ended."""
-    poll_seconds: Annotated[int, Range(1, 86_400, 10)] = 10
-    """With --follow, seconds between two looks for checkpoints."""
 
 
 def check(options: EvaluateOptions) -> None:

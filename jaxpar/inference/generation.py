@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Annotated, Any
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,8 +25,8 @@ from jaxpar.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.execution.decisions import execution_of
+from jaxpar.inference.options import Sampling
 from jaxpar.model import decode, fused_weights, transformer
 from jaxpar.model.attention_context import attention_context
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
@@ -87,20 +87,6 @@ def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -
     weights = fused_weights.fuse(params, execution_of(cfg))
     described = attention_context(batch, cfg, max_segments=1)
     return transformer.logits_at(weights, batch, described, last, execution_of(cfg))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is sampled."""
-
-    temperature: float = 0.8
-    """Sampling temperature. Higher is more random; 0 always takes the most likely token."""
-    top_k: Annotated[int, Range(0, MAX_INT, 50)] = 50
-    """Sample from the most likely tokens, at most this many. 0: from all."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities sum to this value. 1: from all."""
-    seed: Annotated[int, Range(0, MAX_INT, 0)] = 0
-    """Random seed."""
 
 
 #: A temperature below this counts as 0: logits divided by it could overflow float32, and the most

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from jaxpar.config import ConfigError
-from jaxpar.inference.generation import Sampling
+from jaxpar.inference.options import Sampling
 
 #: Default maximum of tokens, as in the harness.
 MAX_TOKENS = 256

@@ -6,55 +6,21 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.limits import DEVICES, STEP, Range
-from jaxpar.inference.generation import Sampling, generate, slots_for
+from jaxpar.config.options import check_ranges
+from jaxpar.inference.generation import generate, slots_for
 from jaxpar.inference.load import load
 from jaxpar.inference.memory import check_cache
+from jaxpar.inference.options import SampleOptions, Sampling
 from jaxpar.inference.speculative import generation as speculative
 from jaxpar.monitoring.samples import write_sample
-from jaxpar.runtime.option_classes import OR_ADDRESS, check_ranges
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.terminal import write_generated
-
-#: Most tokens to generate for a prompt.
-MAX_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Generate text with the model of a run or of a published folder."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), OR_ADDRESS]
-    """Run folder, or folder of a published model."""
-    prompt: tuple[str, ...] = ("def ",)
-    """Texts to continue, as one batch. A single text is printed as it is generated."""
-    max_tokens: Annotated[int, Range(1, MAX_TOKENS, 200)] = 200
-    """Maximum number of tokens to generate for each prompt."""
-    stop: tuple[str, ...] = ()
-    """Tokens that end a text, in addition to the end of text, and of a turn of a chat model."""
-    step: Annotated[checkpoint.Step, STEP] = None
-    """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
-    tensor: Annotated[int, DEVICES] = 1
-    """Tensor-parallel devices."""
-    speculate: Literal["auto", "off"] = "auto"
-    """Draft tokens with the model's modules of multi-token prediction, and verify them together.
-    auto: if it has modules. off: one token at a time."""
-    save: bool = False
-    """Append prompts and texts to RUN/samples.jsonl, for `python -m jaxpar.report`."""
-    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
-        default_factory=Sampling
-    )
 
 
 def check(options: SampleOptions) -> None:

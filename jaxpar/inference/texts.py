@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from jaxpar.config import ConfigError
-from jaxpar.inference.generation import Sampling, generate, slots_for
+from jaxpar.inference.generation import generate, slots_for
 from jaxpar.inference.load import LoadedModel
 from jaxpar.inference.memory import check_cache
-from jaxpar.inference.sample import MAX_TOKENS, check_sampling, stop_ids
+from jaxpar.inference.options import MAX_TOKENS, Sampling
+from jaxpar.inference.sample import check_sampling, stop_ids
 from jaxpar.runtime.stages import stage
 
 

@@ -1,29 +1,19 @@
 """Checks the options of `python -m jaxpar.plan` before it plans."""
 
-import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
+from jaxpar.planning.options import DEFAULT_TOP, EXPERT_IMBALANCE, MAX_GPUS, PlanOptions
 
 #: Options that replace the ranking, and options that apply only to the ranking.
-QUESTIONS = ("hardware", "goodput", "advice", "min_gpus", "largest", "kv_cache")
+QUESTIONS = ("min_gpus", "largest", "kv_cache")
 
 
 OF_THE_RANKING = ("all", "fix", "write", "compile", "lower", "tokens", "top")
 
 
-#: Default number of layouts in the ranking.
-DEFAULT_TOP = 10
-
-
-#: Largest number of GPUs: --quick takes 19 s for half of it.
-MAX_GPUS = 1 << 17
-
-
-def check_questions(options: argparse.Namespace) -> None:
+def check_questions(options: PlanOptions) -> None:
     """Check that the options can be combined.
 
     Raises:   ConfigError for two questions at once, or an option that a question would ignore.
@@ -38,9 +28,6 @@ def check_questions(options: argparse.Namespace) -> None:
     for question, name, why in (
         ("min_gpus", "gpus", "determines the number of GPUs"),
         ("min_gpus", "nodes", "uses complete hosts"),
-        ("goodput", "nodes", "counts GPUs alone"),
-        ("advice", "gpus", "uses a typical number of GPUs for each shape"),
-        ("advice", "nodes", "uses complete hosts"),
     ):
         value, option = getattr(options, name), f"--{name}"
         if getattr(options, question) and value is not None:
@@ -60,7 +47,7 @@ def check_imbalance(load: float) -> None:
         raise ConfigError("--expert-imbalance", load, rule, fix)
 
 
-def check_compiled(options: argparse.Namespace) -> None:
+def check_compiled(options: PlanOptions) -> None:
     """Check the numbers of layouts to compile and to lower.
 
     Raises:   ConfigError if one exceeds the number of layouts shown.
@@ -72,24 +59,12 @@ def check_compiled(options: argparse.Namespace) -> None:
             raise ConfigError(option, asked, rule, f"use {option} {shown} or --top {asked}")
 
 
-def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Check that there is no CONFIG and no field of one.
-
-    Raises:   ConfigError if there is.
-    """
-    given = [*rest, *([] if options.config is None else [options.config])]
-    if given:
-        first = next(f"--{name}" for name in QUESTIONS if getattr(options, name))
-        rule = f"cannot be combined with {first}, which takes no CONFIG and no config fields"
-        raise ConfigError("command line", given[0], rule, f"remove it or {first}")
-
-
-def check_file(name: str | None) -> None:
+def check_file(name: str) -> None:
     """Check the file of --write.
 
     Raises:   ConfigError if it does not end in .py, exists, or its folder does not exist.
     """
-    if name is None:
+    if not name:
         return
     path = Path(name)
     if path.suffix != ".py":

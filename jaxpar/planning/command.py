@@ -1,23 +1,21 @@
-"""The command line of `python -m jaxpar.plan` and its output."""
+"""The work of `python -m jaxpar.plan`: its questions, and their answers."""
 
-import argparse
 import dataclasses
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import read_config
-from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
 from jaxpar.config.numerals import only_digits
-from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
+from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE
 from jaxpar.planning import (
     advice,
     budget,
@@ -31,42 +29,33 @@ from jaxpar.planning import (
     showing,
     whole_run,
 )
-from jaxpar.planning.checks import DEFAULT_TOP, MAX_GPUS
 from jaxpar.planning.fixed import read_fixed
+from jaxpar.planning.options import (
+    DEFAULT_GPUS,
+    DEFAULT_TOP,
+    AdviceOptions,
+    GoodputOptions,
+    HardwareOptions,
+    Options,
+    PlanOptions,
+)
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
-from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.teacher import check_teacher
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
-from jaxpar.runtime.options import Parser
+from jaxpar.runtime import terminal
 from jaxpar.runtime.stages import stage
-
-EPILOG = """\
-All other options set fields of the config: --data.seq-len 16384. The plan tries all values of the
-parallel fields that define a layout (see --fix), whatever the config sets. Other fields, such as
-parallel.context, apply to all layouts.
-Exit codes: 0 planned, 2 invalid input or no layout fits.
-"""
-
 
 #: Columns that the ranking needs, even if the output is not a terminal.
 MIN_WIDTH = 118
-
-
-#: Default number of GPUs.
-DEFAULT_GPUS = 8
-
-
-#: Largest budget of tokens: far more text than exists.
-MAX_TOKENS = 1e18
 
 
 @dataclass(frozen=True)
 class Asked:
     """A parsed and checked command line."""
 
-    options: argparse.Namespace
+    options: PlanOptions
     name: str
     base: Config
     cfg: Config
@@ -74,94 +63,50 @@ class Asked:
     fixed: dict[str, Any]
 
 
-def parser(doc: str | None = None) -> Parser:
-    """Return the parser of the program's own options.
+def plan(options: Options, model_from: ModelReader) -> int:
+    """Print the answer, as tables or JSON. Returns the exit code.
 
-    Args:     doc: the text of --help.
+    Args:     model_from: as in `ConfigArguments.checked`.
     """
-    made = Parser(
-        "python -m jaxpar.plan",
-        doc,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    told = f"{known_configs()}, a .py file, or a run folder"
-    add("config", nargs="?", metavar="CONFIG", help=told)
-    told = f"total number of GPUs ({DEFAULT_GPUS})"
-    made.whole("--gpus", None, Range(1, MAX_GPUS, DEFAULT_GPUS), help=told)
-    add("--gpu", default="h200", help=f"kind of GPU: {', '.join(GPUS)} (h200)")
-    told = "number of hosts (as few as possible for this GPU)"
-    made.whole("--nodes", None, Range(1, MAX_GPUS, 1), help=told)
-    told = f"network between hosts: {', '.join(NETWORKS)}, or its speed per GPU as 10gbit (ib400)"
-    add("--network", default="ib400", help=told)
-    add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
-    told = f"number of layouts to show ({DEFAULT_TOP})"
-    made.whole("--top", None, Range(1, 1_000_000, DEFAULT_TOP), help=told)
-    add("--all", action="store_true", help="show all layouts instead of the best of each mesh")
-    add(
-        "--fix",
-        metavar="FIELD=VALUE,...",
-        help=f"fix fields of the layout: {', '.join(layout_fields.FIELDS)}",
-    )
-    told = (
-        "load of the fullest rank of an expert axis, relative to the mean, in the mean layer: "
-        f"fullest_rank_mean of a run ({EXPERT_IMBALANCE})"
-    )
-    add("--expert-imbalance", type=float, default=EXPERT_IMBALANCE, help=told)
-    told = "try fewer layouts, such as only powers of two of microbatches"
-    add("--quick", action="store_true", help=told)
-    add("--write", metavar="FILE", help="write the best layout as a config file, FILE.py")
-    add("--json", action="store_true", help="print JSON instead of tables")
-    told = "compile the best K layouts with XLA"
-    made.whole("--compile", 0, Range(0, 1_000_000, 1), metavar="K", help=told)
-    told = "lower the train step of the best K layouts, as each process would at its start"
-    made.whole("--lower", 0, Range(0, 1_000_000, 1), metavar="K", help=told)
-    add("--min-gpus", action="store_true", help="find the fewest GPUs that fit (implies --quick)")
-    add(
-        "--largest",
-        choices=["batch", "sequence"],
-        help="find the largest batch or sequence (implies --quick)",
-    )
-    add("--kv-cache", metavar="ROWSxTOKENS", help="memory of the KV cache for generation")
-    add("--tokens", type=float, help="number of training tokens: prints the time and GPU-hours")
-    add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
-    add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
-    add("--links", action="store_true", help="compare sums over replicas by their link's speed")
-    add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
-    goodput.add_options(made)
-    return made
+    # Planning computes only shapes, so it does not need a GPU.
+    jax.config.update("jax_platforms", "cpu")
+    width = max(terminal.console().width, MIN_WIDTH)
+    console = terminal.console(highlight=False, width=width, quiet=options.json)
+    match options:
+        case HardwareOptions():
+            record = hardware(console)
+        case GoodputOptions():
+            record = goodput.answer(options, console)
+        case AdviceOptions():
+            gpu, network = gpu_named(options.gpu), network_named(options.network)
+            record = {"advice": [*give_advice(Cluster(gpu, network, gpu.per_host, 1), console)]}
+        case PlanOptions():
+            record = answer(asked_for(options, model_from), console)
+    if options.json:
+        print(json.dumps(record, indent=2))
+    return 0
 
 
-def read_command(argv: Sequence[str], model_from: ModelReader | None = None) -> Asked:
-    """Parse and check the command line.
+def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> Asked:
+    """Check the options, and read the config.
 
-    Args:     model_from: as in `read_config`.
+    Args:     model_from: as in `ConfigArguments.checked`.
     Raises:   ConfigError if an option is invalid.
     """
-    options, rest = parser().parse_known_args(argv)
-    if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
-        rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
-        raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
     checks.check_imbalance(options.expert_imbalance)
     budget.check_price("--price", options.price, options.tokens)
     budget.check_price("--spot-price", options.spot_price, options.tokens)
     checks.check_questions(options)
-    goodput.check(options)
     checks.check_compiled(options)
     checks.check_file(options.write)
     cluster = cluster_of(options)
-    if options.advice or options.hardware or options.goodput:
-        checks.check_no_config(options, rest)
-        return Asked(options, "", Config(), Config(), cluster, {})
-    first = [] if options.config is None else [options.config]
-    cfg = read_config([*first, *rest], "jaxpar.plan", __doc__, model_from=model_from)
+    cfg = options.config.checked(model_from=model_from)
     check_teacher(cfg)
-    base = load_config(options.config)
-    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
+    name, base = options.config.name, options.config.base
+    return Asked(options, name, base, cfg, cluster, read_fixed(options.fix or None, cfg))
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
+def cluster_of(options: PlanOptions) -> Cluster:
     """Return the GPUs and their network.
 
     Raises:   ConfigError for an unknown GPU or network, or if --nodes does not divide the GPUs.
@@ -177,21 +122,18 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     return Cluster(gpu, network, count, count // nodes)
 
 
+def hardware(console: Console) -> dict[str, Any]:
+    """Answer --hardware."""
+    showing.show_hardware(console)
+    return {
+        "gpus": {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()},
+        "networks": {network.name: dataclasses.asdict(network) for network in NETWORKS.values()},
+    }
+
+
 def answer(asked: Asked, console: Console) -> dict[str, Any]:
-    """Print the answer and return it as a record."""
+    """Print the answer about a config and return it as a record."""
     options = asked.options
-    if options.hardware:
-        showing.show_hardware(console)
-        return {
-            "gpus": {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()},
-            "networks": {
-                network.name: dataclasses.asdict(network) for network in NETWORKS.values()
-            },
-        }
-    if options.goodput:
-        return goodput.answer(options, asked.cluster.num_gpus, console)
-    if options.advice:
-        return {"advice": [*give_advice(asked, console)]}
     if options.min_gpus:
         return fewest(asked, console)
     if options.largest:
@@ -359,10 +301,10 @@ def inference(asked: Asked, console: Console) -> dict[str, Any]:
     return {"inference": [dataclasses.asdict(one) for one in found]}
 
 
-def give_advice(asked: Asked, console: Console):
+def give_advice(cluster: Cluster, console: Console):
     """Answer --advice: print each shape once planned, and yield its record."""
-    console.print(f"Fastest layouts on {asked.cluster.gpu.name}, T = 8,192 (coarse plans):")
-    for one in advice.advise(asked.cluster):
+    console.print(f"Fastest layouts on {cluster.gpu.name}, T = 8,192 (coarse plans):")
+    for one in advice.advise(cluster):
         head = f"{one.case.name:>5} on {one.gpus:>3} GPUs, {one.case.batch:>5,} sequences: "
         if one.best is None:
             console.print(head + "nothing fits")

@@ -7,50 +7,12 @@ Source:   Young 1974 (A first order approximation to the optimum checkpoint inte
           and 37.
 """
 
-import argparse
 import math
 from typing import Any
 
 from rich.console import Console
 
-from jaxpar.config import ConfigError
-
-#: Option, default, and text of --help. The failures are those of Llama 3 405B without planned
-#: stops: 419 on 16,384 H100s in 54 days (2407.21783, table 5).
-OPTIONS: dict[str, tuple[float, str]] = {
-    "failure-hours": (50_000.0, "with --goodput: mean hours between failures of a GPU"),
-    "save-seconds": (1.0, "with --goodput: seconds that training waits for a save"),
-    "restart-seconds": (
-        240.0,
-        "with --goodput: seconds from a failure to the next step, without lost work",
-    ),
-}
-MIN, MAX = 1e-3, 1e9
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --goodput and its options."""
-    told = "best time between saves, and the share of steps that count; takes no CONFIG"
-    parser.add_argument("--goodput", action="store_true", help=told)
-    for name, (default, told) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=float, metavar="X", help=f"{told} ({default:g})")
-
-
-def check(options: argparse.Namespace) -> None:
-    """Check the options of --goodput, and fill in those that are not set.
-
-    Raises:   ConfigError for a value out of range, or one that is not used.
-    """
-    for name, (default, _) in OPTIONS.items():
-        key, option = name.replace("-", "_"), f"--{name}"
-        value = getattr(options, key)
-        if value is None:
-            setattr(options, key, default)
-        elif not options.goodput:
-            raise ConfigError(option, value, "is used only with --goodput", f"remove {option}")
-        elif not MIN <= value <= MAX:
-            rule = f"must be from {MIN:g} to {MAX:g}"
-            raise ConfigError(option, value, rule, f"use {option} {default:g}")
+from jaxpar.planning.options import GoodputOptions
 
 
 def expected(interval: float, blocking: float, restart: float, between: float) -> float:
@@ -79,8 +41,9 @@ def daly(blocking: float, between: float) -> float:
     return young * (1 + math.sqrt(share) / 3 + share / 9) - blocking
 
 
-def answer(options: argparse.Namespace, gpus: int, console: Console) -> dict[str, Any]:
+def answer(options: GoodputOptions, console: Console) -> dict[str, Any]:
     """Print the best time between saves with the expected goodput, and return the record."""
+    gpus = options.gpus
     between = options.failure_hours * 3600 / gpus
     interval = daly(options.save_seconds, between)
     share = expected(interval, options.save_seconds, options.restart_seconds, between)

@@ -7,13 +7,13 @@ from typing import Any
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.planning.layouts import describe, legal_layouts
+from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.kernels import attention_runs_on_reference, platform_of
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.recurrence import with_backend
-from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, no_report
 

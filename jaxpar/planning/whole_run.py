@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
+from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
-from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.ranking import Layout, predict
 from jaxpar.runtime.units import duration
 

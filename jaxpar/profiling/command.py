@@ -1,44 +1,48 @@
-"""The options and output of `python -m jaxpar.profile`."""
+"""The work of `python -m jaxpar.profile`."""
 
 import dataclasses
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.limits import STEP, Range
+from jaxpar.config.options import check_ranges
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, comparison, sections, table
 from jaxpar.profiling.folder import profiles_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
-from jaxpar.profiling.hlo.memory import ProgramMemory
-from jaxpar.profiling.loading import OPTION, LoadedProfile, load
+from jaxpar.profiling.hlo.memory import ProgramMemory, memory_of, of_sums
+from jaxpar.profiling.loading import LoadedProfile, load
+from jaxpar.profiling.options import OPTION, ProfileOptions
 from jaxpar.profiling.trace.kernels import ATTENTION
-from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.files import json_output
+from jaxpar.runtime.stages import stage
 
 #: Most other profiles of a run to name.
 MAX_OTHERS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """Options of `python -m jaxpar.profile`."""
+def show(options: ProfileOptions) -> None:
+    """Print a profile, or the comparison of two, and write its figures."""
+    check(options)
+    if len(options.paths) > 1:
+        with stage(f"reading {' and '.join(options.paths)}"):
+            both = compared(options)
+        print(both.pop("text"))
+        return _write(options, both)
+    with stage(f"reading {options.paths[0]}"):
+        loaded = load(options.paths[0], options.step)
+    found = figures(loaded, gpu_of(options, loaded), options.top)
+    sent, memory = sent_by(loaded), memory_of(loaded.buffers, loaded.module)
+    if memory is None and loaded.facts is not None:
+        memory = of_sums(loaded.facts.memory)
+    print(in_words(loaded, found, sent, memory, options.top))
+    return _write(options, record(loaded, found, sent, memory))
 
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
-    """Run folder, folder of a profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
-    after: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="AFTER")] = ""
-    """Another profile, to compare with the first one. Empty: show the first one."""
-    step: Annotated[int | None, STEP] = None
-    """First step of the profile, if the run has several. None: the latest profile."""
-    top: Annotated[int, Range(1, 100_000, 20)] = 20
-    """Number of kernels and of groups of buffers to list."""
-    gpu: str = ""
-    """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
-    json: str = ""
-    """File to which to write all figures as JSON."""
+
+def _write(options: ProfileOptions, figures: dict[str, Any]) -> None:
+    if options.json:
+        json_output.write("--json", options.json, figures)
 
 
 def check(options: ProfileOptions) -> None:
@@ -55,7 +59,10 @@ def check(options: ProfileOptions) -> None:
     if options.json and not Path(options.json).parent.is_dir():
         rule = f"needs the folder {Path(options.json).parent}, which does not exist"
         raise ConfigError("--json", options.json, rule, "create the folder or choose another")
-    if options.after and options.step is not None:
+    if len(options.paths) > 2:
+        rule = "is a third profile, and two are compared"
+        raise ConfigError(OPTION, options.paths[2], rule, "remove it")
+    if len(options.paths) > 1 and options.step is not None:
         fix = "remove it; give folders such as RUN/profiles/step_00000100"
         rule = "applies to a single profile, and two are compared"
         raise ConfigError("--step", options.step, rule, fix)
@@ -143,7 +150,7 @@ def _others(loaded: LoadedProfile) -> str:
 def compared(options: ProfileOptions) -> dict[str, Any]:
     """Return the comparison of two profiles: its rows, and the text under "text"."""
     both, titles = [], []
-    for path in (options.path, options.after):
+    for path in options.paths:
         loaded = load(path)
         both.append(figures(loaded, gpu_of(options, loaded), options.top))
         titles.append(_head(loaded))

@@ -10,12 +10,11 @@ from typing import Any
 from jaxpar.config import ConfigError
 from jaxpar.profiling import folder
 from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.options import OPTION
 from jaxpar.profiling.trace import cpu_trace, xspace
 from jaxpar.profiling.trace import read as trace
 from jaxpar.profiling.trace.read import KernelTrace, NoKernels
 from jaxpar.runtime.files import gzipped
-
-OPTION = "RUN_OR_TRACE"
 
 _ENDINGS = (".xplane.pb", ".xplane.pb.gz")
 

@@ -2,31 +2,15 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import is_address
 from jaxpar.report import listing
 from jaxpar.report.runs import RunRead, read_run
-from jaxpar.runtime.option_classes import OR_ADDRESS
 from jaxpar.runtime.stages import stage
 from jaxpar.stores.fetching import for_reading, runs_at
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunsOptions:
-    """Options of the list."""
-
-    folders: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER ...]"), OR_ADDRESS
-    ] = ("runs",)
-    """Folders with runs, or of runs; or their addresses."""
-    json: bool = False
-    """Print a JSON list, with full precision, instead of a table."""
 
 
 def found_runs(folders: Sequence[str]) -> list[RunRead]:

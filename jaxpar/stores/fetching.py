@@ -5,11 +5,13 @@ checkpoints that only the folder has are moved to RUN/superseded.
 """
 
 import contextlib
+import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.rules.paths import is_address, is_prefix, local_folder, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
@@ -213,23 +215,23 @@ def runs_at(field: str, text: str, depth: int) -> list[str]:
     return below("", depth)
 
 
-def with_local_config(argv: Sequence[str]) -> list[str]:
-    """Replace an address as the first argument, CONFIG, by a folder of this host with its config.
+def with_local_config(arguments: ConfigArguments) -> ConfigArguments:
+    """Replace an address as CONFIG by a folder of this host with the config of its run.
 
     Raises:   ConfigError for an address without a run; StoreError.
     """
-    if not argv or not is_address(argv[0]):
-        return list(argv)
-    address = read_address("CONFIG", argv[0])
+    if not is_address(arguments.name):
+        return arguments
+    address = read_address("CONFIG", arguments.name)
     objects, folder = Objects(address, "CONFIG", patient=False), local_folder(address, "runs")
     last = last_session(objects)
     if not last:
-        raise _no_run("CONFIG", argv[0])
+        raise _no_run("CONFIG", arguments.name)
     if last not in sessions_of(folder):
         for name in ("config.json", "manifest.json"):
             with contextlib.suppress(Missing):
                 objects.download(name, folder / name)
-    return [str(folder), *argv[1:]]
+    return dataclasses.replace(arguments, name=str(folder))
 
 
 def _no_run(field: str, text: str) -> ConfigError:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.config.options import OR_ADDRESS
 from jaxpar.config.rules.paths import is_address
-from jaxpar.runtime.option_classes import OR_ADDRESS
 from jaxpar.stores.fetching import for_reading
 from jaxpar.stores.models import find, run_at
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxpar.sweep`, and what it prints."""
+"""The work of `python -m jaxpar.sweep`, and what it prints."""
 
 import dataclasses
 import shlex
@@ -9,26 +9,20 @@ from datetime import datetime
 from pathlib import Path
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.command_line import as_called, parse_overrides
-from jaxpar.config.config_file import load_config
-from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.model_source import ModelReader
 from jaxpar.config.rules.paths import refuse_address
-from jaxpar.config.validate import check
 from jaxpar.report import listing
-from jaxpar.report.__main__ import MAX_RUNS as MAX_RUNS_OF_REPORT
+from jaxpar.report.command import MAX_RUNS as MAX_RUNS_OF_REPORT
 from jaxpar.report.page import page
 from jaxpar.report.runs import read_run
 from jaxpar.report.table_of_runs import lines
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.options import Parser
 from jaxpar.sweeps.folder import SweepFolder
 from jaxpar.sweeps.grid import SweepPoint, points_of, shares_program
+from jaxpar.sweeps.options import SweepOptions
 from jaxpar.sweeps.running import Runner
 from jaxpar.sweeps.slurm import job_array
-
-PROGRAM = "python -m jaxpar.sweep"
 
 SHARED = "optimizer.schedule_as_input"
 
@@ -52,56 +46,32 @@ class Sweep:
         return list(self.points[0].values)
 
 
-def read_command(
-    argv: Sequence[str],
-    doc: str | None = None,
+def read_sweep(
+    options: SweepOptions,
     model_from: ModelReader | None = None,
     fill: Callable[[Config], Config] | None = None,
 ) -> Sweep:
-    """Read a command line. `--help` prints the help and exits.
+    """Read the config and the grid.
 
+    Args:     model_from, fill: as in `ConfigArguments.checked`.
     Raises:   ConfigError for an option, a config or a grid that cannot work.
     """
-    parser = Parser(
-        PROGRAM,
-        doc,
-        usage=f"{as_called(PROGRAM)} CONFIG --grid FIELD=VALUE,VALUE ... [--section.field V ...]",
-        add_help=False,
-    )
-    add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="name of a config, or a .py file")
-    told = "values of a field; every combination of several fields is a run"
-    add("--grid", action="extend", nargs="+", metavar="FIELD=V,V", help=told)
-    add("--folder", metavar="FOLDER", help="folder of the sweep (runs/sweep-CONFIG)")
-    add("--slurm", action="store_true", help="print a Slurm job array, and run nothing")
-    if asks_help(argv):
-        topic = topic_of(argv)
-        if not topic:
-            print(parser.format_help())
-        first = argv[0] if not argv[0].startswith("-") else "quickstart"
-        print_help(load_config(first), "", "", topic)
-        sys.exit(0)
-    options, overrides = parser.parse_known_args(argv)
-    if options.config is None or not options.grid:
-        what = "--grid" if options.config else "CONFIG"
-        example = f"{as_called(PROGRAM)} quickstart --grid optimizer.learning_rate=1e-3,3e-3"
-        raise ConfigError(what, "", "is missing", f"use {example}")
-    base = parse_overrides(load_config(options.config), overrides, PROGRAM, model_from=model_from)
-    base = fill(base) if fill else base
-    check(base)
+    overrides = options.config.overrides
+    base = options.config.checked(model_from=model_from, fill=fill)
     points = points_of(base, options.grid)
     for path in points[0].values:
         if _given(path, overrides):
             rule = "is in the grid, and given for all runs as well"
             raise ConfigError(path, "", rule, "use one of both")
-    refuse_address("--folder", options.folder or "", "use --folder runs/sweep")
-    folder = options.folder or f"runs/sweep-{Path(options.config).stem}"
+    refuse_address("--folder", options.folder, "use --folder runs/sweep")
+    name = options.config.name
+    folder = options.folder or f"runs/sweep-{Path(name).stem}"
     common = [*overrides]
     if shares_program(list(points[0].values)) and not _given(SHARED, overrides):
         common.append(f"--{SHARED}=True")
         share = lambda p: dataclasses.replace(p, cfg=replace(p.cfg, **{SHARED: True}))  # noqa: E731
         points = list(map(share, points))
-    return Sweep(options.config, base, points, SweepFolder(Path(folder)), common, options.slurm)
+    return Sweep(name, base, points, SweepFolder(Path(folder)), common, options.slurm)
 
 
 def _given(path: str, overrides: Sequence[str]) -> bool:

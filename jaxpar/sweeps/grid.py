@@ -111,7 +111,7 @@ def _point(base: Config, values: dict[str, str]) -> SweepPoint:
 
     Raises:   ConfigError if the config is not valid there.
     """
-    cfg = parse_overrides(base, [f"--{path}={text}" for path, text in values.items()], "")
+    cfg = parse_overrides(base, [f"--{path}={text}" for path, text in values.items()])
     check(cfg)
     leaves = [path.rpartition(".")[2] for path in values]
     short = {p: leaf for p, leaf in zip(values, leaves, strict=True) if leaves.count(leaf) == 1}

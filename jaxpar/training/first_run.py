@@ -11,8 +11,9 @@ from jaxpar.config import Config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.progress import console_progress
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.startup import process_age
 from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.files import json_lines

@@ -1,45 +1,37 @@
-"""The command line of `python -m jaxpar.verify`, and its devices."""
+"""The work of `python -m jaxpar.verify`: its devices, its meshes, and their comparison."""
 
-import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Iterable, Sequence
 
 import jax
 
 from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
-from jaxpar.config.command_line import as_called
-from jaxpar.config.config_file import load_config
-from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.layout.layer_split import layer_period
-from jaxpar.config.rules.limits import MAX_CPU_DEVICES, Range
+from jaxpar.config.lists.step_sizes import without_schedules
+from jaxpar.config.model_source import ModelReader, take_source
+from jaxpar.config.validate import check
 from jaxpar.model.parameters import param_specs
 from jaxpar.planning.fit import check_host
+from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.host_memory import host_memory
-from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import num_devices
+from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
+from jaxpar.verification.options import VerifyOptions
 from jaxpar.verification.rounding import rounding_errors
-from jaxpar.verification.table import MeshRow
-
-PROGRAM = "python -m jaxpar.verify"
-
+from jaxpar.verification.table import MeshRow, print_conditions, print_table
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
 MAX_PARAMS_ON_CPU = 50_000_000
 
 
-#: Most steps: their batches are kept in memory.
-MAX_STEPS = 10_000
-
-
-#: Number of simulated devices without --devices and --mesh.
+#: Number of simulated devices without --run.cpu-devices and --mesh.
 DEFAULT_DEVICES = 8
 
 
@@ -93,12 +85,6 @@ def default_meshes(model: ModelConfig) -> tuple[str, ...]:
     return DEFAULT_MESHES
 
 
-EPILOG = """\
-Any other option sets a field of the config: --model.d-model 64. Except for the axes, fields of the
-parallel section apply to every mesh that does not set them itself. Exit codes: 0 all agree, 1 a
-mismatch, 2 bad input."""
-
-
 def compare_meshes(
     cfg: Config,
     configs: dict[str, Config],
@@ -125,72 +111,15 @@ def compare_meshes(
         yield MeshRow(name, found.loss, compared)
 
 
-def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of the program. Returns them, and the rest: overrides of the config.
-
-    `--help` shows the options and a summary of the config, `--help SECTION` the fields of a
-    section.
-    """
-    parser = Parser(
-        PROGRAM,
-        "Compare the weights, losses, gradients and optimizer steps of meshes with a plain, "
-        "unsharded reference, in float32 on random packed documents.",
-        usage=f"{as_called(PROGRAM)} CONFIG [--mesh AXIS=N,...] [options] [--section.field V ...]",
-        epilog=EPILOG,
-        add_help=False,
-    )
-    add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="name of a config, .py file or run folder")
-    add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
-    told = "optimizer steps; 0: gradients only (%(default)s)"
-    parser.whole("--steps", 5, Range(0, MAX_STEPS, 5), help=told)
-    add("--shrink", action="store_true", help=SHRINK_HELP)
-    add("--tolerance", type=float, default=1e-5, help="maximum relative error (%(default)s)")
-    parser.whole("--devices", None, Range(1, MAX_CPU_DEVICES, 8), metavar="N", help=DEVICES_HELP)
-    if asks_help(argv):
-        topic = topic_of(argv)
-        if not topic:
-            print(parser.format_help())
-        first = argv[0] if not argv[0].startswith("-") else "quickstart"
-        print_help(load_config(first), "", "", topic)
-        sys.exit(0)
-    options, overrides = parser.parse_known_args(argv)
-    _check_options(options)
-    return options, overrides
-
-
-MESH_HELP = """\
-a mesh to verify; repeat the option for more. Other axes are 1. Other fields of the parallel section
-may follow: pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Default: a selection
-that fits the devices"""
-
-
-SHRINK_HELP = """\
-first reduce the model to a small one of the same kind: same flags, same ratios of heads and widths,
-sizes that the meshes divide. Overrides apply afterwards"""
-
-
-DEVICES_HELP = """\
-simulate N CPU devices. Default: the accelerators that JAX finds; without any, as many CPU devices
-as the meshes need"""
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    if options.config is None:
-        raise ConfigError("CONFIG", None, "is missing", "begin with a config, such as quickstart")
-    if not 0 < options.tolerance < 1:
-        raise ConfigError("--tolerance", options.tolerance, "must be between 0 and 1", "use 1e-5")
-
-
-def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Device]:
-    """Start JAX's backend: `simulated` CPU devices, or, if that is 0, the available accelerators.
+def start_devices(run: RunConfig, needed: int) -> list[jax.Device]:
+    """Start JAX's backend: the simulated CPU devices of a run, or without the accelerators.
 
     Args:     needed: CPU devices to simulate if there are no accelerators.
     """
     rendezvous.require_single_process("jaxpar.verify")
     try:
-        runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
-        if not simulated:
+        runtime.start(Config(run=run))
+        if not run.cpu_devices:
             jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError:
         pass  # JAX is already running, as in a notebook; `resolve_meshes` checks its devices
@@ -207,3 +136,33 @@ def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax
         raise ConfigError("number of parameters", size, rule, "add --shrink")
     for on_mesh in on_meshes:
         check_host(on_mesh, num_devices(on_mesh.parallel), host_memory())
+
+
+def verify(options: VerifyOptions, model_from: ModelReader) -> int:
+    """Compare every mesh, print the table, and return the exit code.
+
+    Args:     model_from: reads the model that `--model.from` names.
+    """
+    asked = options.config.asked(model_from)
+    # On one device, since each mesh is checked by itself.
+    check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
+    cfg = small_config.float32(without_schedules(asked))
+    meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
+    refuse_rounding(meshes, cfg.parallel)
+    if options.shrink:
+        cfg = small_config.shrink(cfg, list(meshes.values()))
+        others, _ = take_source(list(expand_set_options(options.config.overrides)))
+        cfg = small_config.float32(parse_overrides(cfg, others))
+    cfg = small_config.steady(cfg)
+    needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
+    devices = start_devices(asked.run, needed)
+    configs = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
+    refuse_large(cfg, configs.values(), devices)
+    print_conditions(options, asked, cfg, devices)
+    with jax.default_matmul_precision("highest"):
+        rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
+        wrong = print_table(rows, options.steps, max(map(len, configs)))
+    left = len(meshes) - len(configs)
+    agree = f"{len(configs)} of {len(meshes)} agree" + f"; {left} not compared" * bool(left)
+    print("\n".join(wrong) if wrong else agree)
+    return exit_codes.EXIT_ERROR if wrong else exit_codes.EXIT_OK

@@ -108,7 +108,9 @@ def resolve_meshes(
         try:
             if needed > available:
                 rule = f"needs {needed} devices, but there are {available}"
-                raise ConfigError("--mesh", name, rule, f"simulate them with --devices {needed}")
+                raise ConfigError(
+                    "--mesh", name, rule, f"simulate them with --run.cpu-devices {needed}"
+                )
             on_mesh = resolve(dataclasses.replace(cfg, parallel=parallel), needed)
             _require_same_loss(name, on_mesh)
             configs[name] = on_mesh
@@ -127,7 +129,7 @@ def resolve_meshes(
         most = max(too_large.values())
         print(
             f"skipped, with more than {available} devices: {'; '.join(too_large)}. "
-            f"Simulate them with --devices {most}"
+            f"Simulate them with --run.cpu-devices {most}"
         )
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")

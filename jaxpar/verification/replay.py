@@ -4,22 +4,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import tyro
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json
-from jaxpar.config.rules.limits import MAX_INT, Range
+from jaxpar.config.options import check_ranges
+from jaxpar.config.rules.limits import MAX_INT
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import Stage, stage
@@ -35,22 +34,11 @@ from jaxpar.training import initial_weights
 from jaxpar.training.frozen.chosen import recorded_in
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
+from jaxpar.verification.options import ReplayOptions
 
 #: Relative difference of a step's loss between devices or meshes, up to which the order of sums
 #: explains it.
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """Repeat a step of a run, and find out whether data, hardware or numerics made it fail."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
-    step: Annotated[int, Range(1, MAX_INT, 1)]
-    """Step to repeat, counted from 1 as in metrics.jsonl."""
-    repeat: Annotated[int, Range(1, 1000, 2)] = 2
-    """Number of repetitions on the same devices."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Prints the table of `python -m jaxpar.verify`."""
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from jaxpar.model.parameters import param_specs
 from jaxpar.runtime import terminal
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances
+from jaxpar.verification.options import VerifyOptions
 
 COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
 
@@ -37,13 +37,13 @@ class MeshRow:
 
 
 def print_conditions(
-    options: argparse.Namespace, asked: Config, cfg: Config, devices: Sequence[jax.Device]
+    options: VerifyOptions, asked: Config, cfg: Config, devices: Sequence[jax.Device]
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
     changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
     lines = (
-        f"{options.config}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
+        f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
         f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
         f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
         f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "

@@ -127,7 +127,7 @@ def compiled_table() -> list[str]:
 
 def read(words: list[str]) -> Config:
     """Parse and check a command line's config."""
-    return read_config(words, "jaxpar.plan", None)
+    return read_config(words)
 
 
 def summary(errors: list[float]) -> str:

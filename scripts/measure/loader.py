@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.data import Loader
-from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.convert import convert
+from jaxpar.data.options import ConvertOptions
 from jaxpar.sharding.mesh import make_mesh
 
 NUM_TOKENS, EOS, VOCAB = 1 << 26, 0, 32_000

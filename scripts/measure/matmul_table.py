@@ -99,7 +99,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     add("--table", help="table to write (the one that training reads on this GPU)")
     options, rest = parser.parse_known_args(argv)
     options.config = rest
-    cfg = without_schedules(read_config(rest, "matmul_table", __doc__))
+    cfg = without_schedules(read_config(rest))
     check_file("--table", options.table)
     return options, cfg
 

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxpar.config import Config, declared, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.validate import resolve
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.memory_checkpoint.finding import find
 from jaxpar.memory_checkpoint.messages import LIMITS_FILE
@@ -109,7 +110,7 @@ def empty(folder: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Measure a config in two folders, which are deleted at the end."""
-    cfg = read_config(list(argv), "memory_checkpoint.py", __doc__)
+    cfg = read_config(list(argv))
     above = os.environ.get("MEMORY_FOLDER", "/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="jaxpar-measured-", dir=above))
     try:

@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
     if unknown := set(kinds) - KINDS.keys():
         parser.error(f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
     base = replace(load_config(options.config), **(FIELDS | (SMALL if options.small else {})))
-    base = parse_overrides(base, others, "python scripts/measure/offload.py", __doc__ or "")
+    base = parse_overrides(base, others)
     if options.only:
         cfg = replace(base, **KINDS[options.only])
         environment = runtime.start(cfg)

@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> None:
         fields = CURVES | (SHRINK if options.shrink else {})
         base = replace(Config(), **fields, **{"train.num_steps": options.first + options.steps})
         base = replace(base, **{"data.path": options.data})
-    base = parse_overrides(base, others, "python scripts/measure/slow_link.py", __doc__ or "")
+    base = parse_overrides(base, others)
     environment = runtime.start(base)
     if options.shrink:  # LLVM's optimizations would take most of the time
         jax.config.update("jax_disable_most_optimizations", True)

@@ -147,7 +147,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 @functools.cache
 def predicted(row: Row, gpus: int) -> Layout:
     """Return the planner's prediction of a row on H200s of one host."""
-    cfg = resolve(read_config(row.arguments(gpus), "targets", __doc__), gpus)
+    cfg = resolve(read_config(row.arguments(gpus)), gpus)
     return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))
 
 

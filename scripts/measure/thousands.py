@@ -268,7 +268,7 @@ def start_as(config: str, address: str, processes: int, rank: int, overrides: li
     sys.setprofile(count)
     devices = jax.devices()
     ended("devices")
-    cfg = resolve(parse_overrides(load_config(config), overrides, "thousands"), len(devices))
+    cfg = resolve(parse_overrides(load_config(config), overrides), len(devices))
     ended("config")
     mesh = make_mesh(cfg.parallel)
     ended("mesh")

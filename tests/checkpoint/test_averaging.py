@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 def write_run(folder: Path, config_file: str, devices: int, seed: int, **fields) -> str:
     """A run with checkpoints of steps 1 to 3, of random numbers."""
-    cfg = read_config([config_file, "--run.dir", str(folder)], "jaxpar.train", "")
+    cfg = read_config([config_file, "--run.dir", str(folder)])
     cfg = resolve(replace(cfg, **{"parallel.data": devices}, **fields), devices)
     mesh = make_mesh(cfg.parallel, jax.devices()[:devices])
     like, rng = state.abstract_logical(cfg, mesh), np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def test_every_program_reads_it(run, tmp_path, config_file, capsys):
     evaluate.main([str(new), "--split", "val", "--sequences", "8"])
     assert "val loss" in capsys.readouterr().out
     assert convert(["to-hf", str(new), str(tmp_path / "hf")]) == 0
-    cfg = read_config([config_file, "--run.init-from", str(new)], "jaxpar.train", "")
+    cfg = read_config([config_file, "--run.init-from", str(new)])
     cfg = replace(cfg, **{"parallel.data": 1})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     started = initial_weights.state(cfg, mesh, origin_of(cfg), print)

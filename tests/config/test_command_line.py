@@ -44,7 +44,7 @@ def processor_seconds_of_children() -> float:
 
 def read(*args: str) -> Config:
     """The config that the command line of a program asks for."""
-    return read_config(args, "jaxpar.train", "Train.")
+    return read_config(args)
 
 
 def refused(*args: str) -> ConfigError:

@@ -9,7 +9,7 @@ from jaxpar.config.command_line import parse_overrides
 
 def test_settings_in_a_row_are_fields():
     words = "--set train.num-steps=7 model.dtype=float32 --parallel.tensor 2 --set train.seed=3"
-    cfg = parse_overrides(Config(), words.split(), "test")
+    cfg = parse_overrides(Config(), words.split())
     assert (cfg.train.num_steps, cfg.model.dtype, cfg.parallel.tensor) == (7, "float32", 2)
     assert cfg.train.seed == 3
 
@@ -25,7 +25,7 @@ def test_settings_in_a_row_are_fields():
 )
 def test_a_setting_that_is_none_is_refused(words, value):
     with pytest.raises(ConfigError, match=f"--set = '{value}': is not SECTION.FIELD=VALUE"):
-        parse_overrides(Config(), words.split(), "test")
+        parse_overrides(Config(), words.split())
 
 
 @pytest.mark.parametrize("field", ["run.dir", "run.init_from"])

@@ -218,7 +218,7 @@ BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in l
 
 def changed(text: str) -> Config:
     """The default config with `section.field=value ...`, on the way that the command line takes."""
-    return command_line.parse_overrides(Config(), ["--" + item for item in text.split()], "test")
+    return command_line.parse_overrides(Config(), ["--" + item for item in text.split()])
 
 
 def fixes(error: ConfigError) -> list[list[str]]:
@@ -240,7 +240,7 @@ def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule)
     ways = fixes(error)
     assert ways and all(ways), f"names no setting: {error.fix}"
     for i, way in enumerate(ways):
-        broken = broken_rule(command_line.parse_overrides(cfg, way, "test"), int(devices))
+        broken = broken_rule(command_line.parse_overrides(cfg, way), int(devices))
         assert broken is None or (i > 0 and broken != (error.field, error.rule)), way
 
 

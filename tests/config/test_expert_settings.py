@@ -193,7 +193,7 @@ def test_one_error_whose_fixes_work(values, said):
     error = caught.value
     assert str(error).startswith(f"{error.field} = {error.value!r}: {error.rule}. Fix: use --")
     for way in fixes(error):
-        fixed = command_line.parse_overrides(bad, way, "test")
+        fixed = command_line.parse_overrides(bad, way)
         assert (error.field, error.rule) != broken_rule(fixed), way
 
 

@@ -33,7 +33,7 @@ def follow(cfg: Config, legal=check) -> list[str]:
             messages.append(str(error))
             first = error.fix.removeprefix("use ").split(", or ")[0]
         seen.append(cfg)
-        cfg = parse_overrides(cfg, shlex.split(first), "")
+        cfg = parse_overrides(cfg, shlex.split(first))
         assert cfg not in seen, "a circle: " + "\n".join(messages)
         assert len(seen) < MOST, "no end: " + "\n".join(messages)
 
@@ -126,7 +126,7 @@ def test_first_fixes_end_for_random_fields(number):
 )
 def test_a_name_that_is_nearly_one_is_suggested_first(arguments, fix):
     with pytest.raises(ConfigError, match="is not a config") as error:
-        read_config(arguments, "jaxpar.train", "")
+        read_config(arguments)
     assert error.value.fix.startswith(f"use {fix},") or error.value.fix.startswith(f"use {fix};")
     load_config(fix)
 
@@ -151,7 +151,7 @@ def test_styles_of_other_programs(arguments, fix, tmp_path):
     (run / "config.json").write_text("{}")
     put = lambda words: [str(run) if word == "RUN" else word for word in words]  # noqa: E731
     with pytest.raises(ConfigError) as error:
-        read_config(put(arguments), "jaxpar.train", "")
+        read_config(put(arguments))
     wanted = f"use {run} in place of CONFIG" if fix is None else " ".join(put(fix))
     assert error.value.fix.endswith(wanted)
 

@@ -56,4 +56,4 @@ def test_a_fix_works():
     with pytest.raises(ConfigError, match=r"Fix: use --model\.global-head-dim 16") as error:
         check(replace(GEMMA4, **{"model.global_head_dim": 15}))
     (fix,) = re.findall(r"Fix: use (.*?)\.$", str(error.value))
-    check(parse_overrides(GEMMA4, fix.split(), "train"))
+    check(parse_overrides(GEMMA4, fix.split()))

@@ -28,7 +28,7 @@ def test_only_ascii_digits_are_numbers(text):
             read(text)
     for option in ("train.num_steps", "optimizer.learning_rate"):
         with pytest.raises(ConfigError, match=f"{option} = '{text}': must be a"):
-            parse_overrides(Config(), [f"--{option}", text], "train")
+            parse_overrides(Config(), [f"--{option}", text])
 
 
 def test_numbers_are_read():

@@ -10,18 +10,17 @@ import pytest
 from jaxpar.checkpoint.__main__ import read_options as checkpoint_options
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
+from jaxpar.config.options import read_options
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
 from jaxpar.convert.__main__ import read_options as convert_options
 from jaxpar.data.formats import writer
-from jaxpar.inference.evaluate import EvaluateOptions
-from jaxpar.inference.sample import SampleOptions
+from jaxpar.inference.options import EvaluateOptions, SampleOptions
 from jaxpar.report.__main__ import ReportOptions, where
 from jaxpar.report.table_of_runs import RunsOptions
 from jaxpar.runtime import options
 from jaxpar.runtime.files.new_folder import refuse_used
-from jaxpar.runtime.option_classes import read_options
 from jaxpar.sweeps.command import read_command as read_sweep
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]

@@ -46,20 +46,20 @@ def test_rules_read_the_steps_of_a_length_in_tokens():
 
 
 def test_a_command_line_gives_one_length():
-    read = lambda *words: read_config(["quickstart", *words], "jaxpar.train", None).train  # noqa: E731
+    read = lambda *words: read_config(["quickstart", *words]).train  # noqa: E731
     assert read("--train.num-tokens", "40960").num_steps == 10
     with pytest.raises(ConfigError, match=r"train\.num_tokens = 9.* Fix: use one of both"):
         read("--train.num-tokens", "9", "--train.num-steps", "5")
     base = replace(Config(), **{"train.num_tokens": 10**6})
-    cfg = parse_overrides(base, ["--train.num-steps", "7"], "jaxpar.train")
+    cfg = parse_overrides(base, ["--train.num-steps", "7"])
     assert (cfg.train.num_steps, cfg.train.num_tokens) == (7, 0)
     with pytest.raises(ConfigError, match=r"train\.num_epochs = 2.0: sets train\.num_tokens"):
-        parse_overrides(base, ["--train.num-epochs", "2", "--train.num-tokens", "9"], "")
-    cfg = parse_overrides(base, ["--train.num-epochs", "2"], "jaxpar.train")
+        parse_overrides(base, ["--train.num-epochs", "2", "--train.num-tokens", "9"])
+    cfg = parse_overrides(base, ["--train.num-epochs", "2"])
     assert (cfg.train.num_epochs, cfg.train.num_tokens) == (2, 0)
-    cfg = parse_overrides(cfg, ["--train.num-tokens", "32768"], "jaxpar.train")
+    cfg = parse_overrides(cfg, ["--train.num-tokens", "32768"])
     assert (cfg.train.num_epochs, cfg.train.num_steps) == (0, 1)
-    cfg = parse_overrides(cfg, ["--train.num-epochs", "0", "--train.num-steps", "3"], "")
+    cfg = parse_overrides(cfg, ["--train.num-epochs", "0", "--train.num-steps", "3"])
     assert cfg.train.num_steps == 3
 
 
@@ -79,16 +79,16 @@ def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
 def test_a_batch_in_tokens():
     tokens = {"train.global_batch_tokens": 4096, "data.seq_len": 128}
     for cfg in (
-        parse_overrides(Config(), flags_of(tokens), ""),
+        parse_overrides(Config(), flags_of(tokens)),
         resolve(replace(Config(), **tokens), 1),
     ):
         assert (cfg.train.global_batch_size, cfg.train.global_batch_tokens) == (32, 0)
     check(replace(Config(), **tokens))
     base = replace(Config(), **tokens)
-    cfg = parse_overrides(base, ["--train.global-batch-size", "7"], "")
+    cfg = parse_overrides(base, ["--train.global-batch-size", "7"])
     assert (cfg.train.global_batch_size, cfg.train.global_batch_tokens) == (7, 0)
-    assert parse_overrides(base, ["--data.seq-len", "64"], "").train.global_batch_size == 64
-    longer = parse_overrides(base, ["--train.num-tokens", "8193"], "")
+    assert parse_overrides(base, ["--data.seq-len", "64"]).train.global_batch_size == 64
+    longer = parse_overrides(base, ["--train.num-tokens", "8193"])
     assert longer.train.num_steps == 3
     for values, said in (
         ({"train.global_batch_tokens": 1000}, "1000: must be a multiple of .*= 128.*tokens 1024"),
@@ -97,7 +97,7 @@ def test_a_batch_in_tokens():
         ({"train.global_batch_size": 8}, "4096: sets train.global_batch_size, .*one of both"),
     ):
         with pytest.raises(ConfigError, match=f"train.global_batch_tokens = {said}"):
-            check(parse_overrides(Config(), flags_of(tokens | values), ""))
+            check(parse_overrides(Config(), flags_of(tokens | values)))
 
 
 def flags_of(values: dict) -> list[str]:

@@ -47,12 +47,12 @@ BASE = replace(TINY, **{"model.head_dim": 8, "parallel.layer_loop": "unroll"})
 )
 def test_what_cannot_be(settings, said):
     args = [f"--model.{word.replace('=', ' ')}".split() for word in settings.split()]
-    cfg = parse_overrides(BASE, [part for words in args for part in words], "train")
+    cfg = parse_overrides(BASE, [part for words in args for part in words])
     with pytest.raises(ConfigError, match=said) as error:
         check(cfg)
     (fix,) = re.findall(r"Fix: use (.*?)(?:, or .*)?\.$", str(error.value))
     if "longrope" not in settings:  # two fields are wrong there, and an error names one
-        check(parse_overrides(cfg, fix.split(), "train"))
+        check(parse_overrides(cfg, fix.split()))
 
 
 def test_layers_without_a_rotary_embedding_are_unrolled():
@@ -75,5 +75,5 @@ def test_stages_begin_with_a_period_of_all_kinds_of_layers():
 def test_a_kind_on_the_command_line_keeps_what_the_config_has():
     cfg = replace(Config(), **{"model.rope_scaling": RopeScaling(factor=32.0)})
     args = ["--model.rope-scaling.kind", "yarn", "--model.rope-scaling.beta-fast", "16"]
-    found = parse_overrides(cfg, args, "train").model.rope_scaling
+    found = parse_overrides(cfg, args).model.rope_scaling
     assert found == RopeScaling(kind="yarn", factor=32.0, beta_fast=16.0)

@@ -50,4 +50,4 @@ def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
     assert fix in caught.value.fix
     if path in leaf_paths():
         (way, *_) = fixes(caught.value)
-        check(command_line.parse_overrides(Config(), way, "test"))
+        check(command_line.parse_overrides(Config(), way))

@@ -10,8 +10,9 @@ from jaxpar.config import Config, replace
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import begin_of_prompts
 from jaxpar.data import load_tokenizer
-from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import ChatOptions, PrepareOptions
+from jaxpar.data.prepare.chat_command import prepare_chat
+from jaxpar.data.prepare.text import prepare
 from jaxpar.inference.load import load
 from tests.convert import tiny
 

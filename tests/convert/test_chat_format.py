@@ -21,8 +21,9 @@ from jaxpar.convert import __main__ as convert
 from jaxpar.convert.hf import chat_format, exporting, importing
 from jaxpar.convert.hf.tokenizer import as_json, tokenizer_of_run
 from jaxpar.data import load_tokenizer
+from jaxpar.data.options import ChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
-from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.inference.load import load
 from jaxpar.sharding.mesh import make_mesh

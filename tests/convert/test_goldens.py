@@ -22,12 +22,12 @@ from jaxpar.convert.hf.families import DOTS1
 from jaxpar.convert.hf.folder import INDEX_FILE
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.inference.generation import (
-    Sampling,
     config_for_sampling,
     generate,
     make_next_logits,
     weights_for_sampling,
 )
+from jaxpar.inference.options import Sampling
 from jaxpar.model import reference
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny

@@ -173,11 +173,11 @@ def test_the_command_line_fills_the_model_before_other_options(tmp_path):
     folder = write(tmp_path / "m", QWEN3)
     args = ["quickstart", "--model.num-layers", "3", "--model.from", folder, "--set"]
     args += ["model.family=qwen3", "train.seed=5"]
-    cfg = read_config(args, "jaxpar.train", None, model_from=model_from)
+    cfg = read_config(args, model_from=model_from)
     assert (cfg.model.num_layers, cfg.model.d_model, cfg.train.seed) == (3, 32, 5)
     assert cfg.model.qk_norm and cfg.model.vocab_size == 64
     args = ["quickstart", f"--model.from={folder}"]
-    cfg = read_config(args, "jaxpar.train", None, model_from=model_from)
+    cfg = read_config(args, model_from=model_from)
     assert cfg == replace(cfg, **{"model.num_layers": 2})
 
 
@@ -238,11 +238,11 @@ def test_it_is_refused_by_name(good, bad, said, tmp_path):
     options = bad if good == 0 else "--model.from DIR"
     args = ["quickstart", *options.replace("DIR", folder).split()]
     with pytest.raises(ConfigError, match=said) as caught:
-        read_config(args, "jaxpar.train", None, model_from=model_from)
+        read_config(args, model_from=model_from)
     assert "\n" not in str(caught.value) and caught.value.fix
 
 
 def test_a_program_that_cannot_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.from = .*is not an option of this program"):
-        read_config(["quickstart", "--model.from", str(tmp_path)], "jaxpar.bench train", None)
+        read_config(["quickstart", "--model.from", str(tmp_path)])
     assert Config() == replace(Config())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 
 #: Texts with non-ASCII letters, blank lines, and a forged end of text.
 TEXTS = [

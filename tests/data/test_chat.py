@@ -12,11 +12,12 @@ import tokenizers
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.formats.convert import ConvertOptions, convert
-from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.convert import convert
+from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.options import ChatOptions, ConvertOptions, InspectOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
-from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh

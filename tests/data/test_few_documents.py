@@ -89,7 +89,7 @@ def printed(capsys) -> Config:
     """Read the command that was printed, and open its data as training does."""
     command = shlex.split(re.search("train on it: (.*)", capsys.readouterr().out)[1])
     assert command[:3] == ["python", "-m", "jaxpar.train"]
-    cfg = read_config(command[3:], "jaxpar.train", None)
+    cfg = read_config(command[3:])
     mesh = make_mesh(ParallelConfig(data=1), jax.devices()[:1])
     for split in ("train", "val") if cfg.evaluation.every else ("train",):
         open_loader(cfg, mesh, split)

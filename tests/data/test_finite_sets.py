@@ -10,8 +10,9 @@ import pytest
 
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.data import Loader, PairLoader, open_loader
+from jaxpar.data.options import PairOptions
 from jaxpar.data.pairs import plan_rows
-from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
+from jaxpar.data.prepare.pairs_command import prepare_pairs
 from jaxpar.objectives.pairs import count_pairs
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset
-from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.inspect import inspect_tokens
+from jaxpar.data.options import InspectOptions, PrepareOptions
 from jaxpar.data.packing import num_sequences
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from tests.data.sequences import cut_sequences

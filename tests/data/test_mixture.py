@@ -11,7 +11,8 @@ from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.loader import source_seeds
 from jaxpar.data.mixture import BLOCK, Mixture, StagedMixture, apportion
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.sources import fingerprint, tokenizer_folder
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -195,7 +196,7 @@ def test_held_out_windows_of_a_mixture(paths, dataset):
 
 def test_a_mixture_travels_through_json_and_the_command_line(cfg):
     assert from_json(to_json(cfg)) == cfg
-    asked = parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"], "test")
+    asked = parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"])
     assert asked.data.mixture == "a:0.7,b:0.3"
 
 

@@ -10,10 +10,11 @@ import pytest
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, PairLoader, TokenDataset, open_loader
 from jaxpar.data.formats.rows import BadRow
+from jaxpar.data.options import PairOptions
 from jaxpar.data.pairs import plan_rows
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
-from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
+from jaxpar.data.prepare.pairs_command import prepare_pairs
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh

@@ -9,7 +9,8 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import remembered, token_file
-from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.inspect import inspect_tokens
+from jaxpar.data.options import InspectOptions
 from jaxpar.data.sources import open_tokens
 
 TOKENS = np.arange(1, 50_001, dtype="<u2")

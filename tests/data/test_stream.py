@@ -15,7 +15,8 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.meta import read_meta
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint
 from jaxpar.data.stream import cutting, encoder, pool
 from jaxpar.data.stream import texts as texts_of_parts

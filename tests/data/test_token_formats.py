@@ -11,9 +11,10 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
-from jaxpar.data.formats.convert import ConvertOptions, convert
-from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.formats.convert import convert
+from jaxpar.data.formats.inspect import inspect_tokens
+from jaxpar.data.options import ConvertOptions, InspectOptions, PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
 from jaxpar.data import TokenDataset, load_tokenizer
-from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.meta import read_meta
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import ConvertOptions, PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import ByteTokenizer, open_tokenizer, read_tokenizer_json, train_bpe
 from tests.data.commands import main
 

@@ -78,7 +78,7 @@ def adapters(folder: Path) -> None:
 
 def resumed(folder: Path) -> None:
     """Reads the config of a run, as `train RUN` does."""
-    read_config([str(folder / "run")], "jaxpar.train", None)
+    read_config([str(folder / "run")])
 
 
 def records(folder: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
-from jaxpar.inference.generation import Sampling, generate
+from jaxpar.data.options import ChatOptions
+from jaxpar.data.prepare.chat_command import prepare_chat
+from jaxpar.inference.generation import generate
 from jaxpar.inference.load import load
+from jaxpar.inference.options import Sampling
 from jaxpar.training.run import Run
 
 #: Each question is a number of its own, which nobody can guess; all have one answer.
@@ -50,7 +52,7 @@ def test_held_out_batches_without_a_label_are_refused_at_the_start(
 
     def made(*more: str) -> Run:
         with only_devices(1):
-            return Run(read_config([config, *flags, *more], "test", None))
+            return Run(read_config([config, *flags, *more]))
 
     with pytest.raises(
         ConfigError, match=r"evaluation.num_batches = 2: .* without a labeled token"

@@ -90,7 +90,7 @@ def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, file):
     """One error, which names the file, and no traceback."""
     room, disk = 4096, tmp_path / "disk"
     if file == "manifest.json":  # the lock and the config, which are written first, fill the disk
-        config = to_json(read_config([config_file, *STEPS], "train", ""))
+        config = to_json(read_config([config_file, *STEPS]))
         room += -(-len(config) // 4096) * 4096
     disk.mkdir()
     command = ["-m", "jaxpar.train", config_file, *STEPS, "--run.dir", str(disk / "run")]

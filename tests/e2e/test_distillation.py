@@ -57,7 +57,7 @@ def test_a_student_learns_from_a_teacher_of_another_shape(
 def test_what_cannot_teach(flags, message, only_devices, write_config, finished, tmp_path):
     args = [write_config(tmp_path), "--distill.teacher", str(finished), *flags]
     with only_devices(4), pytest.raises(ConfigError, match=message):
-        Run(read_config(args, "jaxpar.train", ""))
+        Run(read_config(args))
 
 
 def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finished, tmp_path):
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finis
     config, said = write_config(tmp_path), []
 
     def read(*more: str):
-        return read_config([config, *more], "jaxpar.train", "")
+        return read_config([config, *more])
 
     with only_devices(4):
         keep(read(*kept, "--parallel.sequence", "2", "--parallel.tensor", "2"), said.append)

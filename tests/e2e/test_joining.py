@@ -11,7 +11,8 @@ import pytest
 
 from jaxpar import sample
 from jaxpar.config import ConfigError
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.runtime.processes import rendezvous
 from tests import ranks

@@ -9,7 +9,8 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.convert import convert
+from jaxpar.data.options import ConvertOptions
 from jaxpar.runtime import exit_codes
 
 

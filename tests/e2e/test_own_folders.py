@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
+from jaxpar.data.options import PairOptions
+from jaxpar.data.prepare.pairs_command import prepare_pairs
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.detect import LAUNCHED
 from jaxpar.training.frozen.reference_scores import file_of

@@ -10,7 +10,8 @@ import pytest
 from jaxpar.checkpoint.branching import branch
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
-from jaxpar.data.prepare.pairs_command import PairOptions, prepare_pairs
+from jaxpar.data.options import PairOptions
+from jaxpar.data.prepare.pairs_command import prepare_pairs
 from jaxpar.training.frozen.reference_scores import file_of
 from tests.slow import slow
 

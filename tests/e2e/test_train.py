@@ -22,7 +22,8 @@ from jaxpar.config.serialize import from_json
 from jaxpar.data import load_tokenizer
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.inference import sample as inference_sample
-from jaxpar.inference.generation import Sampling, config_for_sampling
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.options import Sampling
 from jaxpar.model import reference
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes

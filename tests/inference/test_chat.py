@@ -8,9 +8,10 @@ from jaxpar import chat as door
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.inference import chat
-from jaxpar.inference.chat import Dialogue, DialogueOptions, template_of
-from jaxpar.inference.generation import Sampling, generate
+from jaxpar.inference.chat import Dialogue, template_of
+from jaxpar.inference.generation import generate
 from jaxpar.inference.load import LoadedModel, load
+from jaxpar.inference.options import ChatOptions, Sampling
 from tests.checkpoint.test_averaging import write_run
 
 
@@ -78,7 +79,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_it(monkeypatch, capsys, model):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat, "generate", made)
-    dialogue = Dialogue(model, DialogueOptions(run="x"), lambda line: None)
+    dialogue = Dialogue(model, ChatOptions(run="x"), lambda line: None)
     chat._write(dialogue.answer("q"))
     out, err = capsys.readouterr()
     assert out == "half\n" and "[stopped]" in err

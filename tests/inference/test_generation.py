@@ -12,7 +12,7 @@ import pytest
 from jaxpar.config import Config, RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
-from jaxpar.inference.generation import Sampling
+from jaxpar.inference.options import Sampling
 from jaxpar.model import decode, reference
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state

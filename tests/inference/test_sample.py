@@ -8,7 +8,8 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.config.config_file import load_config
 from jaxpar.inference import memory, sample
-from jaxpar.inference.generation import Sampling, config_for_sampling
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.options import Sampling
 from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
 from tests import ranks
 

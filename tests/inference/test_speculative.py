@@ -11,7 +11,7 @@ import pytest
 from jaxpar.config import RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
-from jaxpar.inference.generation import Sampling
+from jaxpar.inference.options import Sampling
 from jaxpar.inference.speculative import generation as speculative
 from jaxpar.inference.speculative import programs
 from jaxpar.inference.speculative.acceptance import next_chances, num_accepted

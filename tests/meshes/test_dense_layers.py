@@ -7,12 +7,12 @@ import pytest
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference.generation import (
-    Sampling,
     config_for_sampling,
     generate,
     make_next_logits,
     weights_for_sampling,
 )
+from jaxpar.inference.options import Sampling
 from jaxpar.model import flops
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.mesh import make_mesh

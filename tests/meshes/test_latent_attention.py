@@ -9,12 +9,12 @@ import pytest
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference.generation import (
-    Sampling,
     config_for_sampling,
     generate,
     make_next_logits,
     weights_for_sampling,
 )
+from jaxpar.inference.options import Sampling
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.mesh import axis_sizes, make_mesh

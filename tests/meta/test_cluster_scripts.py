@@ -223,7 +223,7 @@ def test_its_pods_find_one_another(jobset, job):
     assert found.host == f"{name}-{train}-0-0.{name}" and job["completionMode"] == "Indexed"
     assert jobset["spec"]["network"]["publishNotReadyAddresses"]
     assert container["command"][-1] == "jaxpar.train"
-    read_config(container["args"], "jaxpar.train", None)
+    read_config(container["args"])
 
 
 def test_its_pods_have_no_rights_and_what_cannot_work_is_not_repeated(job):
@@ -302,7 +302,7 @@ def test_skypilots_machines_find_one_another(sky, tmp_path):
         )
         flags, module, program, *args = done.stdout.splitlines()
         assert (flags, module, program) == ("-u", "-m", "jaxpar.train")
-        found = detect.detect(read_config(args, "jaxpar.train", None), {})
+        found = detect.detect(read_config(args), {})
         assert (found.coordinator, found.process_id) == ("10.0.0.4:12321", rank)
         assert found.num_processes == sky["num_nodes"]
 

@@ -19,9 +19,7 @@ from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICI
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.inference.chat import DialogueOptions
-from jaxpar.inference.evaluate import EvaluateOptions
-from jaxpar.inference.sample import SampleOptions
+from jaxpar.inference.options import ChatOptions, EvaluateOptions, SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
@@ -120,21 +118,21 @@ def check_command(words: list[str]) -> None:
     program, *args = (w for w in words if w not in ("--help", "--print-config"))
     match program:
         case "jaxpar.train" | "jaxpar.distill":
-            read_config(args, program, None, model_from=any_model)
+            read_config(args, model_from=any_model)
         case "jaxpar.bench":
             bench.read_command(args)
         case "jaxpar.quickstart":
-            parse_overrides(load_config("quickstart"), args, program)
+            parse_overrides(load_config("quickstart"), args)
         case "jaxpar.verify":
             options, overrides = verification_command.parse_options(args)
-            cfg = parse_overrides(load_config(options.config), overrides, program)
+            cfg = parse_overrides(load_config(options.config), overrides)
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.mup":
             read_mup_command(args, "")
         case "jaxpar.sample":
             tyro.cli(SampleOptions, args=args)
         case "jaxpar.chat":
-            tyro.cli(DialogueOptions, args=args)
+            tyro.cli(ChatOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
         case "jaxpar.profile":

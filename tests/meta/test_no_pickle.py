@@ -102,7 +102,8 @@ def test_a_token_file_that_holds_a_pickle_is_refused(dataset_folder, tmp_path):
 @pytest.fixture
 def dataset_folder(tmp_path) -> Path:
     """A dataset of a few tokens."""
-    from jaxpar.data.prepare.text import PrepareOptions, prepare
+    from jaxpar.data.options import PrepareOptions
+    from jaxpar.data.prepare.text import prepare
 
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 50)

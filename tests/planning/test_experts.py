@@ -49,7 +49,7 @@ def on(n: int, cfg: Config = QWEN, **fields) -> Config:
 
 
 def test_predictions_are_within_their_bounds_of_what_was_measured():
-    read = lambda words: read_config(words, "jaxpar.plan", None)  # noqa: E731
+    read = lambda words: read_config(words)  # noqa: E731
     compared = list(calibration.compare(read, "experts"))
     assert len(compared) >= 12
     for c in compared:

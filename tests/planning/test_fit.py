@@ -65,7 +65,7 @@ def test_a_gpu_gets_a_warning(monkeypatch):
 def test_train_refuses_it_and_writes_nothing(devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, "host_memory", lambda: 1 << 20)
-    cfg = read_config(["quickstart"], "jaxpar.train", "")
+    cfg = read_config(["quickstart"])
     for work in (first_run.prepare_quickstart, start.checked):
         with pytest.raises(ConfigError, match=r"but this host or container has 0\.0 GiB"):
             work(cfg)

@@ -86,7 +86,7 @@ def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
     assert {name: getattr(cfg.parallel, name) for name in chosen} == chosen
     assert cfg.parallel.tensor == 2 and cfg.data.seq_len == 4096
     _, _, _, name, *rest = found["command"].split()
-    assert parse_overrides(load_config(name), rest, "") == cfg
+    assert parse_overrides(load_config(name), rest) == cfg
     with pytest.raises(ConfigError, match=r"--write .* exists"):
         plan.main([*words, "--write", str(file)])
     with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
@@ -103,7 +103,7 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
     scaled = ("--model.rope-scaling.factor", "8", "--model.sliding-window", "64")
     found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
     _, _, _, name, *rest = shlex.split(found["command"])
-    cfg = parse_overrides(load_config(name), rest, "")
+    cfg = parse_overrides(load_config(name), rest)
     assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
     assert cfg.model.rope_scaling == RopeScaling() and cfg.model.sliding_window == 64
     monkeypatch.chdir("there")
@@ -115,7 +115,7 @@ def test_a_section_that_is_turned_off_stays_so():
     found = override.changes(on, Config())
     assert found == {"model.sliding_window": None, "model.rope_scaling": None}
     _, _, _, _, *rest = override.command_line("quickstart", on, Config()).split()
-    assert parse_overrides(on, rest, "") == Config()
+    assert parse_overrides(on, rest) == Config()
 
 
 def test_fewest_gpus(capsys):

@@ -36,7 +36,7 @@ def on(n: int, **fields):
 
 
 def test_predictions_are_within_their_bounds_of_what_was_measured():
-    compared = list(calibration.compare(lambda words: read_config(words, "jaxpar.plan", None)))
+    compared = list(calibration.compare(lambda words: read_config(words)))
     assert len(compared) >= 41 and sum(c.memory_error is not None for c in compared) >= 28
     for c in compared:
         assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
@@ -45,7 +45,7 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 
 
 def test_predicted_memory_is_within_its_bound_of_xlas_plans():
-    read = lambda words: read_config(words, "jaxpar.plan", None)  # noqa: E731
+    read = lambda words: read_config(words)  # noqa: E731
     compiled = list(calibration.compare_compiled(read))
     assert len(compiled) >= 46
     for c in compiled:

@@ -7,9 +7,9 @@ import pytest
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.options import read_options
 from jaxpar.config.rules.limits import Range
 from jaxpar.data.__main__ import read_command
-from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes.launcher import read_command as read_launch
 

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from jaxpar import replay, sample
 from jaxpar.config import ConfigError
+from jaxpar.config.options import read_options
 from jaxpar.config.printable import printable
 from jaxpar.runtime import program, terminal
-from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.signals import output_may_be_lost
 
 #: A text that clears the screen, sets the title, colors, reverses its end, and forges a line.

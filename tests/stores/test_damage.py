@@ -9,7 +9,8 @@ import pytest
 
 from jaxpar.checkpoint import stored as stored_checkpoints
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import open_sources
 from jaxpar.data.stored import folder as stored_folder
 from jaxpar.data.stored.writing import whole_address

@@ -16,7 +16,8 @@ from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.formats.meta import META_FILE
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
 from jaxpar.data.stored import folder as stored_folder
 from jaxpar.data.stored.writing import whole_address

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import ConfigError
+from jaxpar.config.options import read_options
 from jaxpar.convert.__main__ import read_options as convert_options
-from jaxpar.inference.evaluate import EvaluateOptions
-from jaxpar.inference.sample import SampleOptions
+from jaxpar.inference.options import EvaluateOptions, SampleOptions
 from jaxpar.report.__main__ import ReportOptions
-from jaxpar.runtime.option_classes import read_options
 from jaxpar.stores import fetching, steps
 from jaxpar.stores.fetching import StepsDamaged, fetch, for_reading
 from jaxpar.stores.reading import with_local_runs

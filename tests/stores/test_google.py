@@ -88,7 +88,8 @@ def test_a_run_goes_there_and_back(address, tmp_path, monkeypatch):
 
 
 def test_a_dataset_is_read_from_there(address, tmp_path):
-    from jaxpar.data.prepare.text import PrepareOptions, prepare
+    from jaxpar.data.options import PrepareOptions
+    from jaxpar.data.prepare.text import prepare
     from jaxpar.data.sources import open_sources
     from jaxpar.data.stored import folder
 

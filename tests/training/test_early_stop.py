@@ -16,7 +16,8 @@ from jaxpar.config.command_line import read_config
 from jaxpar.config.declared import Misshapen
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.__main__ import main as convert
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import json_lines
@@ -80,7 +81,7 @@ def test_a_run_stops_early_as_it_would_have_without_a_pause(
 def test_the_best_checkpoint_is_kept_and_one_that_failed_is_not_counted(
     config_file, tmp_path, monkeypatch
 ):
-    cfg = resolve(read_config([config_file, *WORDS.split()], "jaxpar.train", ""), 1)
+    cfg = resolve(read_config([config_file, *WORDS.split()]), 1)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     like = state.abstract_logical(cfg, mesh)
 
@@ -134,7 +135,7 @@ def test_the_best_of_some_values():
 
 def test_another_metric_starts_anew(config_file, tmp_path):
     """So does the same one on other data."""
-    base = read_config([config_file, *WORDS.split()], "jaxpar.train", "")
+    base = read_config([config_file, *WORDS.split()])
     web = {"evaluation.sets": "web=data/web", "checkpoint.best": "web"}
     other = {"evaluation.sets": "web=data/web:test", "checkpoint.best": "web"}
     said = [best.fresh(replace(base, **fields)).what for fields in ({}, web, other)]

@@ -16,7 +16,8 @@ from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
 from jaxpar.convert.__main__ import main as convert
 from jaxpar.data import Loader, TokenDataset
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.inference.load import load
 from jaxpar.model import reference
@@ -42,7 +43,7 @@ def make_run(only_devices, config_file):
 
     def make(*arguments: str) -> Run:
         with only_devices(2):
-            return Run(read_config([config_file, *arguments], "jaxpar.train", ""))
+            return Run(read_config([config_file, *arguments]))
 
     return make
 

@@ -43,7 +43,7 @@ def run_of(config, only_devices):
 
     def make(flags: list[str], devices: int = 1) -> Run:
         with only_devices(devices):
-            return Run(read_config([config, *flags], "test", ""))
+            return Run(read_config([config, *flags]))
 
     return make
 

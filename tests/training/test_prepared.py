@@ -44,7 +44,7 @@ def programs_of_fingerprints(monkeypatch):
 def test_packages_of_sinks_are_imported_ahead(config_file, monkeypatch):
     imported = []
     monkeypatch.setattr(sinks.importlib, "import_module", imported.append)
-    cfg = read_config([config_file, "--metrics.prometheus-port", "9000"], "jaxpar.train", "")
+    cfg = read_config([config_file, "--metrics.prometheus-port", "9000"])
     sinks.import_packages(cfg)
     assert imported == ["tensorboardX.event_file_writer", "prometheus_client"]
 

@@ -5,7 +5,8 @@ import pytest
 from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import check, resolve
-from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.text import prepare
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.training.vocabulary import with_vocabulary

@@ -43,7 +43,7 @@ def goes_on(folder, finished, *steps):
 def config(write_config, tmp_path):
     """(flags) -> a config of a run that takes weights from another."""
     file = write_config(tmp_path)
-    return lambda *flags: read_config([file, *map(str, flags)], "jaxpar.train", "")
+    return lambda *flags: read_config([file, *map(str, flags)])
 
 
 def saved_with(cfg, finished, weights_from):

@@ -1,10 +1,5 @@
-"""Compare cards side by side: python -m jaxpar.bench compare A.json B.json [C.json ...]
+"""Compare cards side by side: figures with their ratio to the first card, then conditions."""
 
-Prints each figure of cards of `bench train` with its ratio to the first card, and then the
-conditions that differ.
-"""
-
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,30 +7,17 @@ from typing import Any
 
 from jaxpar.bench.cards import differences, figures
 from jaxpar.config import ConfigError
-from jaxpar.runtime.options import Parser
-
-PROGRAM = "python -m jaxpar.bench compare"
 
 
-def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
+def compare(paths: Sequence[str]) -> None:
+    """Print the comparison of cards.
 
-    Raises:   ConfigError for fewer than two cards.
+    Raises:   ConfigError for fewer than two cards, or a file that is none.
     """
-    parser = Parser(PROGRAM, __doc__)
-    parser.add_argument("cards", nargs="+", metavar="CARD", help="files written by --card")
-    options = parser.parse_args(argv)
-    if len(options.cards) < 2:
-        fix = f"use {PROGRAM} A.json B.json"
-        raise ConfigError("cards", options.cards[0], "must be at least two files", fix)
-    return options
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
-    paths = read_command(argv).cards
+    if len(paths) < 2:
+        fix = "use python -m jaxpar.profile A.json B.json"
+        raise ConfigError("RUN_OR_TRACE", paths[0], "must be at least two cards", fix)
     print(comparison(paths, [read_card(path) for path in paths]), flush=True)
-    return 0
 
 
 def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]]) -> str:
@@ -52,20 +34,20 @@ def read_card(path: str) -> dict[str, Any]:
 
     Cards of `scripts/measure/torchtitan_run.py` have fewer figures.
 
-    Raises:   ConfigError if the file cannot be read or is not a card of bench train.
+    Raises:   ConfigError if the file cannot be read or is not a card of --bench.
     """
     try:
         card = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
-        raise ConfigError("cards", path, rule, "use a file written by --card") from error
+        raise ConfigError("RUN_OR_TRACE", path, rule, "use a file written by --card") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
         rule = f"is not JSON: {error}"
-        raise ConfigError("cards", path, rule, "use a file written by --card") from error
+        raise ConfigError("RUN_OR_TRACE", path, rule, "use a file written by --card") from error
     if not isinstance(card, dict):
         rule = f"is not a card but a JSON {type(card).__name__}"
-        raise ConfigError("cards", path, rule, "use a file written by --card")
+        raise ConfigError("RUN_OR_TRACE", path, rule, "use a file written by --card")
     if not isinstance(card.get("step_seconds"), dict) and "torchtitan" not in card:
-        rule = "is not a card of bench train"
-        raise ConfigError("cards", path, rule, "use a file that bench train wrote with --card")
+        rule = "is not a card of --bench"
+        raise ConfigError("RUN_OR_TRACE", path, rule, "use a file that --bench wrote with --card")
     return card

@@ -1,12 +1,5 @@
-"""Measure training speed: python -m jaxpar.bench train CONFIG [--steps N] [--card FILE] [...]
+"""The work of `python -m jaxpar.profile --bench`."""
 
-Runs the train step of a config on its data, from fresh weights, without checkpoints or evaluation,
-and then a few more steps under the profiler. Prints the figures, and writes them to a card: a JSON
-file that also has the conditions of the measurement. docs/benchmarking.md explains each figure.
-SIGTERM or Ctrl-C ends the steps: the card then has those so far, and says so.
-"""
-
-import argparse
 import dataclasses
 import functools
 import hashlib
@@ -22,12 +15,10 @@ import jax
 from jaxpar.bench.training import conditions, experts, outer_steps, power, profiled
 from jaxpar.bench.training import steps as timed_steps
 from jaxpar.bench.training.routing import RoutingReplay
-from jaxpar.bench.training.steps import WARM_UP, cut_short_card, time_steps
+from jaxpar.bench.training.steps import cut_short_card, time_steps
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import expand_set_options, read_config
+from jaxpar.config.command_line import expand_set_options
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
-from jaxpar.config.rules.limits import Range
-from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
@@ -35,9 +26,10 @@ from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
+from jaxpar.profiling.options import WARM_UP, BenchOptions
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import Parser, check_file, check_folder
+from jaxpar.runtime.options import check_file, check_folder
 from jaxpar.runtime.processes import detect, peers, rendezvous
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
@@ -186,48 +178,20 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(filter(None, lines))
 
 
-def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Parse the benchmark's options, and the config with its overrides."""
-    parser = Parser("python -m jaxpar.bench train", __doc__)
-    add = parser.add_argument
-    parser.whole("--steps", 20, Range(1, 1_000_000, 20), help="number of timed steps (20)")
-    parser.whole(
-        "--warm-up",
-        WARM_UP,
-        Range(WARM_UP, 1_000_000, WARM_UP),
-        help="number of steps before them, in which routers learn to balance their experts (3)",
-    )
-    parser.whole(
-        "--profile-steps",
-        2,
-        Range(0, MAX_PROFILED_STEPS, 2),
-        help="number of profiled steps afterwards (2); 0: none",
-    )
-    add(
-        "--profiler",
-        choices=[profiled.JAX, profiled.NVIDIA],
-        default=profiled.JAX,
-        help="what measures the profiled steps (jax); nvidia: ncu or nsys around this program",
-    )
-    add("--routing", metavar="FILE", help="repeat a routing that a run has recorded")
-    add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
-    add("--card", help="JSON file to which to write the card")
-    add("--commit", help="commit to record on the card, if there is no checkout")
-    options, rest = parser.parse_known_args(argv)
-    if options.trace is not None and not options.profile_steps:
-        fix = "use --profile-steps 2, or remove --trace"
-        raise ConfigError(
-            "--trace", options.trace, "requires profiled steps, but there are none", fix
-        )
-    cfg = without_schedules(read_config(rest, "jaxpar.bench train", __doc__))
-    refuse_fields_of_a_run(cfg, rest)
+def config_of(options: BenchOptions) -> Config:
+    """Return the config to measure, and check the places of the files to write.
+
+    Raises:   ConfigError for a field that has no effect, or a file that cannot be written.
+    """
+    cfg = without_schedules(options.config.checked())
+    refuse_fields_of_a_run(cfg, options.config.overrides)
     place = detect.detect(cfg, os.environ)
     if (
         place is None or place.process_id == 0
     ):  # only process 0 writes; others may run on other hosts
-        check_folder("--trace", options.trace)
-        check_file("--card", options.card)
-    return options, cfg
+        check_folder("--trace", options.trace or None)
+        check_file("--card", options.card or None)
+    return cfg
 
 
 def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
@@ -251,9 +215,9 @@ def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
         raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
-    options, cfg = read_command(argv)
+def bench(options: BenchOptions) -> int:
+    """Measure, print the figures, write the card, and return the exit code."""
+    cfg = config_of(options)
     routing = read_routing("--routing", options.routing, cfg) if options.routing else None
     cfg, environment = rendezvous.join(cfg)
     cfg = dataclasses.replace(
@@ -265,7 +229,8 @@ def main(argv: Sequence[str]) -> int:
         train=dataclasses.replace(cfg.train, early_stop_patience=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from="", record_routing=""),
     )
-    profiled.check_profiler(options.profiler, options.trace)
+    trace = options.trace or None
+    profiled.check_profiler(options.profiler, trace)
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps, routing, options.warm_up)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
@@ -277,9 +242,7 @@ def main(argv: Sequence[str]) -> int:
         running.batches.close()
         interrupted = stopped["by"] == signal.SIGINT.name
         return exit_codes.EXIT_INTERRUPTED if interrupted else exit_codes.EXIT_PREEMPTED
-    result |= profiled.profile_steps(
-        running, options.profile_steps, options.trace, options.profiler
-    )
+    result |= profiled.profile_steps(running, options.profile_steps, trace, options.profiler)
     peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)

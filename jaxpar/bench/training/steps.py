@@ -9,11 +9,9 @@ from typing import Any
 import jax
 
 from jaxpar.bench.training.power import Watch
+from jaxpar.profiling.options import WARM_UP
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes import peers
-
-#: Fewest steps before timing starts: the first ones load kernels, and clocks settle.
-WARM_UP = 3
 
 #: Seconds between progress lines.
 EVERY = 5.0

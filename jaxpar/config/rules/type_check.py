@@ -22,8 +22,8 @@ def _check_types(node: Any, prefix: str) -> None:
     hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
-        if not _fits(value, hint) and value not in registry.names(path):
-            rule = f"must be {_describe(hint)}{_or_added(path)}"
+        if not fits(value, hint) and value not in registry.names(path):
+            rule = f"must be {describe(hint)}{_or_added(path)}"
             raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, path + ".")
@@ -34,9 +34,10 @@ def _hints_of(section: type) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, h) for h in typing.get_args(hint))
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type, a union of types, or one of a Literal."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(fits(value, h) for h in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
     if hint is float:
@@ -55,11 +56,12 @@ def _or_added(path: str) -> str:
     return f", or registered with jaxpar.config.registry ({there})"
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
+    """Return a type in words: "a whole number or None"."""
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(describe(h) for h in typing.get_args(hint))
     return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
 
 

@@ -3,14 +3,12 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.limits import TOKEN_ID
+from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import (
@@ -27,34 +25,11 @@ from jaxpar.data.formats.meta import (
 from jaxpar.data.formats.token_file import chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folder
+from jaxpar.data.options import ConvertOptions
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_made_by, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Copy tokens to another format. Several inputs are concatenated."""
-
-    input: tuple[str, ...]
-    """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
-    output: Annotated[str, TO_ADDRESS]
-    """jaxpar: a folder, or s3://BUCKET/PREFIX. megatron: a prefix, without .bin and .idx. Others: a
-    file."""
-    to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
-    """Format to write."""
-    split: Literal["train", "val", "test"] = "train"
-    """Split of the input folders to read."""
-    held_out: tuple[str, ...] = ()
-    """Files of held-out tokens, for the val split of a jaxpar folder."""
-    eos_id: Annotated[int | None, TOKEN_ID] = None
-    """End-of-text token, for inputs that do not mark documents. None: the tokenizer's."""
-    tokenizer: str | None = None
-    """Tokenizer of the tokens: a tokenizer.json, or bytes. A jaxpar folder stores it."""
-    overwrite: bool = False
-    """Replace an existing output."""
 
 
 def convert(options: ConvertOptions, progress: PreparationProgress | None = None) -> str:

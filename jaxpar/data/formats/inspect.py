@@ -2,14 +2,11 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.rules.limits import TOKEN_ID
+from jaxpar.config.options import check_ranges
 from jaxpar.data.formats.meta import (
     META_FILE,
     NO_TOKENIZER,
@@ -23,28 +20,15 @@ from jaxpar.data.formats.meta import (
 )
 from jaxpar.data.formats.token_file import Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.options import InspectOptions
 from jaxpar.data.sources import check_made_by, find_file, open_tokens
 from jaxpar.data.stored.folder import local
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
 from jaxpar.runtime.units import size
 
 #: Tokens of the first document to show.
 SHOWN_TOKENS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectOptions:
-    """Check and describe a folder or file of tokens. Reads all of it."""
-
-    path: Annotated[str, tyro.conf.Positional, TO_ADDRESS]
-    """A path as for `data.path`: a dataset folder or its address, a Megatron pair or a .bin
-    file."""
-    eos_id: Annotated[int | None, TOKEN_ID] = None
-    """End-of-text token, for files that do not mark documents."""
-    tokenizer: str | None = None
-    """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
 
 
 def inspect_tokens(options: InspectOptions) -> str:

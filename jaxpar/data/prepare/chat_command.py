@@ -3,47 +3,18 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import TRAIN, Meta
-from jaxpar.data.formats.rows import ERROR, RowCounts
+from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.options import ChatOptions
 from jaxpar.data.prepare.chat import ChatEncoder, check_messages
 from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.records import find_json, finish_records, read_records, record_borders
-from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, place_of, shares_of
+from jaxpar.data.prepare.splits import check_no_split_is_empty, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
-from jaxpar.runtime.option_classes import TO_ADDRESS
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
-
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, with a conversation per line, or folders of them."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
-    tokenizer: str
-    """The model's tokenizer.json or its folder, or bytes."""
-    template: Literal["plain", "chatml", "llama3"] = "plain"
-    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
-    messages_field: str = "messages"
-    """JSON field with a list of {"role": ..., "content": ...}."""
-    holdout: float = HOLDOUT
-    """Share of the conversations, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
-    on_bad_row: Literal["error", "skip"] = ERROR
-    """Whether a line that is no conversation ends the command, or is left out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = None) -> Meta:

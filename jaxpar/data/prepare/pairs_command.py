@@ -3,54 +3,19 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
-from jaxpar.data.formats.rows import ERROR, RowCounts
+from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.options import PairOptions
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.pairs import encode_pair, read_pair
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.records import find_json, finish_records, read_records, record_borders
-from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, place_of, shares_of
+from jaxpar.data.prepare.splits import check_no_split_is_empty, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
-from jaxpar.runtime.option_classes import TO_ADDRESS
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairOptions:
-    """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
-
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, with a pair per line, or folders of them."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
-    tokenizer: str
-    """The model's tokenizer.json or its folder, or bytes."""
-    template: Literal["plain", "chatml", "llama3"] = "plain"
-    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
-    prompt_field: str = "prompt"
-    """JSON field of the prompt: a text, or a list of {"role": ..., "content": ...}. Without it, the
-    prompt is what both responses begin with."""
-    chosen_field: str = "chosen"
-    """JSON field of the preferred response: a text, or messages, with the prompt or without."""
-    rejected_field: str = "rejected"
-    """JSON field of the other response."""
-    holdout: float = HOLDOUT
-    """Share of the prompts, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
-    on_bad_row: Literal["error", "skip"] = ERROR
-    """Whether a line that is no pair, such as one of equal responses, ends the command, or is left
-    out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 def prepare_pairs(options: PairOptions, progress: PreparationProgress | None = None) -> Meta:

@@ -11,9 +11,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import TEST, TRAIN, VAL, SplitMeta
 from jaxpar.data.formats.readers import Piece
 from jaxpar.data.formats.rows import RowCounts
-
-#: Held-out share of the documents unless an option says otherwise.
-HOLDOUT = 0.02
+from jaxpar.data.options import HOLDOUT
 
 #: Documents to look at for one in each split. A share of 0.001 of this many has one.
 LOOKED_AT = 10_000

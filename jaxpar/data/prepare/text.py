@@ -5,25 +5,22 @@ The result depends only on the documents and the options, not on the number of w
 
 import functools
 import itertools
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.numerals import only_digits
-from jaxpar.config.rules.limits import Range
+from jaxpar.config.options import check_ranges
 from jaxpar.data.formats.meta import TRAIN, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
-from jaxpar.data.formats.rows import ERROR, RowCounts
+from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_pieces
 from jaxpar.data.prepare.encode import encode_pieces
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import (
-    HOLDOUT,
     Borders,
     assign_splits,
     check_no_split_is_empty,
@@ -34,7 +31,6 @@ from jaxpar.data.prepare.splits import (
 from jaxpar.data.stream.cutting import cut_text, one_part
 from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
-from jaxpar.runtime.option_classes import TO_ADDRESS, check_ranges
 from jaxpar.runtime.units import size
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
@@ -45,43 +41,6 @@ BPE_DIGITS = 8
 
 #: Characters of text to train a BPE on: about 2 s for 8192 tokens on two cores.
 BPE_SAMPLE_CHARS = 10_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """Tokenize text into a dataset folder."""
-
-    input: tuple[str, ...]
-    """Text files (see docs/data.md), folders of them, or `stdlib`: the source code of Python."""
-    extension: tuple[str, ...] = ()
-    """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
-    UTF-8 text. None: the formats of docs/data.md."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
-    tokenizer: str = "bytes"
-    """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
-    Hugging Face Hub, org/model or org/model@revision."""
-    holdout: float = HOLDOUT
-    """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
-    workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
-    """Number of threads that encode."""
-    text_field: str = "text"
-    """JSON field or Parquet column with the text."""
-    separator: str | None = None
-    r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
-    None: each file is a document."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
-    stream: bool = False
-    """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
-    where it is."""
-    on_bad_row: Literal["error", "skip"] = ERROR
-    """Whether a row that is broken or has no text ends the command, or is left out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 def prepare(options: PrepareOptions, progress: PreparationProgress | None = None) -> Meta:

@@ -3,42 +3,24 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import BinaryIO
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.limits import Range
+from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats.compressed import import_pyarrow
 from jaxpar.data.formats.json_file import json_texts
 from jaxpar.data.formats.readers import ReadOptions, read_jsonl, read_text
-from jaxpar.data.formats.rows import ERROR, RowCounts, input_error, reading
+from jaxpar.data.formats.rows import RowCounts, input_error, reading
+from jaxpar.data.options import ReframeOptions
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, kind_of
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.units import size
 
 #: Bytes of text in a frame; a line is in one frame.
 FRAME_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReframeOptions:
-    """Copy text into .jsonl.zst files of small frames, for `prepare --stream`."""
-
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, .parquet, .arrow or .tar, or folders of them."""
-    output: str
-    """Folder for the copies. Each appears when it is complete."""
-    text_field: str = "text"
-    """Parquet or Arrow column with the text. Lines of JSON are copied as they are."""
-    level: Annotated[int, Range(1, 19, 3)] = 3
-    """Compression level of Zstandard."""
-    on_bad_row: Literal["error", "skip"] = ERROR
-    """Whether a row without text ends the command, or is left out and counted. Lines of JSON are
-    not parsed."""
 
 
 def reframe(options: ReframeOptions, progress: PreparationProgress | None = None) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
-from jaxpar.inference.generation import Sampling, check_positions, padded, slots_for, until_stop
+from jaxpar.inference.generation import check_positions, padded, slots_for, until_stop
+from jaxpar.inference.options import Sampling
 from jaxpar.inference.speculative.programs import SpeculativeRows, make_programs
 
 

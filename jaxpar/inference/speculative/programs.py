@@ -29,13 +29,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.inference.generation import (
     CHUNK,
-    Sampling,
     chances,
     draw,
     row_keys,
     seeing_as_in_training,
     tokens_to_reread,
 )
+from jaxpar.inference.options import Sampling
 from jaxpar.inference.speculative.acceptance import next_chances, num_accepted
 from jaxpar.model import decode
 from jaxpar.model.mtp import decode as modules

@@ -1,91 +1,43 @@
 """Launch the processes of a run on this host, and restart them after a failure."""
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import as_called, asks_help, read_config
-from jaxpar.config.model_source import ModelReader
-from jaxpar.config.rules.limits import MAX_SECONDS
+from jaxpar.config.command_line import ConfigArguments
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
-from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
-from jaxpar.runtime.processes.hosts import options as host_options
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.signals import tolerate_lost_readers
 
-#: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
-MAX_PROCESSES = 64
 
+def arguments_of(config: ConfigArguments) -> list[str]:
+    """Return the arguments of the processes, `jaxpar.train`.
 
-def read_command(
-    argv: Sequence[str],
-    doc: str | None = None,
-    model_from: ModelReader | None = None,
-    fill: Callable[[Config], Config] | None = None,
-) -> tuple[LaunchOptions, list[str], Config]:
-    """Return the options, the arguments for `jaxpar.train`, and their config.
-
-    Args:     doc: the text of --help. model_from, fill: as in `read_config`.
-    Returns:  with --serve-rendezvous, no arguments and a config of defaults.
-    Raises:   ConfigError for invalid options or an invalid config.
+    Raises:   ConfigError for a field that the launcher sets.
     """
-    args, prog = list(argv), as_called("python -m jaxpar.launch")
-    own, rest = (
-        (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    )
-    serves = any(arg.replace("_", "-").startswith("--serve-rendezvous") for arg in own)
-    if not rest and not asks_help(own) and not serves:
-        raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = read_options(LaunchOptions, own, "jaxpar.launch", doc)
-    for name, value, least in (
-        ("-n", options.num_processes, 1),
-        ("--grace", options.grace, 0),
-    ):
-        if not least <= value <= MAX_SECONDS:  # also for NaN
-            rule = f"must be at least {least}, and at most {MAX_SECONDS:,}"
-            raise ConfigError(name, value, rule, f"use {name} {least}")
-    most = max(MAX_PROCESSES, os.cpu_count() or 1)
-    if options.num_processes > most:
-        rule = f"must be at most {most}: more processes would exhaust this host's memory"
-        fix = "use -n 8, and --devices-per-process for more simulated devices"
-        raise ConfigError("-n", options.num_processes, rule, fix)
-    if options.nodes or options.rendezvous or options.serve_rendezvous:
-        host_options.check(options)
-    if options.serve_rendezvous:
-        return options, [], Config()
-    _check_places(rest)
-    if options.devices_per_process:
-        rest += ["--run.cpu-devices", str(options.devices_per_process)]
-    return options, rest, read_config(rest, "jaxpar.train", None, None, model_from, fill)
-
-
-def _check_places(rest: Sequence[str]) -> None:
-    """Raise ConfigError for run arguments that the launcher sets, or that are its own options."""
-    of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
-    own = ["-n", *("--" + f.name.replace("_", "-") for f in dataclasses.fields(LaunchOptions))]
-    for arg, following in zip(rest, [*rest[1:], ""], strict=True):
-        name, given, value = arg.partition("=")
-        name, value = name.replace("_", "-"), value if given else following
-        if name in of_run:
+    for text in config.overrides:
+        name = text.partition("=")[0].replace("_", "-")
+        if name in SET_HERE:
             path = name.removeprefix("--").replace("-", "_")
-            raise ConfigError(path, value, "is set by the launcher", "remove it")
-        if name in own:
-            rule, fix = "is an option of the launcher, but comes after --", f"put {name} before --"
-            raise ConfigError(name, value, rule, fix)
+            raise ConfigError(path, text.partition("=")[2], "is set by the launcher", "remove it")
+    return [config.name, *config.overrides]
+
+
+#: The fields that differ between the processes.
+SET_HERE = [f"--cluster.{x}" for x in ("coordinator", "num-processes", "process-id", "detect")]
 
 
 class CopiesInMemory(Protocol):
@@ -244,7 +196,7 @@ def shares_of_gpus(count: int) -> list[dict[str, str]]:
     seen = len(ids)
     if seen % count or not seen:
         rule = f"{seen} GPUs cannot be shared evenly by {count} processes"
-        fix = "use another -n, or --devices-per-process 1 for simulated devices"
+        fix = "use another -n, or --run.cpu-devices 1 for simulated devices"
         raise ConfigError("-n", count, rule, fix)
     each = seen // count
     return [{name: ",".join(ids[i * each : (i + 1) * each])} for i in range(count)]

@@ -10,9 +10,7 @@ from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import Scale
 from jaxpar.charts.standalone import svg_file
 from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes
-
-#: Exponents up to this are noise, and the way to the limit of infinite width.
-TOLERANCE = 0.3
+from jaxpar.verification.options import FLAT
 
 #: Kinds that may shrink: µP's logits start smaller in wider models.
 _MAY_SHRINK = ("logits",)
@@ -28,7 +26,7 @@ class Growth:
     change: float
     """Of their change."""
 
-    def verdict(self, tolerance: float = TOLERANCE) -> str:
+    def verdict(self, tolerance: float = FLAT) -> str:
         """Return flat, grows or shrinks. An update that shrinks has no effect in wide models."""
         if max(self.size, self.change) > tolerance:
             return "grows"

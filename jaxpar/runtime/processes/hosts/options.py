@@ -24,21 +24,21 @@ def limits(nodes: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def check_address(name: str, address: str, rule: str = "is not HOST:PORT") -> None:
+    """Raises:   ConfigError for an address that is not HOST:PORT."""
+    if addresses.split(address) is None:
+        fix = f"use {name} HOST:29400, the same on every host"
+        raise ConfigError(name, address, rule, fix)
+
+
 def check(options: LaunchOptions) -> None:
-    """Check the options of a launcher that is one of several, or that serves the rendezvous.
+    """Check the options of a launcher that is one of several.
 
     Raises:   ConfigError that names the option.
     """
-    served, met = options.serve_rendezvous, options.rendezvous
-    if options.nodes or not served:
-        limits(options.nodes)
-    if served and met:
-        rule, fix = "is for a launcher that trains", "remove it, or --serve-rendezvous"
-        raise ConfigError("--rendezvous", met, rule, fix)
-    name, value = ("--serve-rendezvous", served) if served else ("--rendezvous", met)
-    if addresses.split(value) is None:
-        rule = "is not HOST:PORT" if value else "is needed with --nodes"
-        raise ConfigError(name, value, rule, f"use {name} HOST:29400, the same on every host")
+    limits(options.nodes)
+    met = options.rendezvous
+    check_address("--rendezvous", met, "is not HOST:PORT" if met else "is needed with --nodes")
     seconds = {
         "--join-seconds": (options.join_seconds, 0.0, 10),
         "--wait-seconds": (options.wait_seconds, 1.0, 600),

@@ -21,32 +21,33 @@ from jaxpar.runtime.processes.hosts.copies import Copies, MakesServer
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
 from jaxpar.runtime.processes.hosts.store import Service
-from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.launch_options import LaunchOptions, ServeOptions
 from jaxpar.runtime.processes.launcher import CopiesInMemory, report, shares_of_gpus
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token, token_of
 
 type OnSignals = Callable[[Callable[[signal.Signals], None]], None]
 
 
-def serve(asked: LaunchOptions, on_signals: OnSignals) -> int:
+def serve(asked: ServeOptions, on_signals: OnSignals) -> int:
     """Serve the rendezvous until a signal.
 
     Raises:   ConfigError if the address is none of this host; RunError if its port is taken.
     """
     stopped: list[signal.Signals] = []
     on_signals(stopped.append)
-    host, port = _split(asked.serve_rendezvous)
+    options.check_address("--serve-rendezvous", asked.address)
+    host, port = _split(asked.address)
     bound = _bound(host)
     if bound is None:
         rule, fix = "is not this host", "use one of its names or addresses"
-        raise ConfigError("--serve-rendezvous", asked.serve_rendezvous, rule, fix)
+        raise ConfigError("--serve-rendezvous", asked.address, rule, fix)
     service = Service(addresses.joined(bound, port))
     if not service.wait_until_serving():
-        raise RunError(f"--serve-rendezvous {asked.serve_rendezvous}: port {port} is in use")
-    report(f"serving the rendezvous {asked.serve_rendezvous}, on {service.address}")
+        raise RunError(f"--serve-rendezvous {asked.address}: port {port} is in use")
+    report(f"serving the rendezvous {asked.address}, on {service.address}")
     while not stopped:
         if service.ended() is not None:
-            raise RunError(f"the rendezvous {asked.serve_rendezvous} has ended")
+            raise RunError(f"the rendezvous {asked.address} has ended")
         time.sleep(POLL_SECONDS)
     service.end()
     return report(f"stopped by {stopped[0].name}", exit_codes.EXIT_OK)

@@ -1,0 +1,179 @@
+"""Options of `python -m jaxpar.data`."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.options import TO_ADDRESS, Argument, Range
+from jaxpar.config.rules.limits import TOKEN_ID
+
+#: Default share of the documents to hold out.
+HOLDOUT = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """Tokenize text into a dataset folder."""
+
+    input: tuple[str, ...]
+    """Text files (see docs/data.md), folders of them, or `stdlib`: the source code of Python."""
+    extension: tuple[str, ...] = ()
+    """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
+    UTF-8 text. None: the formats of docs/data.md."""
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
+    tokenizer: str = "bytes"
+    """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
+    Hugging Face Hub, org/model or org/model@revision."""
+    holdout: float = HOLDOUT
+    """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
+    workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
+    """Number of threads that encode."""
+    text_field: str = "text"
+    """JSON field or Parquet column with the text."""
+    separator: str | None = None
+    r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
+    None: each file is a document."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    stream: bool = False
+    """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
+    where it is."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a row that is broken or has no text ends the command, or is left out and counted."""
+    overwrite: bool = False
+    """Replace an existing dataset in the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
+
+    input: tuple[str, ...]
+    """Files of JSON Lines, compressed or not, with a conversation per line, or folders of them."""
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
+    tokenizer: str
+    """The model's tokenizer.json or its folder, or bytes."""
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
+    messages_field: str = "messages"
+    """JSON field with a list of {"role": ..., "content": ...}."""
+    holdout: float = HOLDOUT
+    """Share of the conversations, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a line that is no conversation ends the command, or is left out and counted."""
+    overwrite: bool = False
+    """Replace an existing dataset in the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
+
+    input: tuple[str, ...]
+    """Files of JSON Lines, compressed or not, with a pair per line, or folders of them."""
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
+    tokenizer: str
+    """The model's tokenizer.json or its folder, or bytes."""
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
+    prompt_field: str = "prompt"
+    """JSON field of the prompt: a text, or a list of {"role": ..., "content": ...}. Without it, the
+    prompt is what both responses begin with."""
+    chosen_field: str = "chosen"
+    """JSON field of the preferred response: a text, or messages, with the prompt or without."""
+    rejected_field: str = "rejected"
+    """JSON field of the other response."""
+    holdout: float = HOLDOUT
+    """Share of the prompts, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a line that is no pair, such as one of equal responses, ends the command, or is left
+    out and counted."""
+    overwrite: bool = False
+    """Replace an existing dataset in the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReframeOptions:
+    """Copy text into .jsonl.zst files of small frames, for `prepare --stream`."""
+
+    input: tuple[str, ...]
+    """Files of JSON Lines, compressed or not, .parquet, .arrow or .tar, or folders of them."""
+    output: str
+    """Folder for the copies. Each appears when it is complete."""
+    text_field: str = "text"
+    """Parquet or Arrow column with the text. Lines of JSON are copied as they are."""
+    level: Annotated[int, Range(1, 19, 3)] = 3
+    """Compression level of Zstandard."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a row without text ends the command, or is left out and counted. Lines of JSON are
+    not parsed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Copy tokens to another format. Several inputs are concatenated."""
+
+    input: tuple[str, ...]
+    """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
+    output: Annotated[str, TO_ADDRESS]
+    """jaxpar: a folder, or s3://BUCKET/PREFIX. megatron: a prefix, without .bin and .idx. Others: a
+    file."""
+    to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
+    """Format to write."""
+    split: Literal["train", "val", "test"] = "train"
+    """Split of the input folders to read."""
+    held_out: tuple[str, ...] = ()
+    """Files of held-out tokens, for the val split of a jaxpar folder."""
+    eos_id: Annotated[int | None, TOKEN_ID] = None
+    """End-of-text token, for inputs that do not mark documents. None: the tokenizer's."""
+    tokenizer: str | None = None
+    """Tokenizer of the tokens: a tokenizer.json, or bytes. A jaxpar folder stores it."""
+    overwrite: bool = False
+    """Replace an existing output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Check and describe a folder or file of tokens. Reads all of it."""
+
+    path: Annotated[str, Argument("PATH"), TO_ADDRESS]
+    """A path as for `data.path`: a dataset folder or its address, a Megatron pair or a .bin
+    file."""
+    eos_id: Annotated[int | None, TOKEN_ID] = None
+    """End-of-text token, for files that do not mark documents."""
+    tokenizer: str | None = None
+    """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Keep what a teacher says of the training data, for a distillation without it.
+
+    CONFIG and fields are those of the run: distill.teacher names the teacher, and distill.cache the
+    folder to write. Training with the same fields then needs no teacher in memory. A command that
+    was stopped continues.
+    """
+
+    config: ConfigArguments
+
+
+type Options = (
+    PrepareOptions | ChatOptions | PairOptions | ReframeOptions | ConvertOptions | InspectOptions
+)

@@ -1,0 +1,132 @@
+"""Options of `python -m jaxpar.plan`, and of its --goodput, --advice and --hardware."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxpar.config import ConfigError
+from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.options import Range, Shown
+
+#: Default number of layouts in the ranking.
+DEFAULT_TOP = 10
+
+#: Default number of GPUs.
+DEFAULT_GPUS = 8
+
+#: Largest number of GPUs: --quick takes 19 s for half of it.
+MAX_GPUS = 1 << 17
+
+#: Load of the fullest rank of an expert axis, relative to the mean.
+EXPERT_IMBALANCE = 1.1
+
+#: Largest budget of tokens: far more text than exists.
+MAX_TOKENS = 1e18
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Rank the layouts of a config on a number of GPUs.
+
+    The plan tries all values of the parallel fields that define a layout (see --fix), whatever the
+    config sets. Other fields, such as parallel.context, apply to all layouts.
+    """
+
+    config: ConfigArguments
+    gpus: Annotated[int | None, Range(1, MAX_GPUS, DEFAULT_GPUS)] = None
+    """Total number of GPUs. None: 8."""
+    gpu: Annotated[str, Shown("NAME")] = "h200"
+    """Kind of GPU, one of --hardware."""
+    nodes: Annotated[int | None, Range(1, MAX_GPUS, 1)] = None
+    """Number of hosts. None: as few as possible for this GPU."""
+    network: Annotated[str, Shown("NAME")] = "ib400"
+    """Network between hosts, one of --hardware, or its speed per GPU as 10gbit."""
+    top: Annotated[int | None, Range(1, 1_000_000, DEFAULT_TOP)] = None
+    """Number of layouts to show. None: 10."""
+    all: bool = False
+    """Show all layouts instead of the best of each mesh."""
+    fix: Annotated[str, Shown("FIELD=VALUE,...")] = ""
+    """Fix fields of the layout: pipeline, replica, data, expert, sequence, tensor, zero,
+    num_microbatches, virtual_stages, row_groups, remat."""
+    expert_imbalance: float = EXPERT_IMBALANCE
+    """Load of the fullest rank of an expert axis, relative to the mean, in the mean layer:
+    fullest_rank_mean of a run."""
+    quick: bool = False
+    """Try fewer layouts, such as only powers of two of microbatches."""
+    write: Annotated[str, Shown("FILE")] = ""
+    """Write the best layout as a config file, FILE.py."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    compile: Annotated[int, Range(0, 1_000_000, 1)] = 0
+    """Compile this many of the best layouts with XLA."""
+    lower: Annotated[int, Range(0, 1_000_000, 1)] = 0
+    """Lower the train step of this many of the best layouts, as each process would at its start."""
+    min_gpus: bool = False
+    """Find the fewest GPUs that fit (implies --quick)."""
+    largest: Literal["batch", "sequence"] | None = None
+    """Find the largest batch or sequence (implies --quick)."""
+    kv_cache: Annotated[str, Shown("ROWSxTOKENS")] = ""
+    """Memory of the KV cache for generation."""
+    tokens: float | None = None
+    """Number of training tokens: prints the time and GPU-hours."""
+    price: float | None = None
+    """Price of a GPU-hour: prints the cost of --tokens."""
+    spot_price: float | None = None
+    """The same for spot (preemptible) GPUs."""
+    links: bool = False
+    """Compare sums over replicas by the speed of their links."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and not 1 <= self.tokens <= MAX_TOKENS:
+            rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
+            raise ConfigError("--tokens", self.tokens, rule, "use --tokens 15e12")
+
+
+#: The values that the options of --goodput may have.
+MIN, MAX = 1e-3, 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoodputOptions:
+    """Print the best time between saves, and the share of the time that counts (Young, Daly)."""
+
+    gpus: Annotated[int, Range(1, MAX_GPUS, DEFAULT_GPUS)] = DEFAULT_GPUS
+    """Total number of GPUs."""
+    failure_hours: float = 50_000.0
+    """Mean hours between failures of a GPU. Default: Llama 3 405B without planned stops, 419 on
+    16,384 H100s in 54 days (2407.21783, table 5)."""
+    save_seconds: float = 1.0
+    """Seconds that training waits for a save."""
+    restart_seconds: float = 240.0
+    """Seconds from a failure to the next step, without lost work."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        for name in ("failure_hours", "save_seconds", "restart_seconds"):
+            value, option = getattr(self, name), "--" + name.replace("_", "-")
+            if not MIN <= value <= MAX:
+                fix = f"use {option} {getattr(type(self), name):g}"
+                raise ConfigError(option, value, f"must be from {MIN:g} to {MAX:g}", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceOptions:
+    """Print the best mesh axes by model size."""
+
+    gpu: Annotated[str, Shown("NAME")] = "h200"
+    """Kind of GPU, one of --hardware."""
+    network: Annotated[str, Shown("NAME")] = "ib400"
+    """Network between hosts, one of --hardware, or its speed per GPU as 10gbit."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """Print the GPUs and networks, with sources."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+type Options = PlanOptions | GoodputOptions | AdviceOptions | HardwareOptions
