@@ -1,7 +1,7 @@
 # An image of jaxpar for NVIDIA GPUs, from Debian and PyPI:
 #
 #     docker build --tag jaxpar .
-#     docker run --gpus all --shm-size 16g --volume "$PWD:/workspace" jaxpar quickstart
+#     docker run --gpus all --shm-size 16g --volume "$PWD:/workspace" jaxpar train quickstart
 #
 # The GPU's libraries are JAX's wheels; the driver comes from the host. For a host without GPUs:
 # --build-arg EXTRAS=hf,stores. BASE is any Debian with Python 3.12 or newer, venv and pip.

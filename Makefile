@@ -22,7 +22,7 @@ install-gpu: $(INSTALLED_GPU) ## The same, with JAX for NVIDIA GPUs (CUDA 13)
 
 .PHONY: quickstart
 quickstart: install ## Train a tiny model on this machine, after installing
-	@$(PY) -m jaxpar.quickstart
+	@$(PY) -m jaxpar.train quickstart
 
 .PHONY: test
 test: lint types pytest ## All that CI runs: lint, types, CPU tests

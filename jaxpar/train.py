@@ -7,8 +7,10 @@ text, the source code of the Python standard library, and ends with a sample of 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxpar import commands
+from jaxpar.config import Config
 from jaxpar.config.command_line import ConfigArguments
 
 
@@ -25,7 +27,8 @@ OPTIONS = TrainOptions
 def main(options: TrainOptions) -> int:
     """Train to the end of the run."""
     from jaxpar.execution.decisions import explain
-    from jaxpar.runtime.processes import rendezvous
+    from jaxpar.runtime import exit_codes
+    from jaxpar.runtime.processes import peers, rendezvous
     from jaxpar.stores.fetching import with_local_config
     from jaxpar.training import first_run
     from jaxpar.training.start import run_to_end
@@ -33,8 +36,22 @@ def main(options: TrainOptions) -> int:
     arguments = with_local_config(options.config)
     asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
     cfg, environment = rendezvous.join(asked)
-    first_run.prepare_quickstart(cfg)
-    return run_to_end(cfg, environment)
+    is_first = first_run.prepare_quickstart(cfg) and arguments.name == "quickstart"
+    code = run_to_end(cfg, environment)
+    if is_first and code == exit_codes.EXIT_OK and peers.world_size() == 1:
+        show_first_run(cfg)
+    return code
+
+
+def show_first_run(cfg: Config) -> None:
+    """Print a sample of the model, and where everything is."""
+    from jaxpar.inference.options import SampleOptions
+    from jaxpar.inference.sample import sample
+    from jaxpar.training import first_run
+
+    print("\nA sample:", flush=True)
+    sample(SampleOptions(run=cfg.run.dir, prompt=("import ",), max_tokens=300, save=True))
+    first_run.report(Path(cfg.run.dir), Path(cfg.data.path))
 
 
 if __name__ == "__main__":

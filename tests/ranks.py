@@ -109,7 +109,7 @@ def launch(count: int, each: int, *args: str, out: Any = None, **env: str) -> su
     Args:     its own, --, the run's. out: an open file that it writes to; None: a pipe.
     """
     command = [sys.executable, "-m", "jaxpar.launch", "-n", str(count)]
-    command += ["--devices-per-process", str(each), *args]
+    command += ["--run.cpu-devices", str(each), *args]
     return subprocess.Popen(
         command,
         env=environment(**env),

@@ -1,7 +1,7 @@
 """The flight recorder, RUN/recent.jsonl: inputs and exact results of the latest steps.
 
 When the file holds more than twice `guard.recent_steps` records, the older ones are dropped. If a
-step has two records, the later one counts. `python -m jaxpar.replay` repeats a step from its
+step has two records, the later one counts. `python -m jaxpar.checkpoint replay` repeats a step from its
 record.
 """
 

@@ -37,7 +37,7 @@ def found_runs(folders: Sequence[str]) -> list[RunRead]:
     if not runs:
         rule = f"has no run in it, up to {listing.DEPTH} folders deep"
         raise ConfigError(
-            "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.quickstart"
+            "FOLDER", " ".join(folders), rule, "train one: python -m jaxpar.train quickstart"
         )
     return runs
 

@@ -15,7 +15,7 @@ from jaxpar.config.rules.paths import absolute, check_path, refuse_address
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are config errors of one line.
 
-    Help texts name programs as they were called: `python -m jaxpar.bench` or `jaxpar bench`.
+    Help texts name programs as they were called: `python -m jaxpar.profile --bench` or `jaxpar bench`.
     """
 
     def __init__(self, prog: str, description: str | None, **more: Any):

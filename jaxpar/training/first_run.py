@@ -1,4 +1,4 @@
-"""The first run: its training text, and the output of `python -m jaxpar.quickstart`."""
+"""The first run: its training text, and the output of `python -m jaxpar.train quickstart`."""
 
 import math
 import shlex
@@ -10,7 +10,7 @@ import jax
 from jaxpar.config import Config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.formats.meta import META_FILE, read_meta
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import prepare
@@ -30,15 +30,16 @@ def prepare_text(folder: str) -> None:
         prepare(options, progress)
 
 
-def prepare_quickstart(cfg: Config) -> None:
+def prepare_quickstart(cfg: Config) -> bool:
     """Prepare the text of the config `quickstart`, in process 0. Does nothing for other data.
 
     `python -m jaxpar.train quickstart` therefore needs no other command first.
 
+    Returns:  whether the run has this text.
     Raises:   ConfigError when the config cannot run on these devices; nothing is written then.
     """
     if cfg.data.mixture or cfg.data.path != load_config("quickstart").data.path:
-        return
+        return False
 
     def work() -> None:
         devices = jax.device_count()  # in every process: JAX waits for all of them
@@ -49,18 +50,15 @@ def prepare_quickstart(cfg: Config) -> None:
             prepare_text(cfg.data.path)
 
     peers.all_or_none("text", cfg.cluster.slow_seconds or 1e6, work)
+    return True
 
 
-def headline(text: str) -> None:
-    """Print a title between the parts."""
-    print(f"\n== {text}", flush=True)
-
-
-def report(run_dir: Path, data: Path, unigram_entropy: float) -> None:
+def report(run_dir: Path, data: Path) -> None:
     """Print the results, where they are, and the time since the process started: the clock from
     which goodput counts."""
     loss = [r["loss"] for r in json_lines.read(run_dir / "metrics.jsonl") if "loss" in r][-1]
-    headline(f"Done in {duration(process_age())}")
+    entropy = read_meta(data).unigram_entropy
+    print(f"\nDone in {duration(process_age())}")
     places = {
         f"{data}/": "text as tokens",
         f"{run_dir}/config.json": "every setting of the run",
@@ -71,7 +69,7 @@ def report(run_dir: Path, data: Path, unigram_entropy: float) -> None:
     python, run = shlex.quote(sys.executable), shlex.quote(str(run_dir))
     lines = [
         f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)",
-        f"unigram entropy of the text {unigram_entropy:.3f}: the loss of knowing only how often "
+        f"unigram entropy of the text {entropy:.3f}: the loss of knowing only how often "
         "each token occurs",
         "",
         *(f"{place:<{width}}   {what}" for place, what in places.items()),

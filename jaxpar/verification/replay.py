@@ -69,7 +69,7 @@ class Replay:
 
         Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
         """
-        rendezvous.require_single_process("jaxpar.replay")
+        rendezvous.require_single_process("jaxpar.checkpoint replay")
         self.number, folder = options.step, Path(options.run)
         self.records = read_recent(folder)
         if not self.records:

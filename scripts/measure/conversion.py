@@ -70,9 +70,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="with the self-check")
     options = parser.parse_args()
-    cfg = parse_overrides(
-        load_config("llama3_70b"), ["--model.num-layers", str(options.layers)]
-    )
+    cfg = parse_overrides(load_config("llama3_70b"), ["--model.num-layers", str(options.layers)])
     published, middle, back = (options.folder / n for n in ("published", "run", "back"))
     checking = [] if options.check else ["--no-check"]
     try:

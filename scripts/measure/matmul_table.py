@@ -198,7 +198,7 @@ def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[li
     programs.mkdir()
     dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(str(programs))}"
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
-    command = ["-m", "jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
+    command = ["-m", "jaxpar.profile", "--bench", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
     texts = programs.glob("*after_optimizations.txt")
     ends = sorted(texts, key=lambda file: (file.stat().st_size, file))

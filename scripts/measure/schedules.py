@@ -112,7 +112,7 @@ def start(config: str, run: Path, mesh: str, log: Path) -> subprocess.Popen:
     if processes > 1:
         each = str(DEVICES // processes)
         command = [sys.executable, "-m", "jaxpar.launch", "-n", str(processes)]
-        command += ["--devices-per-process", each, "--restarts", "0", "--", *words]
+        command += ["--run.cpu-devices", each, "--restarts", "0", "--", *words]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     env |= {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
     with open(log, "a") as out:

@@ -35,7 +35,7 @@ class Row:
     tight: str = ""
 
     def arguments(self, gpus: int, memory_gib: float = 141) -> list[str]:
-        """Return the arguments of `jaxpar.bench train`, except the data."""
+        """Return the arguments of `jaxpar.profile --bench`, except the data."""
         options = f"{self.options} {self.roomy if memory_gib >= 100 else self.tight}"
         words = [
             self.config,

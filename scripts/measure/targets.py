@@ -1,6 +1,6 @@
 """Measure the rows of docs/targets.md on this host: python scripts/measure/targets.py [ROW ...]
 
-Each row is a run of `python -m jaxpar.bench train`. With --torchtitan PYTHON, the interpreter of an
+Each row is a run of `python -m jaxpar.profile --bench`. With --torchtitan PYTHON, the interpreter of an
 environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside FOLDER,
 another checkout of jaxpar, that checkout runs before it. Each run writes a card and a log to the
 folder --cards, and the table is printed at the end. If a row fails, the others still run, and the
@@ -163,7 +163,7 @@ def listing(names: list[str], gpus: int) -> str:
         lines.append(f"| {' | '.join(cells)} |")
         words = " ".join(row.arguments(row.gpus or gpus))
         alone = "CUDA_VISIBLE_DEVICES=0 " if row.gpus == 1 else ""
-        commands += [f"# {name}", f"{alone}python -m jaxpar.bench train {words}"]
+        commands += [f"# {name}", f"{alone}python -m jaxpar.profile --bench {words}"]
     return "\n".join([*lines, "", "```sh", *commands, "```", ""])
 
 
@@ -234,7 +234,7 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
         card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
         words = row.arguments(gpus, memory_gib())
         words = words if code == ROOT else known_to(code, words)
-        command = [sys.executable, "-m", "jaxpar.bench", "train", *words]
+        command = [sys.executable, "-m", "jaxpar.profile", "--bench", *words]
         command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
         found[kind] = run(command, card, options.timeout, gpus, code)
 

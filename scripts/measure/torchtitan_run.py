@@ -9,7 +9,7 @@ Run it in a separate environment, on GPUs:
 Trains torchtitan's Llama 3, or its Qwen3 with experts in the shape of the layout, with
 torch.compile on the text of Python's standard library, with a tokenizer of
 `python -m jaxpar.data prepare`. Reads median tokens per second and GPU, MFU and peak
-memory from its log. `python -m jaxpar.bench compare` compares the card with jaxpar's.
+memory from its log. `python -m jaxpar.profile` compares the card with jaxpar's.
 """
 
 import argparse

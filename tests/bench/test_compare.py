@@ -207,8 +207,8 @@ def test_refusals(tmp_path):
     assert "cannot be read" in refusal(train, tmp_path)
     assert "is not JSON: Expecting value" in refusal(files["text"], train)
     assert "is not a card but a JSON list" in refusal(train, files["list"])
-    assert "is not a card of bench train" in refusal(train, files["loss"])
+    assert "is not a card of profile --bench" in refusal(train, files["loss"])
     kernels = BENCHMARKS / "attention-h200.json"
-    assert "is not a card of bench train" in refusal(train, kernels)
+    assert "is not a card of profile --bench" in refusal(train, kernels)
     with pytest.raises(ConfigError, match="required: CARD"):
         bench.main(["compare"])

@@ -1,4 +1,4 @@
-"""What a card of bench train says of the GPUs' power, with a program in nvidia-smi's place."""
+"""What a card of profile --bench says of the GPUs' power, with a program in nvidia-smi's place."""
 
 import json
 import os

@@ -82,10 +82,10 @@ def test_help_names_the_program_as_it_was_called(name, called_as, capsys):
 
 
 def test_texts_name_modules_where_no_command_was_called(called_as):
-    text = "`python -m jaxpar.bench train` and python -m jaxpar.data."
+    text = "`python -m jaxpar.profile --bench` and python -m jaxpar.data."
     assert as_called(text) == text
     called_as("jaxpar bench")
-    assert as_called(text) == "`jaxpar bench train` and jaxpar data."
+    assert as_called(text) == "`jaxpar profile --bench` and jaxpar data."
     called_as("/my folder/jaxpar train")
     assert as_called(text) == text
 

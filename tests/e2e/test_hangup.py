@@ -19,7 +19,7 @@ from tests.e2e.test_train import environment_of_start
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_run_saves_when_its_terminal_closes(config_file, launched):
     run = Path(config_file).parent / "run"
-    program = ["launch", "-n", "1", "--devices-per-process", "1", "--"] if launched else ["train"]
+    program = ["launch", "-n", "1", "--run.cpu-devices", "1", "--"] if launched else ["train"]
     command = [sys.executable, "-m", f"jaxpar.{program[0]}", *program[1:], config_file]
     master, terminal = pty.openpty()
     process = subprocess.Popen(

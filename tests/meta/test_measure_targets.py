@@ -211,7 +211,7 @@ def test_a_signal_ends_the_run_with_its_children(number, code, dataset, tmp_path
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=given, text=True, **pipes) as process:
         for line in process.stdout:
-            if "jaxpar.bench train" in line:
+            if "jaxpar.profile --bench" in line:
                 break
         while not any(str(card).encode() in c for c in commands()):
             time.sleep(0.05)

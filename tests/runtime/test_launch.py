@@ -280,7 +280,7 @@ def test_a_run_that_was_stopped_during_its_start_can_be_started_again(tmp_path):
 
 def test_the_command_line_is_the_launchers_and_the_runs():
     options, args, cfg = processes_launcher.read_command(
-        ["-n", "4", "--devices-per-process", "2", "--", "quickstart", "--run.dir", "runs/x"]
+        ["-n", "4", "--run.cpu-devices", "2", "--", "quickstart", "--run.dir", "runs/x"]
     )
     assert (options.num_processes, cfg.run.dir, cfg.run.cpu_devices) == (4, "runs/x", 2)
     assert args == ["quickstart", "--run.dir", "runs/x", "--run.cpu-devices", "2"]
@@ -300,7 +300,7 @@ REFUSED = [
     (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is an option of the launcher"),
     (
         ["-n", "2", "--", "quickstart", "--devices_per_process", "1"],
-        "'1': is an option of the launcher.*Fix: put --devices-per-process before --",
+        "'1': is an option of the launcher.*Fix: put --run.cpu-devices before --",
     ),
 ]
 

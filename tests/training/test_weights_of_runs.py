@@ -174,7 +174,7 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
     saved = saved_with(cached, finished, chosen.to_json(first))
     goes_on(other, finished, 40, 80)
     assert choose(cached, None) == choose(cached, saved) == choose(live, saved) == first
-    # A stopped `jaxpar.distill` goes on with the teacher that it has begun with.
+    # A stopped `jaxpar.data teacher` goes on with the teacher that it has begun with.
     assert chosen.choose_to_keep(live, about)[TEACHER].step == 40
     assert chosen.choose_to_keep(live, None)[TEACHER].step == 80
     goes_on(other, finished, 80)

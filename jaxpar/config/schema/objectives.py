@@ -24,7 +24,7 @@ class DistillConfig:
     teacher: str = ""
     """Run whose model is the teacher, with the same tokenizer. Empty: no distillation."""
     cache: str = ""
-    """Folder of what the teacher says of the training data, which `python -m jaxpar.distill`
+    """Folder of what the teacher says of the training data, which `python -m jaxpar.data teacher`
     writes: training then needs no teacher in memory. Empty: the teacher runs before each step."""
     weight: float = 0.5
     """Share of the divergence from the teacher in the loss. The rest is the cross entropy."""

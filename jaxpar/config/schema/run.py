@@ -28,7 +28,7 @@ class RunConfig:
     kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
     record_routing: str = ""
     """Steps whose routing to record, such as 1,100,200: the experts of every token, in RUN/routing.
-    `python -m jaxpar.bench train --routing FILE` repeats it. Empty: none."""
+    `python -m jaxpar.profile --bench --routing FILE` repeats it. Empty: none."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
@@ -75,7 +75,8 @@ class GuardConfig:
     max_rewinds: int = 3
     """Maximum rewinds per run. One more spike ends it with code 17."""
     recent_steps: int = 512
-    """Steps to keep in RUN/recent.jsonl, for `jaxpar.replay`. 0: what spike detection needs."""
+    """Steps to keep in RUN/recent.jsonl, for `jaxpar.checkpoint replay`. 0: as spike detection
+    needs."""
     replica_check_every: int = 0
     """Steps between comparisons of the replicated state across devices. 0: never compare."""
     loss_scale: float = 65536.0

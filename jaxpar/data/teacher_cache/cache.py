@@ -150,7 +150,7 @@ class TeacherCache:
         about = read_about(self._folder)
         if about is None:
             rule = f"has no {ABOUT_FILE}: no teacher has been kept there"
-            fix = "run python -m jaxpar.distill with the same config first"
+            fix = "run python -m jaxpar.data teacher with the same config first"
             raise ConfigError(FIELD, cfg.distill.cache, rule, fix)
         self.about = about
         check_fits(about, cfg, sources, sequences)
@@ -158,7 +158,7 @@ class TeacherCache:
         if missing:
             rule = f"is not complete: {len(missing):,} files are missing, such as "
             rule += shard_path(self._folder, *missing[0]).name
-            fix = "run python -m jaxpar.distill again: it continues"
+            fix = "run python -m jaxpar.data teacher again: it continues"
             raise ConfigError(FIELD, cfg.distill.cache, rule, fix)
         for source in range(len(about.sources)):
             for number in range(about.shards(source)):
@@ -193,7 +193,7 @@ class TeacherCache:
 
     def _damaged(self, source: int, number: int, what: str) -> ConfigError:
         path = shard_path(self._folder, source, number)
-        fix = "delete that file, and run python -m jaxpar.distill again"
+        fix = "delete that file, and run python -m jaxpar.data teacher again"
         return ConfigError(FIELD, str(self._folder), f"{path}: {what}", fix)
 
 
@@ -218,5 +218,5 @@ def check_fits(about: About, cfg: Config, sources: Sequence[str], sequences: Seq
         raise ConfigError("distill.top_k", value_of(cfg, "distill.top_k"), rule, fix)
     if (about.sources, about.sequences) != (tuple(sources), tuple(sequences)):
         rule = "is of other training data: sources, their order or their content differ"
-        fix = "use that data, or another folder for python -m jaxpar.distill"
+        fix = "use that data, or another folder for python -m jaxpar.data teacher"
         raise ConfigError(FIELD, cfg.distill.cache, rule, fix)

@@ -1,4 +1,4 @@
-"""Keeps what a teacher says of the training data in files: `python -m jaxpar.distill`."""
+"""Keeps what a teacher says of the training data in files: `python -m jaxpar.data teacher`."""
 
 import time
 from collections.abc import Callable

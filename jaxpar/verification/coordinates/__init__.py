@@ -1,1 +1,1 @@
-"""The coordinate check of µP, `python -m jaxpar.mup`: the size of activations by width."""
+"""The coordinate check of µP, `python -m jaxpar.verify --mup`: the size of activations by width."""

@@ -43,7 +43,7 @@ class ElasticRun:
         self.server = last if serves_here is None else serves_here
         self.rendezvous = f"{network.addresses[self.server]}:{ranks.free_port()}"
         launch = [sys.executable, "-u", "-m", "jaxpar.launch"]
-        of_all = ["--rendezvous", self.rendezvous, "--devices-per-process", str(devices), *options]
+        of_all = ["--rendezvous", self.rendezvous, "--run.cpu-devices", str(devices), *options]
         self.command = [*launch, *of_all, "--", config, *args]
         self.env = ranks.environment(**env)
         if not devices:
