@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import train
+from jaxpar.commands import call
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.runtime import exit_codes
@@ -112,7 +112,7 @@ def train_on(only_devices):
 
     def on(number: int, *args: str) -> int:
         with only_devices(number), quickly_made(), quickly_computed(), steps_kept():
-            return train.main(args)
+            return call("train", args)
 
     return on
 

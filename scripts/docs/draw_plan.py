@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from jaxpar.commands import call
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,11 +32,10 @@ STYLE = """
 
 def printed() -> str:
     """Return the output of the plan."""
-    from jaxpar import plan
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        plan.main(COMMAND.split())
+        call("plan", COMMAND.split())
     return out.getvalue()
 
 

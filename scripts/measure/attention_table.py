@@ -20,6 +20,7 @@ import jax
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+
 import jaxpar.kernels.attention.dispatch  # noqa: E402
 from jaxpar.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
 from jaxpar.bench.training import conditions  # noqa: E402
@@ -33,7 +34,7 @@ from jaxpar.kernels.platform import Platform  # noqa: E402
 from jaxpar.runtime import exit_codes, provenance  # noqa: E402
 from jaxpar.runtime import start as runtime  # noqa: E402
 from jaxpar.runtime.files import json_output  # noqa: E402
-from jaxpar.runtime.options import Parser, check_file  # noqa: E402
+from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.processes import rendezvous  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
 from scripts.measure import attention_shapes as exactness  # noqa: E402

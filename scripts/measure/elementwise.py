@@ -25,7 +25,7 @@ from jaxpar.model import rope as model_rope
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
 
 #: Llama 3 8B (2407.21783), table 3.

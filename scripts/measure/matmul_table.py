@@ -22,14 +22,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.command_line import read_config  # noqa: E402
 from jaxpar.config.lists.step_sizes import without_schedules  # noqa: E402
 from jaxpar.profiling.hlo import text as hlo  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
 from jaxpar.runtime.files import atomic  # noqa: E402
+from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.gpus import visible, xla_flags  # noqa: E402
-from jaxpar.runtime.options import Parser, check_file  # noqa: E402
 from jaxpar.runtime.processes import children  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
 from jaxpar.runtime.stages import stage  # noqa: E402

@@ -32,7 +32,7 @@ from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone

@@ -25,7 +25,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone

@@ -46,8 +46,8 @@ from jaxpar.planning.predict.communication import Cluster  # noqa: E402
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
 from jaxpar.runtime.exit_codes import EXIT_INTERRUPTED  # noqa: E402
+from jaxpar.runtime.files.outputs import check_folder  # noqa: E402
 from jaxpar.runtime.gpus.visible import visible_gpus  # noqa: E402
-from jaxpar.runtime.options import check_folder  # noqa: E402
 from jaxpar.runtime.processes.children import held_back  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
 from scripts.measure.target_rows import ROWS, Row  # noqa: E402

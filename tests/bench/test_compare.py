@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import bench
 from jaxpar.config import ConfigError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -58,7 +57,7 @@ def compare(tmp_path, capsys):
         for n, card in enumerate(cards):
             files.append(tmp_path / f"card{n}.json")
             files[-1].write_text(json.dumps(card))
-        assert bench.main(["compare", *map(str, files)]) == 0
+        assert call("profile", [*map(str, files)]) == 0
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -140,14 +139,14 @@ def test_the_older_cards(capsys):
     """What they lack is shown as such, or left out."""
     train = sorted(str(f) for f in BENCHMARKS.glob("llama3_8b*.json"))
     assert len(train) >= 3
-    assert bench.main(["compare", *train]) == 0
+    assert call("profile", [*train]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(row(lines, "tokens/s/device")) == 2 * len(train) - 1
 
 
 def test_torchtitans_card_beside_ours(capsys):
     names = "llama3_8b-h200x4-none.json", "torchtitan-8b-h200x4-fsdp.json"
-    assert bench.main(["compare", *(str(BENCHMARKS / name) for name in names)]) == 0
+    assert call("profile", [*(str(BENCHMARKS / name) for name in names)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert row(lines, "tokens/s/device")[:2] == ["10,779", "10,395"]
     assert row(lines, "step, median ms")[1] == "-"
@@ -190,7 +189,7 @@ def test_text_of_a_card_cannot_break_the_lines(compare):
 def refusal(*files) -> str:
     """What is said of the files."""
     with pytest.raises(ConfigError) as error:
-        bench.main(["compare", *map(str, files)])
+        call("profile", [*map(str, files)])
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -211,4 +210,4 @@ def test_refusals(tmp_path):
     kernels = BENCHMARKS / "attention-h200.json"
     assert "is not a card of profile --bench" in refusal(train, kernels)
     with pytest.raises(ConfigError, match="required: CARD"):
-        bench.main(["compare"])
+        call("profile", ["a.json"])

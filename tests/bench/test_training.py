@@ -90,7 +90,9 @@ def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
         (folder / name).write_text("no JSON")
     before = sorted(folder.rglob("*"))
     with only_devices(1):
-        assert bench.main(["train", config_file, "--steps", "1", "--profile-steps", "0"]) == 0
+        assert (
+            call("profile", ["--bench", config_file, "--steps", "1", "--profile-steps", "0"]) == 0
+        )
     assert sorted(folder.rglob("*")) == before
 
 

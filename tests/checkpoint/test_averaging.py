@@ -9,16 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, evaluate
-from jaxpar.checkpoint.__main__ import main
+from jaxpar import checkpoint
 from jaxpar.checkpoint.averaging import Source, opened_weights, write_average
 from jaxpar.checkpoint.inspection import verify
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.validate import resolve
-from jaxpar.convert.__main__ import main as convert
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.training import initial_weights
@@ -71,7 +70,7 @@ def test_it_is_the_mean_of_the_weights(run, tmp_path, capsys):
     }
     for name, (of, words) in wanted.items():
         new = tmp_path / name
-        assert main(["average", run, str(new), *words]) == 0
+        assert call("checkpoint", ["average", run, str(new), *words]) == 0
         found = weights_of(new, 0)
         assert found.keys() == of.keys()
         for path, array in of.items():
@@ -82,10 +81,10 @@ def test_it_is_the_mean_of_the_weights(run, tmp_path, capsys):
 
 def test_every_program_reads_it(run, tmp_path, config_file, capsys):
     new = tmp_path / "new"
-    assert main(["average", run, str(new), "--last", "2"]) == 0
-    evaluate.main([str(new), "--split", "val", "--sequences", "8"])
+    assert call("checkpoint", ["average", run, str(new), "--last", "2"]) == 0
+    call("evaluate", [str(new), "--split", "val", "--sequences", "8"])
     assert "val loss" in capsys.readouterr().out
-    assert convert(["to-hf", str(new), str(tmp_path / "hf")]) == 0
+    assert call("convert", ["to-hf", str(new), str(tmp_path / "hf")]) == 0
     cfg = read_config([config_file, "--run.init-from", str(new)])
     cfg = replace(cfg, **{"parallel.data": 1})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
@@ -107,7 +106,7 @@ def test_files_that_came_with_imported_weights_come_along(run, tmp_path):
     shutil.copytree(run, copy)
     (copy / CARRIED).mkdir()
     (copy / CARRIED / "tokenizer.json").write_text("{}")
-    assert main(["average", str(copy), str(new), "--last", "2"]) == 0
+    assert call("checkpoint", ["average", str(copy), str(new), "--last", "2"]) == 0
     assert (new / CARRIED / "tokenizer.json").read_text() == "{}"
 
 
@@ -130,7 +129,7 @@ def test_what_cannot_be_averaged_is_one_error_and_makes_nothing(run, tmp_path, c
         ([run, str(Path(config_file) / "new"), "--last", "2"], "is a file"),
     ):
         with pytest.raises(ConfigError, match=said):
-            main(["average", *words])
+            call("checkpoint", ["average", *words])
     assert not Path(new).exists() and not list(tmp_path.glob(".new*"))
 
 

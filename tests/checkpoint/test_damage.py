@@ -15,9 +15,9 @@ import tensorstore
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
-from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.checkpoint.saved import METADATA
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, json_reader
 from tests.checkpoint.test_checkpoint import (
     DATA_2,
@@ -219,7 +219,7 @@ def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
     assert step == 4
     assert_same_bits(state, saved)
     assert "WARNING" in (told := capfd.readouterr().err) and ".DS_Store" in told
-    assert main(["verify", cfg.run.dir]) == 0
+    assert call("checkpoint", ["verify", cfg.run.dir]) == 0
     told = capfd.readouterr().out
     assert "step 4: note: .DS_Store does not belong to this" in told and "step 4: intact" in told
 
@@ -274,7 +274,7 @@ def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
 
     monkeypatch.setattr(store, "open_array", without_files)
     with pytest.raises(Unreadable, match="cannot be read: Too many open files"):
-        main(["verify", cfg.run.dir])
+        call("checkpoint", ["verify", cfg.run.dir])
 
 
 @pytest.mark.parametrize("name", ["fingerprints", "config", "tokens_seen", integrity.SEAL])
@@ -298,17 +298,17 @@ def test_metadata_that_lacks_something_is_damage_that_names_it(name, setup):
 def test_ls_and_verify(setup, capsys):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
-    assert main(["verify", cfg.run.dir]) == 0
+    assert call("checkpoint", ["verify", cfg.run.dir]) == 0
     assert "step 2: intact" in capsys.readouterr().out
     (step_folder(cfg, 4) / integrity.FILES).unlink()
     damage_array(cfg, 4)
-    main(["ls", cfg.run.dir])
+    call("checkpoint", ["ls", cfg.run.dir])
     _, two, four = capsys.readouterr().out.splitlines()
     assert "data=2" in two and "files verified" in two and "no file list" in four
-    assert main(["verify", cfg.run.dir]) == 1
+    assert call("checkpoint", ["verify", cfg.run.dir]) == 1
     told = capsys.readouterr().out
     assert "step 2: intact" in told and "step 4: DAMAGED" in told
-    assert main(["verify", cfg.run.dir, "--step", "2"]) == 0
+    assert call("checkpoint", ["verify", cfg.run.dir, "--step", "2"]) == 0
 
 
 @pytest.mark.parametrize("place", ["stat", "file_damage", "read_saved", "half"])
@@ -340,7 +340,7 @@ def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, pla
     else:
         after_deleting(inspection, place, "2")
     capsys.readouterr()
-    assert main(["ls", cfg.run.dir]) == 0
+    assert call("checkpoint", ["ls", cfg.run.dir]) == 0
     _, only = capsys.readouterr().out.splitlines()
     assert only.split()[0] == "4" and "files verified" in only and not gone.exists()
 
@@ -351,7 +351,7 @@ def test_wrong_arguments(setup, tmp_path):
     with pytest.raises(ConfigError, match=r"RUN = .* contains no checkpoint"):
         list(inspection.rows(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--step = 7: .* use one of 2"):
-        main(["verify", cfg.run.dir, "--step", "7"])
+        call("checkpoint", ["verify", cfg.run.dir, "--step", "7"])
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint import inspection, integrity, store
-from jaxpar.checkpoint.__main__ import main, read_options
+from jaxpar.checkpoint.__main__ import read_options
 from jaxpar.checkpoint.integrity import Damaged, Unreadable
 from jaxpar.checkpoint.saved import damage, folder, saved_steps, starting_step
+from jaxpar.commands import call
 from jaxpar.config import replace
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import _verdict
@@ -43,7 +44,7 @@ def test_a_path_is_what_the_system_takes_it_for(cfg, tmp_path, monkeypatch, caps
     ways = (f"{run}/", f"{run.parent}//./run", f"{run}/../run", "../run", "~/run", "./../run/.")
     for way in (*ways, f"{tmp_path}/link/../../run"):
         assert inspection.verify(way, 4, lambda line: None), way
-        assert main(["verify", way, "--step", "4"]) == exit_codes.EXIT_OK, way
+        assert call("checkpoint", ["verify", way, "--step", "4"]) == exit_codes.EXIT_OK, way
         assert [row.step for row in inspection.rows(way)] == [2, 4], way
         assert starting_step(replace(cfg, **{"run.dir": way})) == 4, way
     assert "DAMAGED" not in capsys.readouterr().out
@@ -66,7 +67,9 @@ def test_what_may_not_be_read_is_no_damage_and_no_reason_for_another_step(cfg, c
     try:
         told = as_another_user(lambda: starting_step(cfg))
         assert told.startswith("Unreadable: ") and "Permission denied" in told, told
-        verified = as_another_user(lambda: main(["verify", cfg.run.dir, "--step", "4"]))
+        verified = as_another_user(
+            lambda: call("checkpoint", ["verify", cfg.run.dir, "--step", "4"])
+        )
         assert verified.startswith("Unreadable: "), verified
     finally:
         place.chmod(before)
@@ -93,12 +96,12 @@ def test_verify_tells_damage_from_what_it_cannot_read_by_its_code(cfg, monkeypat
 
     monkeypatch.setattr(integrity, "_size", refused)
     with pytest.raises(Unreadable, match=r"2 cannot be read: .*Permission denied") as caught:
-        main(["verify", cfg.run.dir])
+        call("checkpoint", ["verify", cfg.run.dir])
     told = capsys.readouterr().out
     assert "step 4: intact" in told and "DAMAGED" not in told  # the others are verified
     assert _verdict(caught.value)[0] == exit_codes.EXIT_UNREADABLE == 74
     metadata.write_bytes(metadata.read_bytes()[:-9])
-    assert main(["verify", cfg.run.dir]) == exit_codes.EXIT_ERROR
+    assert call("checkpoint", ["verify", cfg.run.dir]) == exit_codes.EXIT_ERROR
     told = capsys.readouterr().out
     assert "step 4: DAMAGED" in told and "step 2: DAMAGED" not in told
 

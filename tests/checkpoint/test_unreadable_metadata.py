@@ -7,8 +7,8 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Damaged, integrity
-from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.saved import METADATA
+from jaxpar.commands import call
 from tests.checkpoint.test_checkpoint import base, save, setup
 from tests.checkpoint.test_damage import files_of, step_folder
 from tests.slow import slow_but
@@ -44,9 +44,9 @@ def test_unreadable_metadata_is_damage(setup, capfd, where, what):
     if not listed:
         (step_folder(cfg, 4) / integrity.FILES).unlink()
     (step_folder(cfg, 4) / name).write_bytes(NO_METADATA[what])
-    main(["ls", cfg.run.dir])
+    call("checkpoint", ["ls", cfg.run.dir])
     assert "DAMAGED: " in capfd.readouterr().out.splitlines()[-1]
-    assert main(["verify", cfg.run.dir]) == 1
+    assert call("checkpoint", ["verify", cfg.run.dir]) == 1
     assert "step 4: DAMAGED" in capfd.readouterr().out
     with pytest.raises(Damaged, match=rf"step 4 of .* is damaged: .*({name}|metadata)") as error:
         checkpoint.restore_params(cfg.run.dir, cfg, mesh)
@@ -71,4 +71,4 @@ def test_a_checkpoint_in_any_folder_is_read_array_by_array(setup, tmp_path, name
     """Names that would mean something else in a URL."""
     cfg, mesh = setup(**{"run.dir": str(tmp_path / name)})
     save(cfg, mesh, 2)
-    assert main(["verify", cfg.run.dir]) == 0
+    assert call("checkpoint", ["verify", cfg.run.dir]) == 0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import config, train
+from jaxpar import config
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths
@@ -37,7 +38,7 @@ def documentation() -> dict[str, str]:
 def help_of(capsys, *args: str) -> str:
     """What a command line with --help prints."""
     with pytest.raises(SystemExit) as stop:
-        train.main(args)
+        call("train", args)
     assert stop.value.code == 0
     return capsys.readouterr().out
 
@@ -68,9 +69,9 @@ def test_help_shows_one_section(section, capsys):
 
 def test_help_of_an_unknown_section_is_refused():
     with pytest.raises(ConfigError, match=r"is not a section .* Fix: use --help model"):
-        train.main(["quickstart", "--help", "modle"])
+        call("train", ["quickstart", "--help", "modle"])
     with pytest.raises(ConfigError, match=f"use one of {', '.join(SECTIONS)}, all"):
-        train.main(["--help", "nonesuch"])
+        call("train", ["--help", "nonesuch"])
 
 
 @pytest.mark.parametrize("args", [["--help"], ["quickstart", "-h"], ["llama_1b", "--help"]])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import train
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, RopeScaling, flag, replace
 from jaxpar.config.command_line import known_configs, load_config, read_config
 from jaxpar.config.serialize import from_json
@@ -50,7 +50,7 @@ def read(*args: str) -> Config:
 def refused(*args: str) -> ConfigError:
     """Why the training program refuses a command line."""
     with pytest.raises(ConfigError) as caught:
-        train.main(args)
+        call("train", args)
     return caught.value
 
 

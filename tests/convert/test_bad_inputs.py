@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.convert import selfcheck
-from jaxpar.convert.__main__ import main, read_options
+from jaxpar.convert.__main__ import read_options
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
@@ -278,10 +279,10 @@ def test_a_conversion_that_changes_the_model_ends_with_an_error(tmp_path, monkey
         return lambda path, box: read(*args)(path, box) * (1.01 if path == "layers/wv" else 1)
 
     monkeypatch.setattr(selfcheck, "published_reader", damaged)
-    assert main(["from-hf", str(folder), str(tmp_path / "run")]) == 1
+    assert call("convert", ["from-hf", str(folder), str(tmp_path / "run")]) == 1
     assert "self-check failed: logits of 256 tokens" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["from-hf", str(folder), str(tmp_path / "run"), "--no-check"]) == 0
+    assert call("convert", ["from-hf", str(folder), str(tmp_path / "run"), "--no-check"]) == 0
 
 
 def test_an_imported_run_is_not_resumed(tmp_path):
@@ -299,12 +300,12 @@ def test_an_imported_run_is_not_resumed(tmp_path):
 def test_a_broken_tokenizer_fails_the_check_before_the_conversion(text, tmp_path, capsys):
     folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
     (folder / "tokenizer.json").write_text(text)
-    assert main(["from-hf", str(folder), str(run)]) == 1
+    assert call("convert", ["from-hf", str(folder), str(run)]) == 1
     said = capsys.readouterr()
     assert said.out.startswith(f"WARNING    {folder / 'tokenizer.json'} cannot be used: ")
     assert said.err.startswith(f"self-check failed: {folder / 'tokenizer.json'} cannot be used: ")
     assert not run.exists()
-    assert main(["from-hf", str(folder), str(run), "--no-check"]) == 0
+    assert call("convert", ["from-hf", str(folder), str(run), "--no-check"]) == 0
     assert "WARNING" in capsys.readouterr().out
     assert (run / "hf" / "tokenizer.json").read_text() == text
 

@@ -14,10 +14,10 @@ import tokenizers as t
 from jaxpar import checkpoint
 from jaxpar.checkpoint.branching import branch
 from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
-from jaxpar.convert import __main__ as convert
 from jaxpar.convert.hf import chat_format, exporting, importing
 from jaxpar.convert.hf.tokenizer import as_json, tokenizer_of_run
 from jaxpar.data import load_tokenizer
@@ -281,6 +281,6 @@ def test_older_files_have_templates_too(published, tmp_path):
 
 def test_what_was_compared_is_named(prepared, tmp_path, capsys):
     run = a_run(tmp_path / "run", prepared("plain"))
-    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    assert call("convert", ["to-hf", str(run), str(tmp_path / "hf")]) == 0
     shown = capsys.readouterr().out
     assert "compared with the written files" in shown and "published" not in shown

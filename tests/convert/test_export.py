@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 from jaxpar import config
 from jaxpar.checkpoint import Checkpointer, Damaged, folder
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.config.validate import resolve
-from jaxpar.convert import __main__ as convert
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family
 from jaxpar.convert.hf.tokenizer import bytes_as_json, tokenizer_in, tokenizer_of_run
@@ -110,12 +110,12 @@ def test_a_damaged_latest_step_is_passed_over(command, devices, tmp_path, capsys
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     words = [command, cfg.run.dir, str(tmp_path / "out.pt")]
-    assert convert.main([*words, *(["--no-check"] if command == "to-hf" else [])]) == 0
+    assert call("convert", [*words, *(["--no-check"] if command == "to-hf" else [])]) == 0
     told = capsys.readouterr()
     assert ", of step 3" in told.out
     assert told.err.count("step 5 of ") == told.err.count("An earlier step is read instead") == 1
     with pytest.raises(Damaged, match="step 5 of "):
-        convert.main([command, cfg.run.dir, str(tmp_path / "other.pt"), "--step", "5"])
+        call("convert", [command, cfg.run.dir, str(tmp_path / "other.pt"), "--step", "5"])
     assert not (tmp_path / "other.pt").exists()
 
 

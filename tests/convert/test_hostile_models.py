@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.config_file import read_config_json
@@ -137,7 +137,7 @@ def test_the_command_ends_with_code_2(tmp_path):
         if refused_or_read(lambda: importing.open_source(folder), case) is None:
             continue
         with pytest.raises(ConfigError):
-            main(["from-hf", str(folder), str(tmp_path / "run")])
+            call("convert", ["from-hf", str(folder), str(tmp_path / "run")])
         assert not (tmp_path / "run").exists()
         refused += 1
     assert refused > 10

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.convert import selfcheck
-from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.megatron import importing
@@ -55,7 +55,7 @@ def test_logits_are_those_of_megatron_core(name):
 
 def test_a_run_has_the_weights_and_goes_out_as_a_published_folder(tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(["from-megatron", str(GOLDENS / "llama" / STEP), str(run)]) == 0
+    assert call("convert", ["from-megatron", str(GOLDENS / "llama" / STEP), str(run)]) == 0
     said = capsys.readouterr().out
     assert "compared with the checkpoint: largest difference 0.00e+00" in said
     export = exporting.open_export(str(run), None, None, None)

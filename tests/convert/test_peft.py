@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, store
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.convert import __main__, selfcheck
+from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf import folder as hf_folder
 from jaxpar.convert.hf.config import model_of
@@ -118,7 +119,7 @@ def test_logits_are_those_of_peft(run, devices):
 
 
 def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
-    assert __main__.main(["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert call("convert", ["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     assert "compared with merged adapters" in shown and "with the written files" in shown
     source = importing.open_source(tmp_path / "out")
@@ -218,9 +219,9 @@ def test_a_name_that_peft_has_for_two_matrices_is_refused():
 
 
 def test_half_precision_is_rounded_once(run, tmp_path):
-    assert __main__.main(["to-hf", *options(run, tmp_path / "a"), "--dtype", "bfloat16"]) == 0
+    assert call("convert", ["to-hf", *options(run, tmp_path / "a"), "--dtype", "bfloat16"]) == 0
     flags = ["--dtype", "bfloat16", "--base", str(run.run.init_from)]
-    assert __main__.main(["to-peft", *options(run, tmp_path / "b"), *flags]) == 0
+    assert call("convert", ["to-peft", *options(run, tmp_path / "b"), *flags]) == 0
     tensors = hf_folder.find_tensors(tmp_path / "a")
     assert tensors.dtype() == "bfloat16"
 
@@ -241,9 +242,9 @@ def test_a_wrong_merge_is_found(run, tmp_path, monkeypatch):
 def test_what_is_merged_is_compared_with_its_fingerprints_once(run, tmp_path, monkeypatch):
     right, counted = store.fingerprint_of, []
     monkeypatch.setattr(store, "fingerprint_of", lambda a: counted.append(a) or right(a))
-    assert __main__.main(["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
+    assert call("convert", ["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
     assert not counted  # adapters are compared as they are written, and nothing else is read
-    assert __main__.main(["to-hf", *options(run, tmp_path / "merged")]) == 0
+    assert call("convert", ["to-hf", *options(run, tmp_path / "merged")]) == 0
     assert len(counted) == len(exporting.open_export(run.run.dir).arrays.by_path)
     monkeypatch.setattr(store, "fingerprint_of", lambda _: "another")
     with pytest.raises(integrity.Damaged, match="has fingerprint another, not"):
@@ -269,11 +270,11 @@ def test_what_cannot_be_written(run, base, tmp_path):
     plain = importing.from_hf(base, tmp_path / "plain", silent, None)
     assert plain.config.lora.rank == 0
     with pytest.raises(ConfigError, match=r"was trained without adapters.*`to-hf`"):
-        __main__.main(["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
+        call("convert", ["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     with pytest.raises(ConfigError, match="already exists"):
-        __main__.main(["to-peft", *options(run, tmp_path / "used")])
+        call("convert", ["to-peft", *options(run, tmp_path / "used")])
 
 
 def test_adapters_of_parts_of_a_tensor_are_refused():
@@ -286,7 +287,7 @@ def test_adapters_of_parts_of_a_tensor_are_refused():
 
 def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, capsys):
     flags = ["--base", str(base)]
-    assert __main__.main(["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
+    assert call("convert", ["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
     assert "with the published files: largest difference 0.00e+00" in capsys.readouterr().out
     cfg = load_config(tmp_path / "run")
     assert cfg.lora == LORA
@@ -295,7 +296,7 @@ def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, cap
     apart = reference.scale_adapters(jax.device_get(params), cfg)
     found = plain_logits(apart, cfg, tiny.tokens(VALUES))
     assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
-    assert __main__.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
+    assert call("convert", ["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
     names = peft_folder.ADAPTER_FILE
     found, wanted = (load_file(f / names) for f in (tmp_path / "out", GOLDEN))
     assert found.keys() == wanted.keys()
@@ -384,9 +385,9 @@ def test_peft_loads_and_merges_them(run, base, tmp_path, capsys):
     import torch
     import transformers
 
-    assert __main__.main(["to-peft", *options(run, tmp_path / "adapters")]) == 0
+    assert call("convert", ["to-peft", *options(run, tmp_path / "adapters")]) == 0
     assert "compared with peft" in capsys.readouterr().out
-    assert __main__.main(["to-hf", *options(run, tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert call("convert", ["to-hf", *options(run, tmp_path / "merged"), "--dtype", "float32"]) == 0
     load = lambda folder: transformers.AutoModelForCausalLM.from_pretrained(  # noqa: E731
         folder, dtype=torch.float32, attn_implementation="eager"
     )

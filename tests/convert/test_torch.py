@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.convert import torch_file
-from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import entry_table, family_of, model_of, why_not
 from jaxpar.convert.torch_names import PLAIN
@@ -64,7 +64,10 @@ def import_tiny(folder: Path, name: str) -> Path:
 @pytest.mark.skipif(not WITHOUT_TORCH, reason="torch is installed")
 def test_without_torch_it_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"needs torch, which is not installed"):
-        main(["to-torch", str(import_tiny(tmp_path, "llama3")), str(tmp_path / "model.pt")])
+        call(
+            "convert",
+            ["to-torch", str(import_tiny(tmp_path, "llama3")), str(tmp_path / "model.pt")],
+        )
     assert not (tmp_path / "model.pt").exists()
 
 
@@ -99,7 +102,7 @@ def test_torch_computes_the_same_logits(name, tmp_path):
     from jaxpar.convert import torch_model
 
     run, file = import_tiny(tmp_path, name), tmp_path / "model.pt"
-    assert main(["to-torch", str(run), str(file)]) == 0
+    assert call("convert", ["to-torch", str(run), str(file)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "model.json", "model.pt", "run"]
     model = torch_model.load(file)
     with torch.no_grad():
@@ -109,7 +112,7 @@ def test_torch_computes_the_same_logits(name, tmp_path):
     wanted = exporting.open_export(run).config.model
     assert json.loads(file.with_suffix(".json").read_text())["num_layers"] == wanted.num_layers
     with pytest.raises(ConfigError, match=r"FILE = .*already exists"):
-        main(["to-torch", str(run), str(file)])
+        call("convert", ["to-torch", str(run), str(file)])
 
 
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
@@ -121,7 +124,7 @@ def test_multi_token_prediction_is_left_out(tmp_path, capsys):
     values = tiny.MODELS["deepseek_v3_whole"] | {"num_nextn_predict_layers": 1}
     published = tiny.write_folder(tmp_path / "model", values)
     importing.from_hf(published, tmp_path / "run", lambda _: None, tolerance=None)
-    assert main(["to-torch", str(tmp_path / "run"), str(tmp_path / "model.pt")]) == 0
+    assert call("convert", ["to-torch", str(tmp_path / "run"), str(tmp_path / "model.pt")]) == 0
     assert "left out multi-token prediction" in capsys.readouterr().out
     with torch.no_grad():
         model = torch_model.load(tmp_path / "model.pt")

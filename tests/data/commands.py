@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Sequence
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.data import __main__ as data
 from jaxpar.runtime.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
 
 
 def main(args: Sequence[str]) -> int:
     """Run a command line. Returns: its exit code, as `run_program` ends the process."""
     try:
-        data.main(args)
+        call("data", args)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import train
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader
 from jaxpar.data.sources import open_tokens
@@ -237,7 +237,7 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
     args = ["quickstart", "--data.path", str(tmp_path / "x"), "--run.dir", str(run)]
     monkeypatch.setattr("jaxpar.runtime.start.start", lambda *_: [])
     with pytest.raises(ConfigError, match="sequence 3 starts at byte 9,000"):
-        train.main([*args, "--train.global-batch-size", "16"])
+        call("train", [*args, "--train.global-batch-size", "16"])
     assert not run.exists()
     output = str(tmp_path / "out.bin")
     args = ["convert", "--input", str(tmp_path / "x"), "--output", output, "--to", "llmc"]

@@ -132,7 +132,10 @@ def test_every_byte_is_checked(cfg):
         ({"model.vocab_size": 512}, r"model.vocab_size = 512: differs from that of"),
         ({"distill.temperature": 2.0}, r"temperature = 2.0: differs from that of"),
         ({"distill.top_k": 4}, r"top_k = 4: is more than distill.cache .* has, 3"),
-        ({"distill.cache": "nowhere"}, r"no about.json.*run python -m jaxpar.data teacher with the"),
+        (
+            {"distill.cache": "nowhere"},
+            r"no about.json.*run python -m jaxpar.data teacher with the",
+        ),
     ],
 )
 def test_other_fields_are_refused(fields, message, cfg):

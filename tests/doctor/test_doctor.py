@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxpar import doctor
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.doctor import progress
 from jaxpar.doctor.measure import bandwidth, verification
@@ -31,7 +32,7 @@ TOP = {
 def run(tmp_path, *args: str) -> tuple[int, dict]:
     """The program inside this process: its exit code and its JSON."""
     file = tmp_path / "doctor.json"
-    code = doctor.main(["--cpu-devices", "16", "--json", str(file), *args])
+    code = call("doctor", ["--cpu-devices", "16", "--json", str(file), *args])
     return code, json.loads(file.read_text())
 
 
@@ -130,7 +131,7 @@ def test_gpus_that_jax_does_not_use_make_the_exit_code_1(tmp_path, capsys, monke
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(folder=hosts.RECORDED))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert doctor.main(["--only", "versions,hardware"]) == exit_codes.EXIT_ERROR
+    assert call("doctor", ["--only", "versions,hardware"]) == exit_codes.EXIT_ERROR
     said = " ".join(capsys.readouterr().out.split())
     assert "fail devices JAX uses the CPU, but there are 8 GPUs -> unset JAX_PLATFORMS" in said
     assert "all pairs, NV18" in said and "18 x 26.6 GB/s" in said and "driver CUDA 13.0" in said

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpar import doctor
+from jaxpar.commands import call
 
 pytestmark = pytest.mark.gpu
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 def test_every_section_on_gpus(tmp_path, devices, monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     file = tmp_path / "doctor.json"
-    doctor.main(["--largest", "4MiB", "--repeats", "3", "--json", str(file)])
+    call("doctor", ["--largest", "4MiB", "--repeats", "3", "--json", str(file)])
     found = json.loads(file.read_text())
     status = {finding["check"]: finding["status"] for finding in found["findings"]}
     assert status["devices"] == "pass" and len(found["processes"][0]["gpus"]) >= len(devices)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar import profile
 from jaxpar.bench.__main__ import main as bench
-from jaxpar.checkpoint import __main__ as checkpoint
+
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf import importing
@@ -31,7 +31,6 @@ from jaxpar.convert.hf.tokenizer import tokenizer_in
 from jaxpar.convert.peft import importing as peft
 from jaxpar.data.skips import read_skipped
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent
-from jaxpar.report.__main__ import main as report
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.verification.replay import check_inputs
 from tests.data.commands import main as data
@@ -116,17 +115,17 @@ def compared(folder: Path) -> int:
 
 def reported(folder: Path) -> None:
     """Writes the report of a run."""
-    report([str(folder / "run")])
+    call("report", [str(folder / "run")])
 
 
 def profiled(folder: Path) -> None:
     """Shows a profile."""
-    profile.main([str(folder / "profile")])
+    call("profile", [str(folder / "profile")])
 
 
 def checkpoints(command: str) -> Callable[[Path], int]:
     """Lists or verifies checkpoints."""
-    return lambda folder: checkpoint.main([command, str(folder / "imported")])
+    return lambda folder: call("checkpoint", [command, str(folder / "imported")])
 
 
 STEP, DAMAGED = "imported/checkpoints/0", (0, 1, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import sample
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
@@ -46,7 +46,7 @@ def test_two_processes_write_the_text_of_one(whole, capsys):
     words = [str(whole), "--temperature", "0", "--max-tokens", "20"]
     words += ["--tensor", "2", "--prompt", "the cat "]
     capsys.readouterr()
-    sample.main(words)
+    call("sample", words)
     alone = capsys.readouterr().out
     assert alone.startswith("the cat ")
     (first, out, err), (second, nothing, _) = in_two("jaxpar.sample", *words)

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, sample
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.convert import __main__
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.load import load
 from jaxpar.model.lora import is_adapter
@@ -108,7 +108,7 @@ def test_text_from_it(runs, capfd):
         "--max-tokens",
         str(len(ANSWER)),
     ]
-    sample.main([str(tuned), *given])
+    call("sample", [str(tuned), *given])
     assert ANSWER in capfd.readouterr().out
 
 
@@ -124,8 +124,8 @@ def test_a_run_begins_with_what_adapters_have_made_of_another(runs, train_on, ch
 
 def test_it_leaves_as_a_published_model(runs, tmp_path):
     _, _, tuned = runs
-    assert __main__.main(["to-hf", str(tuned), str(tmp_path / "merged")]) == 0
-    assert __main__.main(["to-peft", str(tuned), str(tmp_path / "adapters")]) == 0
+    assert call("convert", ["to-hf", str(tuned), str(tmp_path / "merged")]) == 0
+    assert call("convert", ["to-peft", str(tuned), str(tmp_path / "adapters")]) == 0
     about = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert about["r"] == 8 and about["base_model_name_or_path"] is None
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.serialize import from_json, to_json
@@ -82,5 +83,5 @@ def test_a_folder_that_is_no_run_is_one_error_and_writes_nothing(tmp_path, text,
         (tmp_path / "config.json").write_text(text)
     before = list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=rule):
-        train.main([str(tmp_path)])
+        call("train", [str(tmp_path)])
     assert list(tmp_path.iterdir()) == before

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, sample
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_json
 from jaxpar.data import load_tokenizer
@@ -279,7 +280,7 @@ def test_a_sample_at_temperature_0_is_what_the_reference_model_finds_likeliest(f
     for other in (["--seed", "0"], ["--seed", "1", "--tensor", "2"]):
         args = ["--prompt", prompt, "--max-tokens", str(count), "--temperature", "0"]
         capsys.readouterr()
-        sample.main([str(finished), *args, *other])
+        call("sample", [str(finished), *args, *other])
         texts.append(capsys.readouterr().out.removesuffix("\n"))
     assert texts[0] == texts[1] == wanted
     assert "the mat, and the dog sat on the log.\n" in wanted

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpar import train
+from jaxpar.commands import call
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
@@ -132,7 +132,7 @@ def test_in_words():
 
 def test_print_config_explains_the_execution(capsys):
     with pytest.raises(SystemExit) as ended:
-        train.main(["llama3_8b", "--parallel.tensor", "2", "--print-config"])
+        call("train", ["llama3_8b", "--parallel.tensor", "2", "--print-config"])
     printed = capsys.readouterr()
     assert ended.value.code == 0 and json.loads(printed.out)["parallel"]["tensor"] == 2
     assert printed.err.startswith("execution on GPUs (with parallel.data 2): tensor overlap: ")

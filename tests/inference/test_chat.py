@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from jaxpar import chat as door
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.inference import chat
@@ -40,7 +40,7 @@ def answers(monkeypatch, model):
 
 def talk(monkeypatch, capsys, text: str, *flags: str) -> tuple[str, str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    door.main(["runs/none", *flags])
+    call("sample", ["--chat", "runs/none", *flags])
     return tuple(capsys.readouterr())
 
 
@@ -111,7 +111,7 @@ def test_a_run_answers_as_it_generates(config_file, tmp_path, monkeypatch, capsy
     run = write_run(tmp_path / "run", config_file, 1, 0)
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
-    door.main([run, "--max-tokens", "6", "--temperature", "0", "--step", "2"])
+    call("sample", ["--chat", run, "--max-tokens", "6", "--temperature", "0", "--step", "2"])
     out = capsys.readouterr().out
     m = load(run, 2, 1, print)
     ids = [*m.tokenizer.encode("user:\nthe cat").tolist(), m.tokenizer.eos_id]
@@ -138,4 +138,4 @@ def test_options_that_cannot_work():
         (["--template", "qwen"], "--template"),
     ):
         with pytest.raises(ConfigError, match=said):
-            door.main(["runs/none", *flags])
+            call("sample", ["--chat", "runs/none", *flags])

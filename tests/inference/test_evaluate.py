@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, evaluate
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.exporting import open_export, to_hf
 from jaxpar.data import load_tokenizer
@@ -92,7 +93,7 @@ def results(model: Path, tasks: Path, capsys, *flags: str) -> dict:
     output = tasks / "results.json"
     names = ["choices", "writing", "whole"]
     args = ["--tasks", *names, "--include-path", str(tasks), "--output", str(output), *flags]
-    evaluate.main([str(model), *args])
+    call("evaluate", [str(model), *args])
     assert "|choices|" in capsys.readouterr().out
     return json.loads(output.read_text())["results"]
 
@@ -185,7 +186,7 @@ def test_what_cannot_be_scored(finished, monkeypatch, flags, said):
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     with pytest.raises(ConfigError, match=said):
-        evaluate.main([str(finished), *flags])
+        call("evaluate", [str(finished), *flags])
 
 
 def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
@@ -210,7 +211,7 @@ def test_data_that_cannot_be_loaded_is_one_line(finished, tmp_path, monkeypatch)
     task = TASK.format(name="far", data=tmp_path / "not_here.json") + CHOICES
     (tmp_path / "far.yaml").write_text(task)
     with pytest.raises(ConfigError, match=r"^--tasks = .far.: cannot be loaded, with its data: F"):
-        evaluate.main([str(finished), "--tasks", "far", "--include-path", str(tmp_path)])
+        call("evaluate", [str(finished), "--tasks", "far", "--include-path", str(tmp_path)])
 
 
 @pytest.mark.waits

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint, evaluate
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.inference.follow import follow, record_of
 from jaxpar.report.charts import shown_of
@@ -60,13 +61,13 @@ def test_another_error_ends_the_follower(run):
 
 def test_results_are_where_those_of_a_run_are(run):
     """In metrics.jsonl, TensorBoard and the report, and the loss is that of the command."""
-    evaluate.main([str(run), "--split", "val", "--follow", "--poll-seconds", "1"])
+    call("evaluate", [str(run), "--split", "val", "--follow", "--poll-seconds", "1"])
     found = {record["step"]: record for record in records(run)}
     assert list(found) == [1, 2, 3] and found[1]["followed_loss"] != found[2]["followed_loss"]
     shown = scalars(run / "evaluations", "evaluation/followed_loss")
     assert [step for step, _ in shown] == [1, 2, 3]
     output = run / "result.json"
-    evaluate.main([str(run), "--split", "val", "--step", "2", "--output", str(output)])
+    call("evaluate", [str(run), "--split", "val", "--step", "2", "--output", str(output)])
     assert f"{found[2]['followed_loss']}" in output.read_text()
     (run / "config.json").write_text("{}")
     read = read_run(str(run))
@@ -97,4 +98,4 @@ def test_what_cannot_be_followed(run, tmp_path):
         ([str(tmp_path / "none"), "--split", "val", "--follow"], "contains no checkpoint yet"),
     ):
         with pytest.raises(ConfigError, match=said):
-            evaluate.main(words)
+            call("evaluate", words)

@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from jaxpar import plan
+from jaxpar.commands import call
 from jaxpar.config.fields import field_types
 from jaxpar.config.model_source import FAMILY, FROM
 from tests.slow import slow
@@ -55,7 +55,7 @@ def planned(command: str) -> str:
     """What a plan prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        plan.main(shlex.split(command))
+        call("plan", shlex.split(command))
     return out.getvalue()
 
 

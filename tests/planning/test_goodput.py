@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.plan import main
 from jaxpar.planning import goodput
 
 
@@ -38,11 +38,11 @@ def test_the_best_interval_wastes_the_least():
 
 
 def test_the_answer(capsys):
-    assert main(["--goodput", "--gpus", "16384"]) == 0
+    assert call("plan", ["--goodput", "--gpus", "16384"]) == 0
     said = capsys.readouterr().out
     assert "16,384 GPUs: a failure every 3.05 h" in said and "expected goodput: 96." in said
     words = ["--failure-hours", "8000", "--save-seconds", "20", "--restart-seconds", "300"]
-    assert main(["--goodput", "--gpus", "8", *words, "--json"]) == 0
+    assert call("plan", ["--goodput", "--gpus", "8", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seconds_between_failures"] == 3_600_000
     assert found["seconds_between_saves"] == pytest.approx(goodput.daly(20, 3.6e6))
@@ -67,4 +67,4 @@ def test_the_answer(capsys):
 )
 def test_refusals(words, said):
     with pytest.raises(ConfigError, match=said):
-        main(words)
+        call("plan", words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import plan
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS, load_config
@@ -24,7 +24,7 @@ from tests.slow import slow
 
 def run(capsys, *words: str) -> str:
     """What a command line prints."""
-    assert plan.main(words) == 0
+    assert call("plan", words) == 0
     return capsys.readouterr().out
 
 
@@ -47,13 +47,13 @@ def test_values_in_host_memory_are_told(capsys):
 
 def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    assert call("plan", ["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
     said = capsys.readouterr()
     json.loads(said.out)
     assert re.search(r"^plan: 3 of \d+ layouts predicted$", said.err, re.M)
     assert re.search(r"^plan: 1 combinations of mesh.* checked$", said.err, re.M)
     monkeypatch.setattr(progress, "EVERY", 60.0)
-    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    assert call("plan", ["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -88,9 +88,9 @@ def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
     _, _, _, name, *rest = found["command"].split()
     assert parse_overrides(load_config(name), rest) == cfg
     with pytest.raises(ConfigError, match=r"--write .* exists"):
-        plan.main([*words, "--write", str(file)])
+        call("plan", [*words, "--write", str(file)])
     with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
-        plan.main([*words, "--write", str(tmp_path / "chosen")])
+        call("plan", [*words, "--write", str(tmp_path / "chosen")])
 
 
 def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ BAD = (
 @pytest.mark.parametrize(("words", "said"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input_is_said(words, said):
     with pytest.raises(ConfigError, match=said):
-        plan.main(words)
+        call("plan", words)
 
 
 def test_help_answers():
@@ -300,12 +300,12 @@ def test_help_answers():
 @pytest.mark.skipif(compiling.has_plugin(), reason="the CUDA plugin is here")
 def test_compiling_without_the_plugin_is_refused():
     with pytest.raises(ConfigError, match=r"--compile.*CUDA plugin.*cuda13"):
-        plan.main(["llama3_8b", "--compile", "1"])
+        call("plan", ["llama3_8b", "--compile", "1"])
 
 
 def test_moments_in_host_memory_are_not_compiled_without_a_gpu():
     with pytest.raises(ConfigError, match=r"optimizer\.offload = True.*remove --compile"):
-        plan.main(["llama3_8b", "--compile", "1", "--optimizer.offload", "True"])
+        call("plan", ["llama3_8b", "--compile", "1", "--optimizer.offload", "True"])
 
 
 def test_a_failed_compilation_says_what_is_wrong():

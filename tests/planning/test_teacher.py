@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import plan
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.serialize import to_json
@@ -94,4 +94,4 @@ def test_a_host_without_its_memory_is_refused(teacher):
 def test_an_unknown_teacher_is_refused(tmp_path):
     words = ["llama_1b", "--distill.teacher", str(tmp_path / "none")]
     with pytest.raises(ConfigError, match=r"a model that the plan cannot count: .*no config.json"):
-        plan.main(words)
+        call("plan", words)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpar import plan
+from jaxpar.commands import call
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
@@ -57,11 +57,11 @@ def test_the_memory_is_of_the_size_that_needs_most(cfg):
 def test_the_command_shows_every_size_and_the_whole_run(capsys):
     fields = [f"--{path.replace('_', '-')}={value}" for path, value in FIELDS.items()]
     words = ["llama3_8b", "--quick", "--top", "1", "--fix", "data=8,remat=dots,zero=3", *fields]
-    assert plan.main(words) == 0
+    assert call("plan", words) == 0
     said = capsys.readouterr().out
     assert "Sizes of the steps, on layout 1" in said
     assert "Whole run: 300 steps, 32,768,000 tokens" in " ".join(said.split())
-    assert plan.main([*words, "--json"]) == 0
+    assert call("plan", [*words, "--json"]) == 0
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert [(one["global_batch_size"], one["steps"]) for one in sizes] == [
         (32, 50),

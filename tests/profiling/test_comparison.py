@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import profile
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.profiling import comparison
 
@@ -53,7 +53,7 @@ def test_the_largest_differences_come_first():
 
 def test_a_profile_and_itself(tmp_path, capsys):
     file = tmp_path / "both.json"
-    profile.main([PIECE, PIECE, "--gpu", "h200", "--json", str(file)])
+    call("profile", [PIECE, PIECE, "--gpu", "h200", "--json", str(file)])
     text = capsys.readouterr().out
     assert "step             72.0   72.0        +0.0  1.000" in text
     assert max(map(len, text.splitlines())) <= 120
@@ -71,6 +71,6 @@ def test_a_profile_and_itself(tmp_path, capsys):
 def test_what_is_refused(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        profile.main(words)
+        call("profile", words)
     assert said in str(error.value)
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import profile
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.profiling.trace import xspace
 
@@ -22,7 +22,7 @@ def test_a_trace_of_gigabytes_is_not_read(name, tmp_path, monkeypatch):
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
     tracemalloc.start()
     with pytest.raises(ConfigError) as error:
-        profile.main([str(tmp_path / name)])
+        call("profile", [str(tmp_path / name)])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "is not a profiler trace or is truncated: it has more than 1,048,576 bytes" in (
@@ -36,7 +36,7 @@ def test_hlo_of_gigabytes_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(xspace, "MAX_BYTES", size)
     shutil.copy(PIECE, tmp_path / "process_0.xplane.pb.gz")
     (tmp_path / "step.hlo.txt.gz").write_bytes(gzip.compress(bytes(size + 1), 1))
-    profile.main([str(tmp_path)])
+    call("profile", [str(tmp_path)])
     assert "the HLO in step.hlo.txt.gz: the file cannot be read: it has more" in " ".join(
         capsys.readouterr().out.split()
     )

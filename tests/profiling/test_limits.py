@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import profile
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.planning.predict.hardware import H200, gpu_of_kind
 from jaxpar.profiling import breakdown, limits, loading, table
@@ -181,7 +181,7 @@ def test_hlo_without_shapes_is_refused(tmp_path):
     text = gzip.decompress((here / "h100.hlo.txt.gz").read_bytes()).decode()
     (tmp_path / "h100.hlo.txt").write_text(text.replace("bf16[", "bf16("))
     with pytest.raises(ConfigError, match="is damaged"):
-        profile.main([str(tmp_path / "h100.xplane.pb.gz")])
+        call("profile", [str(tmp_path / "h100.xplane.pb.gz")])
 
 
 def test_kernels_that_take_no_time(h100, tmp_path):

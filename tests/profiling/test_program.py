@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import profile
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.planning.predict.hardware import H200
 from jaxpar.profiling import folder, loading, sections
@@ -30,7 +30,7 @@ def piece(tmp_path_factory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         text: list[str] = []
         patch.setattr("builtins.print", lambda *words, **_: text.append(" ".join(words)))
-        profile.main([str(PIECE), "--gpu", "h200", "--json", str(path)])
+        call("profile", [str(PIECE), "--gpu", "h200", "--json", str(path)])
     return json.loads(path.read_text("utf-8")) | {"text": "\n".join(text)}
 
 
@@ -76,7 +76,7 @@ def test_memory_of_the_piece(piece):
 def test_without_the_hlo_classes_are_told_by_name(tmp_path, capsys):
     alone = tmp_path / "alone.xplane.pb"
     alone.write_bytes(gzip.decompress(PIECE.read_bytes()))
-    profile.main([str(alone)])
+    call("profile", [str(alone)])
     text = capsys.readouterr().out
     assert "missing: the step's HLO" in text
     assert "matmul         50.3" in text and "roofline" not in text
@@ -87,7 +87,7 @@ def test_without_the_hlo_classes_are_told_by_name(tmp_path, capsys):
 
 def refused(*args: str) -> str:
     with pytest.raises(ConfigError) as error:
-        profile.main(args)
+        call("profile", args)
     return str(error.value)
 
 
@@ -152,7 +152,7 @@ def test_options(tmp_path, capsys):
     assert "which does not exist" in refused(str(PIECE), "--json", where)
     assert "is a folder, not a file" in refused(str(PIECE), "--json", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
-        profile.main(["--help"])
+        call("profile", ["--help"])
     assert ended.value.code == exit_codes.EXIT_OK and "RUN_OR_TRACE" in capsys.readouterr().out
     assert "Unrecognized options: --tpo" in refused(str(PIECE), "--tpo", "3")
 
@@ -169,10 +169,10 @@ def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
             file.write_text(earlier)
         with monkeypatch.context() as patch, pytest.raises(exit_codes.RunError) as error:
             patch.setattr(os, "replace", full)
-            profile.main(words)
+            call("profile", words)
         assert str(error.value).startswith(f"--json = {str(file)!r}: cannot be written: No space")
         assert [path.read_text() for path in tmp_path.iterdir()] == ([earlier] if earlier else [])
-    profile.main(words)
+    call("profile", words)
     assert json.loads(file.read_text())["path"] == str(PIECE)
 
 
@@ -215,7 +215,7 @@ def test_damaged_files_beside_a_trace_are_missing(data, tmp_path, capsys):
     shutil.copy(PIECE, tmp_path / "process_0.xplane.pb.gz")
     (tmp_path / "step.hlo.txt.gz").write_bytes(data)
     (tmp_path / "profile.json").write_text(json.dumps(FACTS | {"devices": 0}))
-    profile.main([str(tmp_path)])
+    call("profile", [str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
     assert "missing: profile.json: it is damaged" in said
     assert "missing: the HLO in step.hlo.txt.gz: the file " in said

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import profile
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.monitoring import metrics
 from jaxpar.profiling import folder, in_run
@@ -62,7 +62,7 @@ def shown(profiled, tmp_path_factory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         text: list[str] = []
         patch.setattr("builtins.print", lambda *words, **_: text.append(" ".join(words)))
-        profile.main([str(profiled), "--step", "5", "--json", str(path)])
+        call("profile", [str(profiled), "--step", "5", "--json", str(path)])
     return json.loads(path.read_text("utf-8")) | {"text": "\n".join(text)}
 
 
@@ -117,24 +117,24 @@ def test_of_programs_of_one_name_the_one_that_was_profiled():
 
 
 def test_which_profile(profiled, capsys):
-    profile.main([str(profiled), "--top", "3"])
+    call("profile", [str(profiled), "--top", "3"])
     said = capsys.readouterr().out
     assert "steps 10 to 11" in said
     assert "other profiles of the run, for --step: 1, 5" in said
-    profile.main([str(profiled / "profiles" / "step_00000001")])
+    call("profile", [str(profiled / "profiles" / "step_00000001")])
     assert "steps 1 to 2" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--step = 7: is not the first step of .* 1, 5"):
-        profile.main([str(profiled), "--step", "7"])
+        call("profile", [str(profiled), "--step", "7"])
 
 
 def test_without_facts_and_hlo_the_trace_tells_the_rest(profiled, tmp_path, capsys):
     (trace,) = (profiled / "profiles" / "step_00000005").rglob("*.xplane.pb")
     shutil.copy(trace, tmp_path / "a.xplane.pb")
-    profile.main([str(tmp_path / "a.xplane.pb")])
+    call("profile", [str(tmp_path / "a.xplane.pb")])
     text = capsys.readouterr().out
     assert "jit_train_step" in text and "attention/qkv" in text and "MFU" not in text
     with pytest.raises(ConfigError, match=r"--step = 5: selects one of a run's profiles"):
-        profile.main([str(tmp_path / "a.xplane.pb"), "--step", "5"])
+        call("profile", [str(tmp_path / "a.xplane.pb"), "--step", "5"])
 
 
 def test_a_cut_off_trace_is_refused(profiled, tmp_path):
@@ -144,7 +144,7 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
     with pytest.raises(
         ConfigError, match=r"cut\.xplane\.pb is not a profiler trace or is truncated"
     ):
-        profile.main([str(cut)])
+        call("profile", [str(cut)])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,6 @@ def test_a_signal_to_one_process_makes_all_trace_the_same_steps(write_ranks, tmp
     assert where.name == "step_00000012"  # 8 steps done, 3 ahead, and the next
     names = {file.name for file in where.rglob("*.xplane.pb")}
     assert names == {"process_0.xplane.pb", "process_1.xplane.pb"}
-    profile.main([str(tmp_path / "run")])
+    call("profile", [str(tmp_path / "run")])
     text = capsys.readouterr().out
     assert "mean of 2 devices" in text and "\n  0:0 " in text and "\n  1:" in text

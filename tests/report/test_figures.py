@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from jaxpar import runs
+from jaxpar.commands import call
 from jaxpar.report import listing
 from jaxpar.report.figures import held_out_text
 from jaxpar.report.page import page
@@ -66,7 +66,7 @@ def test_throughput_and_step_time_of_a_run_resumed_on_fewer_devices(tmp_path, ca
     shown = text_of(folder)
     assert "throughput 30 tokens/s/device, median" in " ".join(shown.split())
     assert "step time 4 s median on 2 devices" in " ".join(shown.split())
-    runs.main([str(tmp_path / "runs"), "--json"])
+    call("report", ["--list", str(tmp_path / "runs"), "--json"])
     (listed,) = json.loads(capsys.readouterr().out)
     assert listed["tokens_per_second_per_device"] == 30.0  # the report's
 
@@ -109,7 +109,7 @@ def test_runs_with_several_tokenizers_are_ranked_by_bits_per_byte(tmp_path, caps
     make(tmp_path / "bytes", last(1.25, bits_per_byte=1.80), path="data/bytes")
     make(tmp_path / "bpe", last(3.10, bits_per_byte=1.05), path="data/bpe", vocab=8192)
     assert names(tmp_path) == ["bpe", "bytes"]
-    runs.main([str(tmp_path)])
+    call("report", ["--list", str(tmp_path)])
     assert "do not compare" not in capsys.readouterr().out
 
 
@@ -121,7 +121,7 @@ def test_runs_that_do_not_compare_are_ranked_apart(tmp_path, capsys):
     make(tmp_path / "b2", last(0.50), path="data/b", vocab=8192)
     make(tmp_path / "pairs", last(0.01), path="data/b", vocab=8192, dpo={"beta": 0.1})
     assert names(tmp_path) == ["a2", "a1", "b2", "b1", "pairs"]
-    runs.main([str(tmp_path)])
+    call("report", ["--list", str(tmp_path)])
     out = capsys.readouterr().out
     assert "do not compare" in out
     assert out.count("ranked by held-out loss on") == 3

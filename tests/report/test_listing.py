@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from jaxpar import runs
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.report import listing
 from jaxpar.report.page import page
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_best_run_comes_first(folder, capsys):
-    runs.main([])
+    call("report", ["--list"])
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[1::2]] == [
         "runs/sweep/b",
@@ -39,7 +39,7 @@ def test_the_best_run_comes_first(folder, capsys):
 
 
 def test_json_has_the_same_runs_in_full_precision(folder, capsys):
-    runs.main(["runs/sweep", "--json"])
+    call("report", ["--list", "runs/sweep", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [run["name"] for run in found] == ["runs/sweep/b", "runs/sweep/c"]
     assert found[0]["held_out_loss"] < found[1]["held_out_loss"]
@@ -52,7 +52,7 @@ def test_json_has_the_same_runs_in_full_precision(folder, capsys):
 def test_a_run_that_cannot_be_read_is_named_and_left_out(folder, capsys, name):
     (folder / "runs/a" / name).unlink(missing_ok=True)
     (folder / "runs/a" / name).symlink_to("/proc/self/mem")  # reading it is an error for everybody
-    runs.main(["--json"])
+    call("report", ["--list", "--json"])
     said = capsys.readouterr()
     assert {run["name"] for run in json.loads(said.out)} == {"runs/sweep/b", "runs/sweep/c"}
     assert len(said.err.splitlines()) == 1 and "left out   " in said.err and "runs/a" in said.err
@@ -64,7 +64,7 @@ def test_a_run_that_cannot_be_read_is_named_and_left_out(folder, capsys, name):
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"train": 5}', '{"train": null}'])
 def test_a_damaged_run_is_named_and_left_out(folder, capsys, content):
     (folder / "runs/a/config.json").write_text(content)
-    runs.main([])
+    call("report", ["--list"])
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
     assert "left out   " in said.err and "runs/a/config.json" in said.err
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_left_out(folder, capsys, monk
 
     (folder / "runs/private").mkdir()
     monkeypatch.setattr(type(folder), "iterdir", refused)
-    runs.main([])
+    call("report", ["--list"])
     said = capsys.readouterr()
     assert "runs/sweep/b" in said.out
     assert said.err == "left out   runs/private cannot be read: Permission denied\n"
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_left_out(folder, capsys, monk
 def test_a_folder_without_runs_is_one_error(folder, name, said):
     (folder / "runs/empty").mkdir()
     with pytest.raises(ConfigError, match=said):
-        runs.main([name])
+        call("report", ["--list", name])
 
 
 def test_fields_that_differ_are_those_of_any_two():
@@ -113,7 +113,7 @@ def test_folders_of_another_user_are_named_and_left_out(folder, capfd):
         closed = (place / "runs/a", place / "runs/sweep/b/config.json")
         for one in closed:
             one.chmod(0o000)
-        told = as_another_user(lambda: runs.main([str(place / "runs")]))
+        told = as_another_user(lambda: call("report", ["--list", str(place / "runs")]))
         assert told == "None"
         out, said = capfd.readouterr()
         assert f"{place}/runs/sweep/c" in out and "Traceback" not in said

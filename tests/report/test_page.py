@@ -11,11 +11,12 @@ from importlib import resources
 
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.report import __main__ as program
-from jaxpar.report.__main__ import ReportOptions, main, report
+from jaxpar.report.__main__ import ReportOptions, report
 from jaxpar.report.runs import MAX_SERIES, read_run
 from tests.report.folders import record, write_lines, write_run
 
@@ -45,7 +46,7 @@ def page_of(*folders, **options) -> str:
 
 def test_a_run_on_one_page(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
-    main([str(folder)])
+    call("report", [str(folder)])
     said = capsys.readouterr().out
     assert f"read       {folder}: 200 steps" in said and f"{folder}/report.html" in said
     text = " ".join(Tags((folder / "report.html").read_text("utf-8")).texts)
@@ -247,12 +248,12 @@ def test_it_is_written_again_while_a_run_goes(tmp_path, monkeypatch, capsys):
         write_lines(folder / "metrics.jsonl", [record(200 + len(seen), random.Random(0))])
 
     monkeypatch.setattr(program, "pause", another_step)
-    main([str(folder), "--watch", "7"])
+    call("report", [str(folder), "--watch", "7"])
     assert [seconds for seconds, _ in seen] == [7, 7]
     assert all('<body data-live="7">' in text for _, text in seen)
     assert "data-live" not in (folder / "report.html").read_text("utf-8").partition("<script")[0]
     assert "watching   every 7 s" in capsys.readouterr().out
-    main([str(folder), "--watch", "7"])  # the run has ended
+    call("report", [str(folder), "--watch", "7"])  # the run has ended
     assert len(seen) == 2 and "watching" not in capsys.readouterr().out
 
 
@@ -263,7 +264,7 @@ def test_ctrl_c_ends_it_with_a_page_that_stays(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "pause", interrupted)
-    main([str(folder), "--watch", "7"])
+    call("report", [str(folder), "--watch", "7"])
     assert '<body data-live="' not in (folder / "report.html").read_text("utf-8")
 
 

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import pytest
 import tyro
+from jaxpar.runtime.options import Parser
 
 from jaxpar.config import ConfigError
 from jaxpar.config.options import read_options
 from jaxpar.config.rules.limits import Range
 from jaxpar.data.__main__ import read_command
-from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes.launcher import read_command as read_launch
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import runs
-from jaxpar.checkpoint import __main__ as checkpoint
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.stores import steps
 from jaxpar.stores.fetching import runs_at
@@ -40,18 +39,18 @@ def test_runs_are_listed_with_their_addresses(address, tmp_path, capsys, s3):
     assert runs_at("FOLDER", at, 1) == [f"{at}/one"] == runs_at("FOLDER", f"{at}/one", 0)
     s3.requests.clear()
     capsys.readouterr()
-    runs.main([at])
+    call("report", ["--list", at])
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[1::2]] == [f"{at}/two/deep", f"{at}/one"]
     assert "2.5000" in shown[1] and "train.seed 25" in shown[2]
     assert not [path for _, path in s3.requests if "/checkpoints/" in path]
     with pytest.raises(ConfigError, match="has no run in it"):
-        runs.main([f"{at}-none"])
+        call("report", ["--list", f"{at}-none"])
 
 
 def test_checkpoints_are_listed_without_their_arrays(run, store, capsys, s3):
     s3.requests.clear()
-    assert checkpoint.main(["ls", run]) == 0
+    assert call("checkpoint", ["ls", run]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["3", "5"] and "mesh" in head
     assert all("1 device" in row and "arrays with fingerprints" in row for row in rows)
@@ -59,28 +58,28 @@ def test_checkpoints_are_listed_without_their_arrays(run, store, capsys, s3):
     (data,) = [one.name for one in store.names("checkpoints/3/state/d/")][:1]
     store.write(data, b"short")
     store.delete(["complete/5"])
-    assert checkpoint.main(["ls", run]) == 0
+    assert call("checkpoint", ["ls", run]) == 0
     damaged, incomplete = capsys.readouterr().out.splitlines()[1:]
     assert "DAMAGED: state/d/" in damaged and "has 5 bytes, not" in damaged
     assert "incomplete: its upload goes on, or was killed" in incomplete
 
 
 def test_every_byte_is_verified(run, store, capsys, tmp_path):
-    assert checkpoint.main(["verify", run]) == 0
+    assert call("checkpoint", ["verify", run]) == 0
     assert capsys.readouterr().out.count(": intact") == 2
     data = max(store.names("checkpoints/5/"), key=lambda one: one.size).name
     content = store.read(data)[0]
     store.write(data, content[:-1] + bytes([content[-1] ^ 1]))
-    assert checkpoint.main(["verify", run]) == 1
+    assert call("checkpoint", ["verify", run]) == 1
     told = capsys.readouterr().out
     assert "step 3: intact" in told and "step 5: DAMAGED" in told
     assert f"step 5: {data} has different content" in told
-    assert checkpoint.main(["verify", run, "--step", "3"]) == 0
+    assert call("checkpoint", ["verify", run, "--step", "3"]) == 0
     with pytest.raises(ConfigError, match=r"--step = 4: is no checkpoint of .*use one of 3, 5"):
-        checkpoint.main(["verify", run, "--step", "4"])
+        call("checkpoint", ["verify", run, "--step", "4"])
     steps.delete_step(store, 3)
     steps.delete_step(store, 5)
     for command in ("ls", "verify"):
         with pytest.raises(ConfigError, match="contains no checkpoint"):
-            checkpoint.main([command, run])
+            call("checkpoint", [command, run])
     assert not list((tmp_path / "cache" / "jaxpar").glob("verify/*"))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import local_folder
-from jaxpar.convert import __main__ as convert
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.peft.exporting import base_of
 from jaxpar.convert.shape import model_from
@@ -113,30 +113,30 @@ def test_an_export_to_an_address_is_complete_or_absent(run, address, tmp_path, m
 
     monkeypatch.setattr(folders.Objects, "upload", fails)
     with pytest.raises(RunError, match="killed"):
-        convert.main(["to-hf", run.run.dir, url, "--no-check"])
+        call("convert", ["to-hf", run.run.dir, url, "--no-check"])
     names = [one.name for one in objects_at(address._replace(prefix="exports/one")).names()]
     assert "config.json" not in names and folders.FILES in names
     monkeypatch.setattr(folders.Objects, "upload", upload)
-    assert convert.main(["to-hf", run.run.dir, url, "--no-check"]) == 0
+    assert call("convert", ["to-hf", run.run.dir, url, "--no-check"]) == 0
     assert f"{url}: LlamaForCausalLM" in capsys.readouterr().out
-    assert convert.main(["to-hf", run.run.dir, str(tmp_path / "out"), "--no-check"]) == 0
+    assert call("convert", ["to-hf", run.run.dir, str(tmp_path / "out"), "--no-check"]) == 0
     wanted = load_file(tmp_path / "out" / "model.safetensors")
     found = load_file(open_source(url).folder / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         np.testing.assert_array_equal(found[name], tensor)
     with pytest.raises(ConfigError, match=r"DIR = 's3://.*already exists, and is not empty"):
-        convert.main(["to-hf", run.run.dir, url, "--no-check"])
+        call("convert", ["to-hf", run.run.dir, url, "--no-check"])
     other = objects_at(address._replace(prefix="photos"))
     other.write("a.png", b"")
     with pytest.raises(ConfigError, match="already exists"):
-        convert.main(["to-hf", run.run.dir, str(other.address), "--no-check"])
+        call("convert", ["to-hf", run.run.dir, str(other.address), "--no-check"])
     assert not list((tmp_path / "cache" / "jaxpar" / "writing").iterdir())
 
 
 def test_a_damaged_export_is_not_read(run, address):
     at = address._replace(prefix="exports/one")
-    assert convert.main(["to-hf", run.run.dir, str(at), "--no-check"]) == 0
+    assert call("convert", ["to-hf", run.run.dir, str(at), "--no-check"]) == 0
     store = objects_at(at)
     content = store.read("model.safetensors")[0]
     store.write("model.safetensors", content[:-1] + b"\1")

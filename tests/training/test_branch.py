@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import folder, saved_steps
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
 
@@ -32,7 +32,7 @@ def test_a_cooldown_from_a_checkpoint_is_the_run_that_had_it_from_the_start(
     run, config_file, train_on, capsys
 ):
     whole, cooldown = run.with_name("whole"), run.with_name("cooldown")
-    assert main(["branch", str(run), str(cooldown), "--step", "4"]) == 0
+    assert call("checkpoint", ["branch", str(run), str(cooldown), "--step", "4"]) == 0
     assert f"--run.dir {cooldown}, beyond step 4" in capsys.readouterr().out
     assert saved_steps(cooldown) == [4] and sorted(p.name for p in cooldown.iterdir()) == [
         "checkpoints"
@@ -55,11 +55,11 @@ def test_what_cannot_be_branched_is_one_error_and_makes_nothing(run, capsys):
         ([str(run), str(run / "config.json" / "new")], "is a file"),
     ):
         with pytest.raises(ConfigError, match=said):
-            main(["branch", *words])
+            call("checkpoint", ["branch", *words])
     files = (p for p in (folder(run) / "12").rglob("*") if p.is_file())
     max(files, key=lambda path: path.stat().st_size).unlink()
     with pytest.raises(Damaged):
-        main(["branch", str(run), str(new), "--step", "12"])
+        call("checkpoint", ["branch", str(run), str(new), "--step", "12"])
     assert not new.exists()
-    assert main(["branch", str(run), str(new)]) == 0  # the latest intact one
+    assert call("checkpoint", ["branch", str(run), str(new)]) == 0  # the latest intact one
     assert saved_steps(new) == [8] and "step 12" in capsys.readouterr().err

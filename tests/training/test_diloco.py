@@ -11,7 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.api.loading import load_config
 from jaxpar.api.trainer import Trainer
 from jaxpar.checkpoint import read_saved
-from jaxpar.convert.__main__ import main as convert
+from jaxpar.commands import call
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
@@ -87,4 +87,4 @@ def test_readers_get_the_outer_weights(run, tmp_path):
     mesh = make_mesh(cfg.parallel, jax.devices()[:2])
     outer = checkpoint.restore_params(run, cfg, mesh, 7)
     assert np.array_equal(values, np.asarray(outer["embed"])[:9, :9])
-    assert convert(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    assert call("convert", ["to-hf", str(run), str(tmp_path / "hf")]) == 0

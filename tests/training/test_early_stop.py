@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint import Checkpointer, best, read_saved, saved_steps
-from jaxpar.checkpoint.__main__ import main as inspect
 from jaxpar.checkpoint.best import Best, step_of
 from jaxpar.checkpoint.saved import saved_of
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.declared import Misshapen
 from jaxpar.config.validate import check, resolve
-from jaxpar.convert.__main__ import main as convert
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.inference.generation import config_for_sampling
@@ -71,10 +70,13 @@ def test_a_run_stops_early_as_it_would_have_without_a_pause(
     assert saved_steps(paused) == [2, 10] and tested(paused) == [4, 8, 10]
 
     assert step_of(whole, "best") == 2 and step_of(whole, None) is None and step_of(whole, 8) == 8
-    assert inspect(["ls", str(whole)]) == 0
+    assert call("checkpoint", ["ls", str(whole)]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert "; best, held_out " in rows[-2] and "best" not in rows[-1]
-    assert convert(["to-hf", str(whole), str(tmp_path / "hf"), "--step", "best", "--no-check"]) == 0
+    assert (
+        call("convert", ["to-hf", str(whole), str(tmp_path / "hf"), "--step", "best", "--no-check"])
+        == 0
+    )
     assert "of step 2" in capsys.readouterr().out
 
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, evaluate
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
-from jaxpar.convert.__main__ import main as convert
 from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
@@ -120,7 +120,7 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
 
     output = tmp_path / "result.json"
     flags = "--split test --batch-size 3 --sequences 8 --output".split()
-    evaluate.main([str(run), *flags, str(output)])
+    call("evaluate", [str(run), *flags, str(output)])
     found = json.loads(output.read_text())["text_loss"]
     assert found["loss"] == pytest.approx(last["test_loss"], abs=2e-5)
     assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
@@ -144,7 +144,7 @@ def test_a_split_that_is_smaller_than_an_evaluation_is_read_once(
     assert loss == pytest.approx(plain_loss(tmp_path / "run", cfg.data.path, "val", 5), abs=2e-5)
     for size in (1, 4, 8):
         flags = ["--split", "val", "--batch-size", str(size), "--output"]
-        evaluate.main([str(tmp_path / "run"), *flags, str(tmp_path / "found.json")])
+        call("evaluate", [str(tmp_path / "run"), *flags, str(tmp_path / "found.json")])
         found = json.loads((tmp_path / "found.json").read_text())["text_loss"]
         assert found["loss"] == pytest.approx(loss, abs=2e-5)
         assert "5 of 5 sequences" in capsys.readouterr().out
@@ -171,11 +171,11 @@ def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
     losses = {r["step"]: r for r in records_of(evaluated) if "ema_loss" in r}
     assert list(losses) == [2, 4] and losses[4]["ema_loss"] > losses[4]["held_out_loss"]
     flags = "--split val --sequences 8 --weights ema --output".split()
-    evaluate.main([str(evaluated), *flags, str(tmp_path / "of_run.json")])
-    assert convert(["to-hf", str(evaluated), str(tmp_path / "hf"), "--weights", "ema"]) == 0
+    call("evaluate", [str(evaluated), *flags, str(tmp_path / "of_run.json")])
+    assert call("convert", ["to-hf", str(evaluated), str(tmp_path / "hf"), "--weights", "ema"]) == 0
     data = str(checkpoint.load_config(evaluated).data.path)
     flags = ["--split", "val", "--sequences", "8", "--data", data, "--output"]
-    evaluate.main([str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
+    call("evaluate", [str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
     # An export has the ids of its tokenizer alone.
     of_hf = plain_loss(evaluated, data, "val", 8, "ema", ByteTokenizer.vocab_size)
     per_nat = losses[4]["ema_bits_per_byte"] / losses[4]["ema_loss"]
@@ -284,4 +284,4 @@ def test_what_the_command_cannot_evaluate(evaluated, dataset, tmp_path):
         (["--split", "val", "--sequences", "0"], "--sequences = 0: must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=said):
-            evaluate.main([str(evaluated), *flags])
+            call("evaluate", [str(evaluated), *flags])

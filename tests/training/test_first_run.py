@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint, quickstart
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.samples import read_samples
@@ -38,7 +39,7 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
         places = ["--run.dir", str(tmp_path / "my run"), "--data.path", str(tmp_path / "data")]
         capsys.readouterr()
         with only_devices(1):
-            assert quickstart.main([*places, *SMALL, *args]) == 0
+            assert call("train", ["quickstart", *places, *SMALL, *args]) == 0
         return capsys.readouterr().out, asked
 
     return run

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import read_saved
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.convert.__main__ import main as convert
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.inference.load import load
 from jaxpar.runtime import exit_codes
@@ -60,7 +60,7 @@ def test_turned_on_and_off_and_exported_from_bfloat16(train, capsys, tmp_path):
     values = arrays.read("embed", (slice(0, 9), slice(0, 9)))
     assert values.dtype == np.float32 and np.array_equal(values, found["embed"][:9, :9])
     arrays.compare_all()
-    assert convert(["to-hf", str(run), str(tmp_path / "hf"), "--weights", "ema"]) == 0
+    assert call("convert", ["to-hf", str(run), str(tmp_path / "hf"), "--weights", "ema"]) == 0
 
     train(1, run, *quick, "3", "--optimizer.ema-decay", "0", dtype="float32")
     said = capsys.readouterr()

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-import jaxpar.mup as program
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -129,4 +129,4 @@ def test_what_is_not_checked(fields, said):
 )
 def test_wrong_options(args, said):
     with pytest.raises(ConfigError, match=said):
-        program.main(args)
+        call("verify", ["--mup", *args])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import verify
+from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.layout.layer_kinds import is_recurrent
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
 
 
 def test_meshes_agree(capsys):
-    code = verify.main([*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
+    code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
     assert "float32, highest matmul precision" in shown and "2 layers" in shown
@@ -82,7 +82,7 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
     right = gradients.reduce_gradients
     wrong = lambda g, s, axes: reduce_wrongly(right(g, s, axes), s)  # noqa: E731
     monkeypatch.setattr(step_weights, "reduce_gradients", wrong)
-    code = verify.main([*TINY, "--mesh", "data=2", "--steps", "0"])
+    code = call("verify", [*TINY, "--mesh", "data=2", "--steps", "0"])
     shown = capsys.readouterr().out
     assert code == 1
     assert "MISMATCH" in shown
@@ -130,7 +130,7 @@ def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
     """Adam with the config's eps would not know."""
     clip = train_step.clip
     monkeypatch.setattr(train_step, "clip", lambda *of: jax.tree.map(lambda g: 2 * g, clip(*of)))
-    code = verify.main([*TINY, "--mesh", "data=2", "--steps", "2"])
+    code = call("verify", [*TINY, "--mesh", "data=2", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 1
     assert "after the steps, allowed" in shown and "gradient of" not in shown
@@ -239,12 +239,12 @@ def test_a_mesh_may_set_a_float():
 )
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        verify.main(arguments)
+        call("verify", arguments)
 
 
 def test_help_documents_every_option(capsys):
     with pytest.raises(SystemExit) as stop:
-        verify.main(["--help"])
+        call("verify", ["--help"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     for option in ("--mesh", "--steps", "--shrink", "--tolerance", "--devices", "--model.d-model"):

@@ -29,7 +29,7 @@ from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.options import WARM_UP, BenchOptions
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file, check_folder
+from jaxpar.runtime.files.outputs import check_file, check_folder
 from jaxpar.runtime.processes import detect, peers, rendezvous
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe

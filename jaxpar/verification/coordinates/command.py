@@ -9,7 +9,7 @@ from jaxpar.config.model_source import ModelReader
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.options import check_file
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
