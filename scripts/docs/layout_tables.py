@@ -17,7 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmark_table import CARDS, mesh_of  # noqa: E402
 
-from jaxpar.planning.command import read_command  # noqa: E402
+from jaxpar.commands import read  # noqa: E402
+from jaxpar.planning.command import asked_for  # noqa: E402
 from jaxpar.planning.layouts import describe  # noqa: E402
 from jaxpar.planning.predict.hardware import GIB  # noqa: E402
 from jaxpar.planning.ranking import Layout, make_plan  # noqa: E402
@@ -121,7 +122,7 @@ TABLES = {
 
 def first_layout(command: str) -> Layout:
     """Return the fastest layout that fits."""
-    asked = read_command(command.split())
+    asked = asked_for(read("plan", command.split()))
     quick, load = asked.options.quick, asked.options.expert_imbalance
     made = make_plan(asked.cfg, asked.cluster, asked.fixed, coarse=quick, imbalance=load)
     return made.fitting[0]

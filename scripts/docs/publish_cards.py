@@ -1,9 +1,9 @@
 """Makes cards small enough to publish: python scripts/docs/publish_cards.py CARD...
 
-Each card of `profile --bench --card` is replaced by its figures and conditions: what a reader compares,
-and what tells a run from another. The profile, the whole config and the environment go: the commit
-and the remaining fields of the config reproduce the run. Other cards lose the config, too. Numbers
-keep seven digits. A published card stays as it is.
+Each card of `profile --bench --card` is replaced by its figures and conditions: what a reader
+compares, and what tells a run from another. The profile, the whole config and the environment go:
+the commit and the remaining fields of the config reproduce the run. Other cards lose the config,
+too. Numbers keep seven digits. A published card stays as it is.
 """
 
 import json

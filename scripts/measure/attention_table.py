@@ -5,7 +5,6 @@ GPU's power limit. `auto` chooses a backend and its block sizes from the table. 
 has the details.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -13,19 +12,19 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-
 import jaxpar.kernels.attention.dispatch  # noqa: E402
 from jaxpar.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
 from jaxpar.bench.training import conditions  # noqa: E402
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.json_reader import read_json  # noqa: E402
+from jaxpar.config.options import Shown, read_options  # noqa: E402
 from jaxpar.config.rules import limits  # noqa: E402
 from jaxpar.kernels.attention.dispatch import capability, measurements  # noqa: E402
 from jaxpar.kernels.attention.hopper import blocks as hopper  # noqa: E402
@@ -322,45 +321,52 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the options: shapes as `AttentionShape`s, backends as a list or None.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write the attention table of this GPU."""
+
+    shapes: Annotated[tuple[str, ...], Shown("SHAPE")] = tuple(NAMED)
+    """Kinds, separated by commas: causal, packed, window, zigzag. Or B,T,H,G,D or KIND:B,T,H,G,D.
+    """
+    backends: Annotated[str | None, Shown("A,B")] = None
+    """Backends to try. None: all for this device."""
+    table: Annotated[str | None, Shown("FILE")] = None
+    """Table to write or update. None: the one of this GPU."""
+    repeats: Annotated[int, limits.REPEATS] = REPEATS
+    """Batches of a candidate."""
+
+
+def checked(options: Options) -> tuple[list[AttentionShape], list[str]]:
+    """Return the shapes, and the backends; none: all for this device.
 
     Raises:   ConfigError for an unknown shape or backend, or a damaged table.
     """
-    parser = Parser(PROGRAM, __doc__)
-    add = parser.add_argument
-    told = f"any of {', '.join(NAMED)}, separated by commas; or B,T,H,G,D or KIND:B,T,H,G,D (all)"
-    add("--shapes", nargs="+", default=list(NAMED), metavar="SHAPE", help=told)
-    add("--backends", help=f"backends to try: {','.join(BACKENDS)} (all for this device)")
-    add("--table", help="table to write or update (the one of this GPU)")
-    parser.whole("--repeats", REPEATS, limits.REPEATS, help="batches of a candidate (%(default)s)")
-    options = parser.parse_args(argv)
-    options.shapes = parse_shapes(options.shapes)
-    if options.backends is not None:
-        options.backends = options.backends.split(",")
-        for name in options.backends:
-            if name not in BACKENDS:
-                rule = f"{name!r} is not one of {', '.join(BACKENDS)}"
-                raise ConfigError("--backends", ",".join(options.backends), rule, "use only those")
+    shapes = parse_shapes(options.shapes)
+    backends = [] if options.backends is None else options.backends.split(",")
+    for name in backends:
+        if name not in BACKENDS:
+            rule = f"{name!r} is not one of {', '.join(BACKENDS)}"
+            raise ConfigError("--backends", options.backends, rule, "use only those")
     if options.table is not None:
         check_file("--table", options.table)
         read_table(Path(options.table))
-    return options
+    return shapes, backends
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return 1 if a supported backend has no working block sizes."""
-    options = read_command(argv)
+    options = read_options(Options, argv, PROGRAM, __doc__)
+    shapes, backends = checked(options)
     rendezvous.require_single_process(PROGRAM)
     runtime.start(Config())
     table = Path(options.table) if options.table else default_table()
     own_table(table)
     on_gpu = jax.devices()[0].platform == "gpu"
     able = capability.CAPABILITIES
-    backends = options.backends or [name for name in able if able[name].needs_gpu == on_gpu]
+    backends = backends or [name for name in able if able[name].needs_gpu == on_gpu]
     commit, command = provenance.checked_out_commit(), shlex.join([*PROGRAM.split(), *argv])
     failed = []
-    for shape in options.shapes:
+    for shape in shapes:
         rows = tune(shape, backends, options.repeats)
         for row in rows:
             why = [row[name] for name in ("refused", "failed") if name in row]

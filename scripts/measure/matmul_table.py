@@ -8,7 +8,6 @@ XLA autotunes matmuls that are not in it. The command needs an NVIDIA GPU and ta
 minutes. docs/benchmarking.md has the details.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,14 +17,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-
 from jaxpar.config import Config, ConfigError  # noqa: E402
-from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.config.command_line import ConfigArguments  # noqa: E402
 from jaxpar.config.lists.step_sizes import without_schedules  # noqa: E402
+from jaxpar.config.options import Shown, read_options  # noqa: E402
 from jaxpar.profiling.hlo import text as hlo  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
 from jaxpar.runtime.files import atomic  # noqa: E402
@@ -93,28 +93,29 @@ class Matmul:
         return statistics.mean(times) if times else None
 
 
-def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Parse the benchmark's options, and the config with its overrides."""
-    parser = Parser(PROGRAM, __doc__)
-    add = parser.add_argument
-    add("--table", help="table to write (the one that training reads on this GPU)")
-    options, rest = parser.parse_known_args(argv)
-    options.config = rest
-    cfg = without_schedules(read_config(rest))
-    check_file("--table", options.table)
-    return options, cfg
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choose a step's matmul kernels at the power limit."""
+
+    config: ConfigArguments
+    table: Annotated[str | None, Shown("FILE")] = None
+    """Table to write. None: the one that training reads on this GPU."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    options, cfg = read_command(argv)
+    options = read_options(Options, argv, PROGRAM, __doc__)
+    cfg = without_schedules(options.config.checked())
+    check_file("--table", options.table)
     flags = flags_of(cfg)
     table = Path(options.table) if options.table else default_table()
     check_file("--table", str(table))
     with tempfile.TemporaryDirectory(prefix="matmuls-") as name:
         folder = Path(name)
         print_line("1 of 2: compile and run the train step with XLA's autotuning")
-        found, log = matmuls_of_step(options.config, flags, folder)
+        found, log = matmuls_of_step(
+            [options.config.name, *options.config.overrides], flags, folder
+        )
         if not found:
             print_line(
                 f"no matmul of at least {MIN_US:.0f} us can be run separately: nothing to tune"

@@ -85,7 +85,7 @@ def imported(root: Path) -> int:
 
 def commands(root: Path) -> int:
     """Count the commands of the package."""
-    count = "from jaxpar.runtime.commands import COMMANDS; print(len(COMMANDS))"
+    count = "from jaxpar.commands import COMMANDS; print(len(COMMANDS))"
     return int(python(root, ["-c", count]).split()[-1])
 
 

@@ -1,10 +1,10 @@
 """Measure the rows of docs/targets.md on this host: python scripts/measure/targets.py [ROW ...]
 
-Each row is a run of `python -m jaxpar.profile --bench`. With --torchtitan PYTHON, the interpreter of an
-environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside FOLDER,
-another checkout of jaxpar, that checkout runs before it. Each run writes a card and a log to the
-folder --cards, and the table is printed at the end. If a row fails, the others still run, and the
-exit code is 1. Prepare the text once with
+Each row is a run of `python -m jaxpar.profile --bench`. With --torchtitan PYTHON, the interpreter
+of an environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside
+FOLDER, another checkout of jaxpar, that checkout runs before it. Each run writes a card and a log
+to the folder --cards, and the table is printed at the end. If a row fails, the others still run,
+and the exit code is 1. Prepare the text once with
 
     python -m jaxpar.data prepare --input stdlib --output data/stdlib --tokenizer bpe:8192
 

@@ -88,7 +88,7 @@ def test_shapes_of_the_command_line():
         (["--table", ""], "--table = '': is empty"),
         (["--table", "/"], "--table = '/': is a folder, not a file"),
         (["--table", __file__], "cannot be read: "),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--nonsense"], "'--nonsense': is not an option of python scripts"),
         ([], "is required without a GPU"),
     ],
 )
@@ -132,9 +132,8 @@ def test_a_gradient_that_is_0_has_an_error():
 # ------------------------------------------------------------------------------------ tuning
 
 
-def tuned(table, *argv: str) -> dict:
-    shape = ["--shapes", "1,64,2,1,8", "--backends", "reference"]
-    assert run(*shape, "--table", str(table), *argv) == 0
+def tuned(table, shape: str = "1,64,2,1,8") -> dict:
+    assert run("--shapes", shape, "--backends", "reference", "--table", str(table)) == 0
     return json.loads(table.read_text())
 
 
@@ -146,7 +145,7 @@ def test_a_table_is_written_and_added_to(tmp_path, monkeypatch, capsys):
     again = tuned(path)
     assert len(again["rows"]) == 2, "measured anew, not twice"
     monkeypatch.setattr(tuning.provenance, "checked_out_commit", lambda: "def")
-    more = tuned(path, "--shapes", "packed:1,64,2,1,8")
+    more = tuned(path, "packed:1,64,2,1,8")
     assert len(more["rows"]) == 4 and more["rows"][-1]["documents"] == DOCUMENTS
     assert more["commit"] == "abc && def"
     rows = parse(path.read_text(), path.name, jax.devices()[0].device_kind)
@@ -158,7 +157,7 @@ def test_rows_of_other_versions_are_dropped_and_of_other_gpus_refused(tmp_path, 
     path = tmp_path / "table.json"
     table = tuned(path)
     path.write_text(json.dumps(table | {"jax": "0.0.1"}))
-    assert len(tuned(path, "--shapes", "packed:1,64,2,1,8")["rows"]) == 2
+    assert len(tuned(path, "packed:1,64,2,1,8")["rows"]) == 2
     assert "2 from another JAX or cuDNN dropped" in capsys.readouterr().out
     path.write_text(json.dumps(table | {"gpu": "NVIDIA Other"}))
     with pytest.raises(ConfigError, match="contains times of 'NVIDIA Other'"):

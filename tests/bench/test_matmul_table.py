@@ -206,7 +206,7 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
     def run(command, flags, log):
         if command[0] != "-m":
             return alone(command, flags, log)
-        assert command[1:6] == ["jaxpar.bench", "train", config_file, "--train.seed", "3"]
+        assert command[1:6] == ["jaxpar.profile", "--bench", config_file, "--train.seed", "3"]
         given = values_of(flags)
         assert given["xla_gpu_load_autotune_results_from"] == "" and given["xla_mine"] == "1"
         Path(given["xla_gpu_dump_autotune_results_to"]).write_text(RESULTS)

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxpar import bench
 from jaxpar.bench.training import outer_steps
+from jaxpar.commands import call
 from jaxpar.config import DilocoConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -82,9 +82,9 @@ def test_the_mean_and_its_words():
 def test_the_card_of_a_run(only_devices, write_config, tmp_path, steps):
     file, fields = tmp_path / "card.json", ["--parallel.replica", "2", "--diloco.every", "4"]
     fields += ["--diloco.overlap", str(steps)]
-    command = ["train", write_config(tmp_path), "--steps", "4", "--profile-steps", "0", *fields]
+    command = ["--bench", write_config(tmp_path), "--steps", "4", "--profile-steps", "0", *fields]
     with only_devices(2), contextlib.redirect_stdout(io.StringIO()) as said:
-        assert bench.main([*command, "--card", str(file)]) == 0
+        assert call("profile", [*command, "--card", str(file)]) == 0
     card = json.loads(file.read_text())
     inner, outer = card["step_seconds"]["median"], card["outer_steps"]["outer_step_seconds"]
     rate = 8 * 32 / (inner + outer / 4) / 2

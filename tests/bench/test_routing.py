@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from jaxpar import bench
-from jaxpar.bench.training import command as training
+from jaxpar.bench.training.command import config_of
+from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.routing import file_of, read_routing
 
@@ -33,26 +33,26 @@ def test_a_benchmark_repeats_what_a_run_recorded(
         "bytes_of_each_uncompressed": 8 * 32 * 2,
     }
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    command = ["train", config_file, *WITH_EXPERTS, "--steps", "2", "--profile-steps", "0"]
+    command = ["--bench", config_file, *WITH_EXPERTS, "--steps", "2", "--profile-steps", "0"]
     with only_devices(1), contextlib.redirect_stdout(io.StringIO()) as said:
-        assert bench.main([*command, "--routing", str(file), "--card", str(card)]) == 0
+        assert call("profile", [*command, "--routing", str(file), "--card", str(card)]) == 0
     experts = json.loads(card.read_text())["experts"]
     assert experts["fullest_expert"] == dict.fromkeys(
         ("median", "least", "most"), pytest.approx(last["fullest_expert"])
     )
-    cfg = training.read_command([config_file, *WITH_EXPERTS])[1]
+    cfg = config_of(read("profile", ["--bench", config_file, *WITH_EXPERTS]))
     routing = read_routing("--routing", str(file), cfg)
     assert routing.step == 3 and experts["routing"] == str(routing)
     assert f"routing replayed: {routing.sha256[:12]}, step 3" in said.getvalue()
 
 
 def test_a_benchmark_records_nothing(config_file):
-    words = [config_file, *WITH_EXPERTS, "--run.record-routing", "3"]
+    words = ["--bench", config_file, *WITH_EXPERTS, "--run.record-routing", "3"]
     with pytest.raises(ConfigError, match="record_routing = '3': has no effect: a benchmark"):
-        training.read_command(words)
+        call("profile", words)
 
 
 def test_a_file_is_checked_before_anything_starts(config_file, tmp_path):
-    words = [config_file, *WITH_EXPERTS, "--routing", str(tmp_path / "none.npz")]
+    words = ["--bench", config_file, *WITH_EXPERTS, "--routing", str(tmp_path / "none.npz")]
     with pytest.raises(ConfigError, match=r"--routing = .*cannot be read"):
-        training.main(words)
+        call("profile", words)

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar import bench
 from jaxpar.bench.cards import compare
 from jaxpar.bench.training import command as training
 from jaxpar.bench.training import power, profiled, steps
+from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
+from jaxpar.profiling.options import WARM_UP
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import json_output
 from jaxpar.training import run
@@ -29,9 +30,9 @@ def a_run(only_devices, write_config, tmp_path_factory):
     """Exit code, card, folder and console of a run on two devices, with its trace kept."""
     folder = tmp_path_factory.mktemp("bench")
     file, config = folder / "cards" / "tiny.json", write_config(folder)
-    command = ["train", config, "--steps", "4", "--card", str(file), "--commit", "abc"]
+    command = ["--bench", config, "--steps", "4", "--card", str(file), "--commit", "abc"]
     with only_devices(2), contextlib.redirect_stdout(io.StringIO()) as said:
-        code = bench.main([*command, "--trace", str(folder / "trace"), "--train.seed", "3"])
+        code = call("profile", [*command, "--trace", str(folder / "trace"), "--train.seed", "3"])
     return code, json.loads(file.read_text()), folder, said.getvalue()
 
 
@@ -78,7 +79,7 @@ def test_its_losses_are_the_training_runs(a_run, train_on, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "loss" in line]
     assert card["loss"]["first"] == losses[0]
-    assert card["loss"]["last"] == losses[bench.WARM_UP + 4 - 1]
+    assert card["loss"]["last"] == losses[WARM_UP + 4 - 1]
 
 
 def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
@@ -90,15 +91,14 @@ def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
         (folder / name).write_text("no JSON")
     before = sorted(folder.rglob("*"))
     with only_devices(1):
-        assert (
-            call("profile", ["--bench", config_file, "--steps", "1", "--profile-steps", "0"]) == 0
-        )
+        words = ["--bench", config_file, "--steps", "1", "--profile-steps", "0"]
+        assert call("profile", words) == 0
     assert sorted(folder.rglob("*")) == before
 
 
 def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, monkeypatch):
     """They take the next batches, and end the loader; with none asked for, none are run."""
-    cfg = training.read_command([config_file])[1]
+    cfg = training.config_of(read("profile", ["--bench", config_file]))
     seen = []
     with only_devices(1):
         figures, running = training.measure(run.Run(cfg), 2, warm_up=5)
@@ -141,11 +141,11 @@ def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
 
 
 def test_a_card_is_looked_at_where_it_is_written(config_file):
-    words = [config_file, "--card", "/", "--cluster.num-processes", "2"]
+    words = ["--bench", config_file, "--card", "/", "--cluster.num-processes", "2"]
     words += ["--cluster.coordinator", "localhost:1"]
     with pytest.raises(ConfigError, match="--card = '/': is a folder"):
-        training.read_command([*words, "--cluster.process-id", "0"])
-    assert training.read_command([*words, "--cluster.process-id", "1"])[0].card == "/"
+        training.config_of(read("profile", [*words, "--cluster.process-id", "0"]))
+    training.config_of(read("profile", [*words, "--cluster.process-id", "1"]))
 
 
 def test_progress_is_told_every_few_seconds(capsys):
@@ -208,9 +208,9 @@ def test_a_card_that_is_cut_short(number, code, only_devices, config_file, tmp_p
         return told(times, *rest)
 
     monkeypatch.setattr(steps, "progress", progress)
-    words = ["train", config_file, "--warm-up", "40", "--card", str(file)]
+    words = ["--bench", config_file, "--warm-up", "40", "--card", str(file)]
     with only_devices(1), contextlib.redirect_stdout(io.StringIO()) as said:
-        assert bench.main(words) == code
+        assert call("profile", words) == code
     card = json.loads(file.read_text())
     assert card["cut_short"] == {"by": number.name, "asked": {"warm_up_steps": 40, "steps": 20}}
     assert (card["warm_up_steps"], card["steps"]) == (3, 3)

@@ -5,12 +5,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning import calibration
-from jaxpar.planning.command import read_command
+from jaxpar.planning.command import asked_for
 from jaxpar.planning.layouts import legal_layouts
 from jaxpar.planning.predict import experts, memory
 from jaxpar.planning.predict.communication import Cluster, span_with_gaps, traffic_of
@@ -266,8 +267,9 @@ def test_both_ways_to_place_experts_are_ranked():
 def test_a_fixed_expert_axis_must_split_the_experts(size, fix):
     said = rf"'expert={size}': expert must divide model.num_experts = 128.*--fix expert={fix}\."
     with pytest.raises(ConfigError, match=said):
-        read_command(["qwen3_30b_a3b", "--fix", f"expert={size}"])
-    assert read_command(["llama3_8b", "--fix", "expert=3"]).fixed == {"expert": 3}
+        asked_for(read("plan", ["qwen3_30b_a3b", "--fix", f"expert={size}"]))
+    asked = asked_for(read("plan", ["llama3_8b", "--fix", "expert=3"]))
+    assert asked.fixed == {"expert": 3}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_an_expert_axis_that_does_not_fit_is_one_error(fields, said):
 @pytest.mark.parametrize("load", ["0.9", "nan", "inf", "-1"])
 def test_a_load_that_no_rank_can_have(load):
     with pytest.raises(ConfigError, match="--expert-imbalance"):
-        read_command(["qwen3_30b_a3b", f"--expert-imbalance={load}"])
+        call("plan", ["qwen3_30b_a3b", f"--expert-imbalance={load}"])
 
 
 # ----------------------------------------------------------------------------- dense first layers
