@@ -3,7 +3,8 @@
     python -m jaxpar.sweep CONFIG --grid optimizer.learning_rate=1e-3,3e-3,1e-2
 
 Runs that differ in their schedule share a compiled program. Runs that have finished are skipped, so
-the same command continues a sweep. It ends with the table of `python -m jaxpar.report --list`, and a report.
+the same command continues a sweep. It ends with the table of `python -m jaxpar.report --list`, and
+a report.
 """
 
 from jaxpar import commands

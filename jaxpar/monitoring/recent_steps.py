@@ -1,8 +1,8 @@
 """The flight recorder, RUN/recent.jsonl: inputs and exact results of the latest steps.
 
 When the file holds more than twice `guard.recent_steps` records, the older ones are dropped. If a
-step has two records, the later one counts. `python -m jaxpar.checkpoint replay` repeats a step from its
-record.
+step has two records, the later one counts. `python -m jaxpar.checkpoint replay` repeats a step
+from its record.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The figures of a run that the report, `jaxpar.report --list` and sweeps show: one definition each.
+"""The figures of a run that the report, its --list and sweeps show: one definition each.
 
 A run may have been resumed on other devices, and its steps may change their size. What is per
 device and token is of all steps. What depends on the devices and the size of a step, such as the

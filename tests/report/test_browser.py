@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from jaxpar.report.__main__ import ReportOptions, report
+from jaxpar.report.command import report
+from jaxpar.report.options import ReportOptions
 from tests.report.folders import write_loads, write_run
 
 #: By id, of a run that has everything.

@@ -15,8 +15,9 @@ from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
-from jaxpar.report import __main__ as program
-from jaxpar.report.__main__ import ReportOptions, report
+from jaxpar.report import command as program
+from jaxpar.report.command import report
+from jaxpar.report.options import ReportOptions
 from jaxpar.report.runs import MAX_SERIES, read_run
 from tests.report.folders import record, write_lines, write_run
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.config_file import load_config
 from jaxpar.runtime import exit_codes
 from jaxpar.sweeps import running
-from jaxpar.sweeps.command import read_command, sweep
 from jaxpar.sweeps.folder import FILE
 from jaxpar.sweeps.grid import MAX_RUNS, points_of
 from tests.ranks import wait_for
@@ -31,7 +31,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from jaxpar.config.command_line import read_config
 from jaxpar.config.serialize import to_json
-cfg = read_config(sys.argv[1:], "jaxpar.train", None)
+cfg = read_config(sys.argv[1:])
 rate, folder, last = cfg.optimizer.learning_rate, Path(cfg.run.dir), cfg.train.num_steps
 code = int(os.environ.get(f"CODE_OF_{rate}", "0"))
 last = 1 if code else last
@@ -71,7 +71,7 @@ def swept(tmp_path, monkeypatch, capfd):
 
     def run(*options: str) -> tuple[int, str]:
         args = ["quickstart", "--folder", str(tmp_path / "sweep"), "--train.num-steps=3", *options]
-        code = sweep(read_command(args))
+        code = call("sweep", args)
         return code, capfd.readouterr().out
 
     return run
@@ -174,8 +174,8 @@ def test_names_are_folders():
 
 @pytest.mark.parametrize("option", [(), ("--grid",), ("--grid", f"{LR}=1", f"--{LR}=2")])
 def test_what_is_missing_or_comes_twice(option):
-    with pytest.raises(ConfigError):
-        read_command(["quickstart", *option])
+    with pytest.raises(ConfigError, match=r"grid|learning_rate"):
+        call("sweep", ["quickstart", *option])
 
 
 @pytest.mark.parametrize("name", ["sweep", "a b", 'it\'s $(touch x) `y` "z" 100%a #1', "-x"])
@@ -184,7 +184,7 @@ def test_a_slurm_array_runs_each_point(tmp_path, capsys, name):
     folder = tmp_path / name
     args = ["quickstart", "--slurm", "--folder", str(folder)]
     args += ["--grid", f"{LR}=1e-3,2e-3", "data.path=a b"]
-    assert sweep(read_command([*args, "--train.num-steps=3"])) == exit_codes.EXIT_OK
+    assert call("sweep", [*args, "--train.num-steps=3"]) == exit_codes.EXIT_OK
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-1\n" in script and folder.is_dir()
     output = next(line for line in script.splitlines() if line.startswith("#SBATCH --output="))
@@ -223,9 +223,8 @@ def test_a_slurm_array_runs_each_point(tmp_path, capsys, name):
 )
 def test_what_a_batch_script_cannot_have_is_refused(tmp_path, monkeypatch, more, told):
     monkeypatch.chdir(tmp_path)
-    asked = read_command(["quickstart", "--slurm", "--grid", f"{LR}=1e-3", *more])
     with pytest.raises(ConfigError, match=told):
-        sweep(asked)
+        call("sweep", ["quickstart", "--slurm", "--grid", f"{LR}=1e-3", *more])
     assert not list(tmp_path.iterdir())
 
 
@@ -249,7 +248,7 @@ def test_a_sweep_file_of_another_form_is_refused(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
     args = ["quickstart", "--folder", str(tmp_path), "--grid", f"{LR}=1e-3"]
     with pytest.raises(ConfigError, match=rf"has a {FILE} that cannot be used: it ") as error:
-        sweep(read_command(args))
+        call("sweep", args)
     assert "\n" not in str(error.value) and (tmp_path / FILE).read_bytes() == content
 
 

@@ -94,8 +94,8 @@ def test_widths():
     assert (m.num_heads, m.num_kv_heads, m.head_dim) == (4, 2, 16)
     with pytest.raises(ConfigError, match=r"--widths = 20: must be a multiple of 8, .*8,16,32"):
         widened(TINY, 20)
-    assert widths_of(None, TINY) == [16, 32, 64] and widths_of("64,16", TINY) == [16, 64]
-    for text in ("16", "16,16", "a,b", ""):
+    assert widths_of("", TINY) == [16, 32, 64] and widths_of("64,16", TINY) == [16, 64]
+    for text in ("16", "16,16", "a,b", ","):
         with pytest.raises(ConfigError, match=r"--widths = .*two or more.*16,32,64"):
             widths_of(text, TINY)
 

@@ -45,7 +45,7 @@ def test_what_has_too_many_devices_is_named(capsys):
     said = capsys.readouterr().out
     left_out = [name for name in meshes if name not in found]
     assert 0 < len(found) < len(meshes) and all(name in said for name in left_out)
-    assert "with more than 2 devices" in said and said.endswith("--devices 16\n")
+    assert "with more than 2 devices" in said and said.endswith("--run.cpu-devices 16\n")
     large = {name: meshes[name] for name in left_out}
     with pytest.raises(ConfigError, match="no default mesh fits"):
         verification_meshes.resolve_meshes(small, large, 1, given=False)
@@ -206,7 +206,7 @@ def test_a_mesh_may_set_a_float():
             "sets gather_dtype, but verify compares in float32. Fix: remove gather_dtype=float8",
         ),
         (["quickstart", "--mesh", "data=2,grad_reduce=bfloat16"], "sets grad_reduce"),
-        (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--devices 32"),
+        (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--run.cpu-devices 32"),
         (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
         (
             ["quickstart", "--model.num-experts", "4", "--model.experts-per-token", "1"],
@@ -215,13 +215,13 @@ def test_a_mesh_may_set_a_float():
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
         (["quickstart", "--steps", "-1"], "must be at least 0"),
-        (["quickstart", "--steps", "few"], "'few' is not a whole number"),
+        (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
         (
             ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],
             r"needs .* GiB of memory for 2 CPU devices",
         ),
-        (["quickstart", "--devices", "0"], "must be at least 1"),
-        (["quickstart", "--devices", "10000000"], "must be at most 4,096"),
+        (["quickstart", "--run.cpu-devices", "-1"], "must not be negative"),
+        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4096"),
         (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
         (["quickstart", "--mesh", "data=100000000"], "data must be at most 1,048,576"),
         (
@@ -247,7 +247,8 @@ def test_help_documents_every_option(capsys):
         call("verify", ["--help"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0
-    for option in ("--mesh", "--steps", "--shrink", "--tolerance", "--devices", "--model.d-model"):
+    named = "--mesh --steps --shrink --tolerance --run.cpu-devices --model.d-model"
+    for option in named.split():
         assert option in shown
 
 
