@@ -131,7 +131,7 @@ def _parts(
         yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS))
 
 
-def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 36) -> str:
+def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 30) -> str:
     """Return a title with rows of a name and its meaning below; empty without rows."""
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     lines = []
@@ -148,7 +148,7 @@ def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 36) -> st
 
 def _written(one: Declared) -> str:
     """Return an option as it is written: "-n, --num-processes N"."""
-    short = f"{one.shown.short}, " * bool(one.shown.short)
+    short = f"{one.written.short}, " * bool(one.written.short)
     if one.hint is bool:
         return f"--[no-]{one.name[2:]}" if one.default is True else one.name
     several = " [...]" * one.takes_several

@@ -49,7 +49,7 @@ class OnlyFields:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Written:
     """How an option is written: the name of its value in --help, and a short form, -n."""
 
     value: str = ""
@@ -81,9 +81,9 @@ class Declared:
         return self.argument or "--" + self.field.replace("_", "-")
 
     @property
-    def shown(self) -> Shown:
+    def written(self) -> Written:
         """How it is written."""
-        return next((mark for mark in self.marks if isinstance(mark, Shown)), Shown())
+        return next((mark for mark in self.marks if isinstance(mark, Written)), Written())
 
     @property
     def item(self) -> Any:
@@ -106,14 +106,14 @@ class Declared:
         choices = [str(one) for one in members(self.item) if one is not NoneType]
         usual = "" if self.required or self.takes_several or self.default is None else self.default
         literal = not any(isinstance(one, type) for one in members(self.item))
-        usual = self.shown.example or next(ranges, None) or usual
+        usual = self.written.example or next(ranges, None) or usual
         made = usual or (choices[0] if literal else self.value_name())
         return str(made) if self.argument else f"{self.name} {made}"
 
     def value_name(self) -> str:
         """Return the name of its value in the usage."""
-        if self.shown.value or self.argument:
-            return self.shown.value or self.argument
+        if self.written.value or self.argument:
+            return self.written.value or self.argument
         names = {int: "N", float: "X", str: "TEXT"}
         kinds = [names.get(one, str(one)) for one in members(self.item) if one is not NoneType]
         choices = "{" + ",".join(kinds) + "}"

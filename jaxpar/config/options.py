@@ -40,8 +40,8 @@ from jaxpar.config.option_fields import (
     Declared,
     Forms,
     OnlyFields,
-    Shown,
     Step,
+    Written,
     config_field,
     declared,
     only_fields,
@@ -58,7 +58,7 @@ __all__ = [
     "Forms",
     "OnlyFields",
     "Range",
-    "Shown",
+    "Written",
     "Step",
     "check_ranges",
     "read_options",
@@ -97,6 +97,7 @@ def _chosen(
             rule = f"cannot be combined with {given[0]}"
             raise ConfigError("command line", given[1], rule, "use one of both")
         name = given[0] if given else ""
+        _check_uses(forms, name, argv)
         return name, forms[name], [word for word in argv if not name or word != name]
     name, *rest = argv or ["--help"]
     if asks_help([name]):
@@ -108,6 +109,16 @@ def _chosen(
     return name, forms[name], rest
 
 
+def _check_uses(forms: Mapping[str, type], name: str, argv: Sequence[str]) -> None:
+    """Raises:   ConfigError for an option of another use of the command."""
+    others = {option: use for use in forms if use != name for option in _options(forms[use])}
+    for word in argv:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in others and option not in _options(forms[name]):
+            rule = f"cannot be combined with {name}" if name else f"is only for {others[option]}"
+            raise ConfigError("command line", option, rule, "remove it")
+
+
 def _read(form: type, argv: Sequence[str], program: str) -> Any:
     """Read a command line as one form."""
     arguments, texts, overrides = _sorted(form, argv, program)
@@ -117,8 +128,8 @@ def _read(form: type, argv: Sequence[str], program: str) -> Any:
             _check_fields(overrides, only, program)
             values[config.name] = ConfigArguments.without_name(overrides)
         else:
-            values[config.name] = ConfigArguments.of(arguments[:1] + overrides, program)
-            arguments = arguments[1:]
+            values[config.name] = ConfigArguments.of(arguments + overrides, program)
+            arguments = []
     for one in declared(form):
         if one.argument:
             taken = arguments if one.takes_several else arguments[:1]
@@ -134,7 +145,7 @@ def _read(form: type, argv: Sequence[str], program: str) -> Any:
         rule = "is one argument too many"
         raise ConfigError("command line", arguments[0], rule, f"see {program} --help")
     hints = typing.get_type_hints(form)
-    groups = {one.group for one in declared(form)} & values.keys()
+    groups = dict.fromkeys(one.group for one in declared(form) if one.group in values)
     return with_paths(form(**values | {name: hints[name](**values[name]) for name in groups}))
 
 
@@ -154,7 +165,7 @@ def _sorted(
 
     Raises:   ConfigError for an option that is unknown or has no value.
     """
-    options = {name: one for one in declared(form) if not one.argument for name in _names(one)}
+    options = _options(form)
     arguments, texts, overrides = list[str](), dict[str, list[str]](), list[str]()
     words = list(argv)
     while words:
@@ -185,11 +196,16 @@ def _sorted(
     return arguments, texts, overrides
 
 
+def _options(form: type) -> dict[str, Declared]:
+    """Return the options of a form by their names."""
+    return {name: one for one in declared(form) if not one.argument for name in _names(one)}
+
+
 def _names(one: Declared) -> Iterator[str]:
     """Yield the names of an option."""
     yield one.name
-    if one.shown.short:
-        yield one.shown.short
+    if one.written.short:
+        yield one.written.short
     if one.hint is bool:
         yield f"--no-{one.name[2:]}"
 
@@ -213,8 +229,9 @@ def _is_misspelled(name: str, options: Mapping[str, Declared]) -> bool:
 
 
 def _unknown(word: str, name: str, options: Mapping[str, Declared], program: str) -> ConfigError:
-    near = difflib.get_close_matches(name, options, n=1)
-    fix = f"use {near[0]}" if near else f"see {program} --help"
+    known = {option.lstrip("-"): option for option in options}
+    near = difflib.get_close_matches(name.lstrip("-"), known, n=1)
+    fix = f"use {known[near[0]]}" if near else f"see {program} --help"
     return ConfigError("command line", word, f"is not an option of {program}", fix)
 
 

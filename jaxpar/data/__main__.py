@@ -5,8 +5,8 @@ from jaxpar.data import options as forms
 
 OPTIONS = {
     "prepare": forms.PrepareOptions,
-    "prepare-chat": forms.ChatOptions,
-    "prepare-pairs": forms.PairOptions,
+    "prepare-chat": forms.PrepareChatOptions,
+    "prepare-pairs": forms.PreparePairsOptions,
     "reframe": forms.ReframeOptions,
     "convert": forms.ConvertOptions,
     "inspect": forms.InspectOptions,

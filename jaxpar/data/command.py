@@ -5,12 +5,12 @@ from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import Meta
 from jaxpar.data.options import (
-    ChatOptions,
     ConvertOptions,
     InspectOptions,
     Options,
-    PairOptions,
+    PrepareChatOptions,
     PrepareOptions,
+    PreparePairsOptions,
     ReframeOptions,
 )
 from jaxpar.data.prepare.chat_command import prepare_chat
@@ -33,14 +33,14 @@ def run(options: Options) -> str:
             return convert(options, progress)
         if isinstance(options, ReframeOptions):
             return reframe(options, progress)
-        if isinstance(options, ChatOptions):
+        if isinstance(options, PrepareChatOptions):
             return _summary(options, prepare_chat(options, progress))
-        if isinstance(options, PairOptions):
+        if isinstance(options, PreparePairsOptions):
             return _summary(options, prepare_pairs(options, progress))
         return _summary(options, prepare(options, progress))
 
 
-def _summary(options: PrepareOptions | ChatOptions | PairOptions, meta: Meta) -> str:
+def _summary(options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta) -> str:
     lines = [f"{options.output}: {meta.vocab_size:,} tokens in the vocabulary ({meta.dtype})"]
     for name, split in meta.splits.items():
         line = f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents"

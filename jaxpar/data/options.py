@@ -50,7 +50,7 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
+class PrepareChatOptions:
     """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
 
     input: tuple[str, ...]
@@ -77,7 +77,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
+class PreparePairsOptions:
     """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
 
     input: tuple[str, ...]
@@ -175,5 +175,10 @@ class TeacherOptions:
 
 
 type Options = (
-    PrepareOptions | ChatOptions | PairOptions | ReframeOptions | ConvertOptions | InspectOptions
+    PrepareOptions
+    | PrepareChatOptions
+    | PreparePairsOptions
+    | ReframeOptions
+    | ConvertOptions
+    | InspectOptions
 )

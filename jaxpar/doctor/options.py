@@ -9,7 +9,7 @@ from typing import Annotated
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import OnlyFields, Shown
+from jaxpar.config.options import OnlyFields, Written
 from jaxpar.config.rules.limits import REPEATS
 
 #: The sections, in the order in which they run.
@@ -34,17 +34,17 @@ class DoctorOptions:
     """Check whether this machine is fit for training."""
 
     config: Annotated[ConfigArguments, OnlyFields(("cluster", "run.cpu_devices"))]
-    only: Annotated[str, Shown("A,B")] = ""
+    only: Annotated[str, Written("A,B")] = ""
     """Sections to run. Empty: all."""
-    mesh: Annotated[str, Shown("AXIS=N,...")] = ""
+    mesh: Annotated[str, Written("AXIS=N,...")] = ""
     """Mesh whose axes are verified. Empty: the prime factors of the number of devices."""
-    largest: Annotated[str, Shown("SIZE")] = ""
+    largest: Annotated[str, Written("SIZE")] = ""
     """Largest message, such as 64MiB. Empty: 1GiB on GPUs."""
     repeats: Annotated[int, REPEATS] = 5
     """Timed batches per program."""
     seconds: float = 300.0
     """Time limit of a section: then it counts as hung."""
-    json: Annotated[str, Shown("FILE")] = ""
+    json: Annotated[str, Written("FILE")] = ""
     """Write all figures and findings to a file."""
 
     def __post_init__(self) -> None:

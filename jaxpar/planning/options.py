@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import Range, Shown
+from jaxpar.config.options import Range, Written
 
 #: Default number of layouts in the ranking.
 DEFAULT_TOP = 10
@@ -34,17 +34,17 @@ class PlanOptions:
     config: ConfigArguments
     gpus: Annotated[int | None, Range(1, MAX_GPUS, DEFAULT_GPUS)] = None
     """Total number of GPUs. None: 8."""
-    gpu: Annotated[str, Shown("NAME")] = "h200"
+    gpu: Annotated[str, Written("NAME")] = "h200"
     """Kind of GPU, one of --hardware."""
     nodes: Annotated[int | None, Range(1, MAX_GPUS, 1)] = None
     """Number of hosts. None: as few as possible for this GPU."""
-    network: Annotated[str, Shown("NAME")] = "ib400"
+    network: Annotated[str, Written("NAME")] = "ib400"
     """Network between hosts, one of --hardware, or its speed per GPU as 10gbit."""
     top: Annotated[int | None, Range(1, 1_000_000, DEFAULT_TOP)] = None
     """Number of layouts to show. None: 10."""
     all: bool = False
     """Show all layouts instead of the best of each mesh."""
-    fix: Annotated[str, Shown("FIELD=VALUE,...")] = ""
+    fix: Annotated[str, Written("FIELD=VALUE,...")] = ""
     """Fix fields of the layout: pipeline, replica, data, expert, sequence, tensor, zero,
     num_microbatches, virtual_stages, row_groups, remat."""
     expert_imbalance: float = EXPERT_IMBALANCE
@@ -52,7 +52,7 @@ class PlanOptions:
     fullest_rank_mean of a run."""
     quick: bool = False
     """Try fewer layouts, such as only powers of two of microbatches."""
-    write: Annotated[str, Shown("FILE")] = ""
+    write: Annotated[str, Written("FILE")] = ""
     """Write the best layout as a config file, FILE.py."""
     json: bool = False
     """Print JSON instead of tables."""
@@ -64,7 +64,7 @@ class PlanOptions:
     """Find the fewest GPUs that fit (implies --quick)."""
     largest: Literal["batch", "sequence"] | None = None
     """Find the largest batch or sequence (implies --quick)."""
-    kv_cache: Annotated[str, Shown("ROWSxTOKENS")] = ""
+    kv_cache: Annotated[str, Written("ROWSxTOKENS")] = ""
     """Memory of the KV cache for generation."""
     tokens: float | None = None
     """Number of training tokens: prints the time and GPU-hours."""
@@ -113,9 +113,9 @@ class GoodputOptions:
 class AdviceOptions:
     """Print the best mesh axes by model size."""
 
-    gpu: Annotated[str, Shown("NAME")] = "h200"
+    gpu: Annotated[str, Written("NAME")] = "h200"
     """Kind of GPU, one of --hardware."""
-    network: Annotated[str, Shown("NAME")] = "ib400"
+    network: Annotated[str, Written("NAME")] = "ib400"
     """Network between hosts, one of --hardware, or its speed per GPU as 10gbit."""
     json: bool = False
     """Print JSON instead of tables."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import Argument, Range, Shown
+from jaxpar.config.options import Argument, Range, Written
 from jaxpar.config.rules.limits import STEP
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 
@@ -53,11 +53,11 @@ class BenchOptions:
     """Number of profiled steps afterwards. 0: none."""
     profiler: Literal["jax", "nvidia"] = "jax"
     """What measures the profiled steps. nvidia: ncu or nsys around this program."""
-    routing: Annotated[str, Shown("FILE")] = ""
+    routing: Annotated[str, Written("FILE")] = ""
     """Repeat a routing that a run has recorded."""
-    trace: Annotated[str, Shown("DIR")] = ""
+    trace: Annotated[str, Written("DIR")] = ""
     """Folder in which to keep the profiler's trace."""
-    card: Annotated[str, Shown("FILE")] = ""
+    card: Annotated[str, Written("FILE")] = ""
     """JSON file to which to write the card."""
     commit: str = ""
     """Commit to record on the card, if there is no checkout."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import Shown
+from jaxpar.config.options import Written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +13,10 @@ class SweepOptions:
 
     config: ConfigArguments
     grid: Annotated[
-        tuple[str, ...], Shown("FIELD=V,V", example="optimizer.learning_rate=1e-3,3e-3")
+        tuple[str, ...], Written("FIELD=V,V", example="optimizer.learning_rate=1e-3,3e-3")
     ]
     """Values of a field. Every combination of several fields is a run."""
-    folder: Annotated[str, Shown("FOLDER")] = ""
+    folder: Annotated[str, Written("FOLDER")] = ""
     """Folder of the sweep. Empty: runs/sweep-CONFIG."""
     slurm: bool = False
     """Print a Slurm job array, and run nothing."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import Argument, Range, Shown
+from jaxpar.config.options import Argument, Range, Written
 from jaxpar.config.rules.limits import MAX_INT
 
 #: Most steps: their batches are kept in memory.
@@ -18,7 +18,7 @@ class VerifyOptions:
     reference, in float32 on random packed documents."""
 
     config: ConfigArguments
-    mesh: Annotated[tuple[str, ...], Shown("AXIS=N,...")] = ()
+    mesh: Annotated[tuple[str, ...], Written("AXIS=N,...")] = ()
     """Meshes to verify. Other axes are 1. Other fields of the parallel section may follow:
     pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Empty: a selection that fits
     the devices. Fields of the parallel section of CONFIG apply to every mesh that does not set them
@@ -53,7 +53,7 @@ class MupOptions:
     """
 
     config: ConfigArguments
-    widths: Annotated[str, Shown("N,N,...")] = ""
+    widths: Annotated[str, Written("N,N,...")] = ""
     """Values of model.d_model. Heads and d_ff grow in proportion. Empty: that of the config, twice
     and four times it."""
     steps: Annotated[int, Range(1, 1000, 4)] = 4
@@ -66,7 +66,7 @@ class MupOptions:
     """Their tokens."""
     tolerance: float = FLAT
     """Exponents up to this count as flat."""
-    svg: Annotated[str, Shown("FILE")] = ""
+    svg: Annotated[str, Written("FILE")] = ""
     """File for a chart of sizes against the width."""
 
     def __post_init__(self) -> None:

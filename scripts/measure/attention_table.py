@@ -24,7 +24,7 @@ from jaxpar.bench.timing import Sustained, Timing, time_interleaved  # noqa: E40
 from jaxpar.bench.training import conditions  # noqa: E402
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.json_reader import read_json  # noqa: E402
-from jaxpar.config.options import Shown, read_options  # noqa: E402
+from jaxpar.config.options import Written, read_options  # noqa: E402
 from jaxpar.config.rules import limits  # noqa: E402
 from jaxpar.kernels.attention.dispatch import capability, measurements  # noqa: E402
 from jaxpar.kernels.attention.hopper import blocks as hopper  # noqa: E402
@@ -325,12 +325,12 @@ def log(text: str) -> None:
 class Options:
     """Write the attention table of this GPU."""
 
-    shapes: Annotated[tuple[str, ...], Shown("SHAPE")] = tuple(NAMED)
+    shapes: Annotated[tuple[str, ...], Written("SHAPE")] = tuple(NAMED)
     """Kinds, separated by commas: causal, packed, window, zigzag. Or B,T,H,G,D or KIND:B,T,H,G,D.
     """
-    backends: Annotated[str | None, Shown("A,B")] = None
+    backends: Annotated[str | None, Written("A,B")] = None
     """Backends to try. None: all for this device."""
-    table: Annotated[str | None, Shown("FILE")] = None
+    table: Annotated[str | None, Written("FILE")] = None
     """Table to write or update. None: the one of this GPU."""
     repeats: Annotated[int, limits.REPEATS] = REPEATS
     """Batches of a candidate."""

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.command_line import ConfigArguments  # noqa: E402
 from jaxpar.config.lists.step_sizes import without_schedules  # noqa: E402
-from jaxpar.config.options import Shown, read_options  # noqa: E402
+from jaxpar.config.options import Written, read_options  # noqa: E402
 from jaxpar.profiling.hlo import text as hlo  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
 from jaxpar.runtime.files import atomic  # noqa: E402
@@ -98,7 +98,7 @@ class Options:
     """Choose a step's matmul kernels at the power limit."""
 
     config: ConfigArguments
-    table: Annotated[str | None, Shown("FILE")] = None
+    table: Annotated[str | None, Written("FILE")] = None
     """Table to write. None: the one that training reads on this GPU."""
 
 

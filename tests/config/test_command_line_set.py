@@ -3,6 +3,7 @@
 import pytest
 
 from jaxpar.bench.training import command as training
+from jaxpar.commands import read
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import parse_overrides
 
@@ -31,4 +32,5 @@ def test_a_setting_that_is_none_is_refused(words, value):
 @pytest.mark.parametrize("field", ["run.dir", "run.init_from"])
 def test_a_benchmark_refuses_what_it_does_not_use(field):
     with pytest.raises(ConfigError, match=f"{field} = 'there': has no effect"):
-        training.read_command(["quickstart", "--set", "train.seed=3", f"{field}=there"])
+        words = ["--bench", "quickstart", "--set", "train.seed=3", f"{field}=there"]
+        training.config_of(read("profile", words))

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpar import __main__ as command
 from jaxpar import train
+from jaxpar.commands import COMMANDS, completions, read
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
 from jaxpar.runtime import exit_codes
@@ -19,9 +20,9 @@ PACKAGE = ROOT / "jaxpar"
 
 
 def programs() -> set[str]:
-    """The doors in the package's root, and the rooms that can be run."""
-    doors = {file.stem for file in PACKAGE.glob("*.py") if not file.stem.startswith("__")}
-    return doors | {file.parent.name for file in PACKAGE.glob("*/__main__.py")}
+    """The files in the package's root that have options, and the folders that can be run."""
+    files = [file for file in PACKAGE.glob("*.py") if "\nOPTIONS = " in file.read_text("utf-8")]
+    return {file.stem for file in files} | {f.parent.name for f in PACKAGE.glob("*/__main__.py")}
 
 
 @pytest.fixture
@@ -31,19 +32,19 @@ def called_as(monkeypatch):
 
 
 def test_every_program_is_a_command_and_is_listed(capsys):
-    assert set(command.COMMANDS) == programs()
+    assert set(COMMANDS) == programs()
     for args in ([], ["--help"], ["-h"]):
         assert command.main(args) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 100
-        for name, line in command.COMMANDS.items():
+        for name, line in COMMANDS.items():
             assert any(shown.split() == [name, *line.split()] for shown in lines)
 
 
 def test_listing_the_commands_imports_no_jax():
     program = (
         "import sys; from jaxpar import __main__ as command; command.main([]); "
-        "print([name for name in ('jax', 'numpy', 'tyro') if name in sys.modules])"
+        "print([name for name in ('jax', 'numpy') if name in sys.modules])"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
@@ -52,20 +53,73 @@ def test_listing_the_commands_imports_no_jax():
 
 def test_a_command_is_its_programs_main(monkeypatch, called_as):
     called_as("/somewhere/bin/jaxpar")
-    monkeypatch.setattr(train, "main", lambda args: (list(args), list(sys.argv)))
+    monkeypatch.setattr(train, "main", lambda options: (options.config, list(sys.argv)))
     args = ["quickstart", "--train.seed", "3"]
-    assert command.main(["train", *args]) == (args, ["jaxpar train", *args])
+    config, argv = command.main(["train", *args])
+    assert (config.name, config.overrides) == ("quickstart", ("--train.seed", "3"))
+    assert argv == ["jaxpar train", *args]
+
+
+#: A wrong command line of each command, and the fix.
+WRONG = {
+    "train": ("quickstart --train.num-stps 3", "use --train.num-steps"),
+    "launch": ("-n 2 -- quickstart --parallel.tenser 2", "use --parallel.tensor"),
+    "sweep": ("quickstart --gird optimizer.learning_rate=1,2", "use --grid"),
+    "data": ("prepar --input x", "use python -m jaxpar.data prepare"),
+    "plan": ("llama3_8c --gpus 8", "use llama3_8b"),
+    "convert": ("to-hff a b", "use python -m jaxpar.convert to-hf"),
+    "sample": ("runs/x --promt a", "use --prompt"),
+    "evaluate": ("runs/x --splt val", "use --split"),
+    "report": ("runs/x --outptu a.html", "use --output"),
+    "checkpoint": ("repaly runs/x", "use python -m jaxpar.checkpoint replay"),
+    "profile": ("--bench quickstart --step 3", "use --steps"),
+    "doctor": ("--mehs data=2", "use --mesh"),
+    "verify": ("quikstart", "use quickstart"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_command_line_is_answered_without_jax(name):
+    words, fix = WRONG[name]
+    program = (
+        "import sys; from jaxpar.commands import read\n"
+        "from jaxpar.config import ConfigError\n"
+        f"try: read({name!r}, {words.split()!r})\n"
+        "except ConfigError as error: print(error)\n"
+        "print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    error, imported = done.stdout.splitlines()
+    assert f"Fix: {fix}" in error and imported == "[]", done.stderr
+
+
+def test_what_a_shell_can_complete():
+    assert completions("jaxpar pl") == ["plan"]
+    assert completions("jaxpar data pre") == ["prepare", "prepare-chat", "prepare-pairs"]
+    assert completions("jaxpar data prepare --hold") == ["--holdout"]
+    assert completions("jaxpar sample --ch") == ["--chat"]
+    assert completions("jaxpar sample --chat --sys") == ["--system"]
+    assert completions("jaxpar train quickstart --optimizer.learning") == [
+        "--optimizer.learning-rate"
+    ]
+    assert "llama3_8b" in completions("jaxpar plan llama3")
+    assert completions("jaxpar nonesuch --") == []
+
+
+def test_numbers_below_zero_are_values_and_arguments():
+    assert read("train", ["quickstart", "--run.cpu-devices", "-1"]).config.overrides[1] == "-1"
 
 
 def test_an_unknown_command_is_refused(called_as):
     called_as("/somewhere/bin/jaxpar")
     with pytest.raises(ConfigError, match=r"'trian': is not a command .* Fix: use jaxpar train\."):
         command.main(["trian"])
-    with pytest.raises(ConfigError, match="use one of quickstart, doctor, data, plan"):
+    with pytest.raises(ConfigError, match="use one of train, launch, sweep, data"):
         command.main(["--gpus"])
 
 
-@pytest.mark.parametrize("name", sorted(command.COMMANDS))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_names_the_program_as_it_was_called(name, called_as, capsys):
     for argv0, words in (
         ("/x/bin/jaxpar", "jaxpar"),
@@ -84,7 +138,7 @@ def test_help_names_the_program_as_it_was_called(name, called_as, capsys):
 def test_texts_name_modules_where_no_command_was_called(called_as):
     text = "`python -m jaxpar.profile --bench` and python -m jaxpar.data."
     assert as_called(text) == text
-    called_as("jaxpar bench")
+    called_as("jaxpar profile")
     assert as_called(text) == "`jaxpar profile --bench` and jaxpar data."
     called_as("/my folder/jaxpar train")
     assert as_called(text) == text

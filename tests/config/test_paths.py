@@ -7,21 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint.__main__ import read_options as checkpoint_options
+from jaxpar.commands import read
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
-from jaxpar.config.options import read_options
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
-from jaxpar.convert.__main__ import read_options as convert_options
 from jaxpar.data.formats import writer
-from jaxpar.inference.options import EvaluateOptions, SampleOptions
-from jaxpar.report.__main__ import ReportOptions, where
-from jaxpar.report.table_of_runs import RunsOptions
-from jaxpar.runtime import options
+from jaxpar.report.command import where
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.new_folder import refuse_used
-from jaxpar.sweeps.command import read_command as read_sweep
+from jaxpar.sweeps.command import read_sweep
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
 FIELDS += ["distill.teacher", "data.cache_dir"]
@@ -67,8 +63,8 @@ OUTPUTS = {
     ).__enter__(),
     "convert to-torch": lambda name: torch_file.check_file(Path(f"{name}.pt")),
     "report": lambda name: where(f"{name}.html", ["run"]),
-    "bench --card": lambda name: options.check_file("--card", f"{name}.json"),
-    "bench --keep": lambda name: options.check_folder("--keep", name),
+    "bench --card": lambda name: outputs.check_file("--card", f"{name}.json"),
+    "bench --keep": lambda name: outputs.check_folder("--keep", name),
 }
 
 
@@ -84,24 +80,22 @@ def test_outputs_of_programs_are_no_addresses(program, tmp_path, monkeypatch):
 #: The readers of command lines, and the argument that each error names.
 READERS = {
     "train CONFIG": lambda url: load_config(url),
-    "checkpoint RUN": lambda url: checkpoint_options(["ls", url]),
-    "average NEW": lambda url: checkpoint_options(["average", "run", url]),
-    "convert RUN": lambda url: convert_options(["to-hf", url, "out"]),
-    "convert DIR": lambda url: convert_options(["from-hf", url, "run"]),
-    "report RUN": lambda url: read_options(ReportOptions, [url], "jaxpar.report", None),
-    "runs FOLDER": lambda url: read_options(RunsOptions, [url], "jaxpar.runs", None),
-    "sample RUN": lambda url: read_options(SampleOptions, [url], "jaxpar.sample", None),
-    "evaluate --data": lambda url: read_options(
-        EvaluateOptions, ["run", "--split", "val", "--data", url], "jaxpar.evaluate", None
-    ),
+    "checkpoint RUN": lambda url: read("checkpoint", ["ls", url]),
+    "average NEW": lambda url: read("checkpoint", ["average", "run", url]),
+    "convert RUN": lambda url: read("convert", ["to-hf", url, "out"]),
+    "convert DIR": lambda url: read("convert", ["from-hf", url, "run"]),
+    "report RUN": lambda url: read("report", [url]),
+    "list FOLDER": lambda url: read("report", ["--list", url]),
+    "sample RUN": lambda url: read("sample", [url]),
+    "evaluate --data": lambda url: read("evaluate", ["run", "--split", "val", "--data", url]),
     "sweep --folder": lambda url: read_sweep(
-        ["quickstart", "--grid", "train.seed=1,2", "--folder", url]
+        read("sweep", ["quickstart", "--grid", "train.seed=1,2", "--folder", url])
     ),
 }
 
 
 #: Arguments that take the address of a run or a published model.
-STORED = {"checkpoint RUN", "runs FOLDER", "convert RUN", "convert DIR", "report RUN", "sample RUN"}
+STORED = {"checkpoint RUN", "list FOLDER", "convert RUN", "convert DIR", "report RUN", "sample RUN"}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://box/run", "https://host/run"])
@@ -118,7 +112,7 @@ def test_paths_of_programs_are_no_addresses(program, url):
 
 def test_a_prompt_may_be_an_address():
     argv = ["run", "--prompt", "https://host/run"]
-    assert read_options(SampleOptions, argv, "jaxpar.sample", None).prompt == (argv[2],)
+    assert read("sample", argv).prompt == (argv[2],)
 
 
 @pytest.mark.parametrize("name", ["a:b", "ü", "日本", "a b", "100%", "a#b", "a|b", "x=1", "~/x"])

@@ -21,7 +21,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format, exporting, importing
 from jaxpar.convert.hf.tokenizer import as_json, tokenizer_of_run
 from jaxpar.data import load_tokenizer
-from jaxpar.data.options import ChatOptions
+from jaxpar.data.options import PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.tokenizer import open_tokenizer
@@ -73,7 +73,7 @@ def prepared(tokenizer, tmp_path_factory):
         if not Path(output).exists():
             files = {"input": (str(folder / "chats.jsonl"),), "output": output}
             prepare_chat(
-                ChatOptions(**files, tokenizer=str(tokenizer), template=template, holdout=0)
+                PrepareChatOptions(**files, tokenizer=str(tokenizer), template=template, holdout=0)
             )
         return output
 
@@ -223,7 +223,7 @@ def test_conversations_add_their_end_to_published_ones(published, tmp_path):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT[:3]}))
     files = {"input": (str(tmp_path / "chats.jsonl"),), "output": str(tmp_path / "data")}
     prepare_chat(
-        ChatOptions(
+        PrepareChatOptions(
             **files, tokenizer=str(published), eos_token=harness.END, template="plain", holdout=0
         )
     )

@@ -15,7 +15,7 @@ from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
-from jaxpar.data.options import ChatOptions, ConvertOptions, InspectOptions
+from jaxpar.data.options import PrepareChatOptions, ConvertOptions, InspectOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
@@ -86,7 +86,7 @@ def chat(chats, tmp_path_factory) -> Path:
     """The same as bytes, some held out. Tests must not write to it."""
     output = tmp_path_factory.mktemp("prepared") / "chat"
     options = {"input": (str(chats),), "output": str(output), "tokenizer": "bytes"}
-    prepare_chat(ChatOptions(**options, holdout=0.2))
+    prepare_chat(PrepareChatOptions(**options, holdout=0.2))
     return output
 
 
@@ -230,7 +230,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(line, rule, tmp_path):
     path.write_text(json.dumps({"messages": MESSAGES}) + "\n\n" + line)
     options = {"output": str(tmp_path / "out"), "tokenizer": "bytes", "holdout": 0.0}
     with pytest.raises(ConfigError, match=rule) as error:
-        prepare_chat(ChatOptions(input=(str(path),), **options))
+        prepare_chat(PrepareChatOptions(input=(str(path),), **options))
     assert error.value.value == f"{path}:3" and "--text-field" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 

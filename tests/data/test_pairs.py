@@ -10,7 +10,7 @@ import pytest
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, PairLoader, TokenDataset, open_loader
 from jaxpar.data.formats.rows import BadRow
-from jaxpar.data.options import PairOptions
+from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.pairs import plan_rows
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
@@ -184,7 +184,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(line, rule, tmp_path):
     path.write_text(json.dumps(FORMS["texts"]) + "\n" + line)
     options = {"output": str(tmp_path / "out"), "tokenizer": "bytes", "holdout": 0.0}
     with pytest.raises(ConfigError, match=rule) as error:
-        prepare_pairs(PairOptions(input=(str(path),), **options))
+        prepare_pairs(PreparePairsOptions(input=(str(path),), **options))
     assert error.value.value == f"{path}:2"
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.data.options import ChatOptions
+from jaxpar.data.options import PrepareChatOptions
 from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.inference.generation import generate
 from jaxpar.inference.load import load
@@ -38,7 +38,7 @@ def write_chats(
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(folder / "chats.jsonl"),), "output": str(folder / "out")}
-    prepare_chat(ChatOptions(**files, tokenizer="bytes", holdout=holdout))
+    prepare_chat(PrepareChatOptions(**files, tokenizer="bytes", holdout=holdout))
     return folder / "out"
 
 

@@ -16,10 +16,11 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxpar.commands import read
 from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes import detect, launcher
+from jaxpar.runtime.processes import detect
 from jaxpar.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,9 +254,9 @@ def test_elastic_pods_meet_at_the_rendezvous(elastic):
     for name, job in jobs.items():
         (container,) = job["template"]["spec"]["containers"]
         assert container["command"][-2:] == ["-m", "jaxpar.launch"]
-        launchers[name], rest, _ = launcher.read_command(container["args"])
-        assert bool(rest) == (name == "train")
-    assert launchers["rendezvous"].serve_rendezvous == launchers["train"].rendezvous == met
+        launchers[name] = read("launch", container["args"])
+    assert launchers["rendezvous"].address == launchers["train"].rendezvous == met
+    assert launchers["train"].config.checked()
     most = jobs["train"]["parallelism"]
     assert launchers["train"].nodes == f"2:{most}" and jobs["train"]["completions"] == most
     assert whole["spec"]["successPolicy"]["targetReplicatedJobs"] == ["train"]

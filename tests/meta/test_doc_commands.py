@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxpar.__main__ import COMMANDS
+from jaxpar.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 

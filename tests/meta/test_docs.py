@@ -8,29 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tyro
 
-from jaxpar import bench
-from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
-from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.command_line import load_config, parse_overrides, read_config
+from jaxpar.commands import COMMANDS, module_of
+from jaxpar.commands import read as read_options
+from jaxpar.config import ConfigError
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
-from jaxpar.convert.__main__ import read_options
-from jaxpar.data.__main__ import read_command as read_data_command
-from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.inference.options import ChatOptions, EvaluateOptions, SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.planning.command import read_command as read_plan_command
-from jaxpar.profiling.command import ProfileOptions
-from jaxpar.report.__main__ import ReportOptions
-from jaxpar.report.table_of_runs import RunsOptions
-from jaxpar.runtime.processes import launcher
-from jaxpar.sweeps.command import read_command as read_sweep_command
-from jaxpar.verification import command as verification_command
+from jaxpar.planning.command import asked_for
+from jaxpar.planning.options import PlanOptions
+from jaxpar.runtime.processes.launch_options import LaunchRun
+from jaxpar.sweeps.command import read_sweep
+from jaxpar.sweeps.options import SweepOptions
+from jaxpar.train import TrainOptions
 from jaxpar.verification import meshes
-from jaxpar.verification.coordinates.command import read_command as read_mup_command
-from jaxpar.verification.replay import ReplayOptions
+from jaxpar.verification.options import VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,70 +87,31 @@ def commands(text: str) -> Iterator[list[str]]:
         found = None if line.startswith("$ ") else COMMAND.search(line)
         words = shlex.split(f"jaxpar.{found[1] or found[2]}", comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
-        mention = words[1:] in (
-            [],
-            ["prepare"],
-            ["prepare-chat"],
-            ["prepare-pairs"],
-            ["convert"],
-            ["inspect"],
-            ["train"],
-        )
+        mention = all(word in names_of_forms(words[0]) for word in words[1:])
         if words and not placeholder and not mention:
             yield words
 
 
-def any_model(_: str, __: str | None, like: ModelConfig) -> ModelConfig:
-    """What `--model.from` reads, without a network."""
-    return like
+def names_of_forms(program: str) -> tuple[str, ...]:
+    """The subcommands and uses of a program."""
+    name = program.removeprefix("jaxpar.")
+    forms = module_of(name).OPTIONS if name in COMMANDS else {}
+    return tuple(forms) if isinstance(forms, dict) else ()
 
 
 def check_command(words: list[str]) -> None:
     """Read a command line as its program would, without running it."""
-    program, *args = (w for w in words if w not in ("--help", "--print-config"))
-    match program:
-        case "jaxpar.train" | "jaxpar.distill":
-            read_config(args, model_from=any_model)
-        case "jaxpar.bench":
-            bench.read_command(args)
-        case "jaxpar.quickstart":
-            parse_overrides(load_config("quickstart"), args)
-        case "jaxpar.verify":
-            options, overrides = verification_command.parse_options(args)
-            cfg = parse_overrides(load_config(options.config), overrides)
-            meshes.parse_meshes(options.mesh or [], cfg.parallel)
-        case "jaxpar.mup":
-            read_mup_command(args, "")
-        case "jaxpar.sample":
-            tyro.cli(SampleOptions, args=args)
-        case "jaxpar.chat":
-            tyro.cli(ChatOptions, args=args)
-        case "jaxpar.replay":
-            tyro.cli(ReplayOptions, args=args)
-        case "jaxpar.profile":
-            tyro.cli(ProfileOptions, args=args)
-        case "jaxpar.report":
-            tyro.cli(ReportOptions, args=args)
-        case "jaxpar.runs":
-            tyro.cli(RunsOptions, args=args)
-        case "jaxpar.evaluate":
-            tyro.cli(EvaluateOptions, args=args)
-        case "jaxpar.checkpoint":
-            read_checkpoint_options(args)
-        case "jaxpar.convert":
-            read_options(args)
-        case "jaxpar.sweep":
-            read_sweep_command(args)
-        case "jaxpar.launch":
-            launcher.read_command(args)
-        case "jaxpar.data":
-            read_data_command(args)
-        case "jaxpar.plan":
-            read_plan_command(args, any_model)
-        case "jaxpar.doctor":
-            read_doctor_command(args)
-        case _:
-            raise AssertionError(f"no check for {program}: add it here")
+    program, *args = (word for word in words if word != "--help")
+    options = read_options(program.removeprefix("jaxpar."), args)
+    cfg = options.config.asked(lambda _, __, like: like) if hasattr(options, "config") else None
+    if isinstance(options, VerifyOptions):
+        meshes.parse_meshes(options.mesh, cfg.parallel)
+    elif isinstance(options, SweepOptions):
+        read_sweep(options)
+    elif isinstance(options, PlanOptions):
+        asked_for(options, lambda _, __, like: like)
+    elif isinstance(options, TrainOptions | LaunchRun):
+        options.config.checked(model_from=lambda _, __, like: like)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -176,7 +129,7 @@ def test_a_wrong_command_is_seen():
     (words,) = commands(text + "  --parallel.tenser 2  # two\n```\n")
     with pytest.raises(ConfigError, match=r"parallel\.tenser.*is not a field"):
         check_command(words)
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="Fix: use --prompt"):
         check_command(["jaxpar.sample", "runs/quickstart", "--promt", "x"])
     assert list(commands("`jaxpar plan llama3_8b --gpus 8`")) == [
         ["jaxpar.plan", "llama3_8b", "--gpus", "8"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxpar.data.formats.meta import TRAIN, Meta
 from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.options import ChatOptions
+from jaxpar.data.options import PrepareChatOptions
 from jaxpar.data.prepare.chat import ChatEncoder, check_messages
 from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.progress import PreparationProgress
@@ -17,7 +17,7 @@ from jaxpar.data.prepare.splits import check_no_split_is_empty, place_of, shares
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 
-def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = None) -> Meta:
+def prepare_chat(options: PrepareChatOptions, progress: PreparationProgress | None = None) -> Meta:
     """Write a dataset folder of conversations, each as a document.
 
     Returns:  the contents of its meta.json.
@@ -34,7 +34,7 @@ def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = No
 
 def _write(
     folder: Path,
-    options: ChatOptions,
+    options: PrepareChatOptions,
     sources: Sequence[InputFile],
     encoder: ChatEncoder,
     tokenizer: Tokenizer,

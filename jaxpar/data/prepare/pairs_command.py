@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
 from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.options import PairOptions
+from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.pairs import encode_pair, read_pair
@@ -18,7 +18,9 @@ from jaxpar.data.prepare.splits import check_no_split_is_empty, place_of, shares
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 
-def prepare_pairs(options: PairOptions, progress: PreparationProgress | None = None) -> Meta:
+def prepare_pairs(
+    options: PreparePairsOptions, progress: PreparationProgress | None = None
+) -> Meta:
     """Write a dataset folder of pairs, each as two documents: the chosen and the rejected one.
 
     Pairs of one prompt are all in the same split.
@@ -38,7 +40,7 @@ def prepare_pairs(options: PairOptions, progress: PreparationProgress | None = N
 
 def _write(
     folder: Path,
-    options: PairOptions,
+    options: PreparePairsOptions,
     sources: Sequence[InputFile],
     encoder: ChatEncoder,
     tokenizer: Tokenizer,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.options import Argument, Range, Shown
+from jaxpar.config.options import Argument, Range, Written
 from jaxpar.config.rules.limits import MAX_SECONDS
 
 #: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
@@ -17,7 +17,7 @@ MAX_PROCESSES = 64
 class LaunchOptions:
     """Start the processes of a run on this host, and restart them after a failure."""
 
-    num_processes: Annotated[int, Shown(short="-n")] = 1
+    num_processes: Annotated[int, Written(short="-n")] = 1
     """Number of processes to start on this host."""
     restarts: Annotated[int, Range(0, 1_000_000, 3)] = 3
     """Maximum restarts without a new checkpoint in between."""
