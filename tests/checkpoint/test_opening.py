@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint import inspection, integrity, store
-from jaxpar.checkpoint.__main__ import read_options
 from jaxpar.checkpoint.integrity import Damaged, Unreadable
 from jaxpar.checkpoint.saved import damage, folder, saved_steps, starting_step
-from jaxpar.commands import call
+from jaxpar.commands import call, read
 from jaxpar.config import replace
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import _verdict
@@ -48,9 +47,9 @@ def test_a_path_is_what_the_system_takes_it_for(cfg, tmp_path, monkeypatch, caps
         assert [row.step for row in inspection.rows(way)] == [2, 4], way
         assert starting_step(replace(cfg, **{"run.dir": way})) == 4, way
     assert "DAMAGED" not in capsys.readouterr().out
-    assert read_options(["verify", f"{tmp_path}/link/../../run"]).run == str(run.resolve())
-    assert read_options(["verify", "./runs//a/"]).run == "runs/a"
-    assert read_options(["ls", "s3://bucket/runs/../a"]).run == "s3://bucket/runs/../a"
+    assert read("checkpoint", ["verify", f"{tmp_path}/link/../../run"]).run == str(run.resolve())
+    assert read("checkpoint", ["verify", "./runs//a/"]).run == "runs/a"
+    assert read("checkpoint", ["ls", "s3://bucket/runs/../a"]).run == "s3://bucket/runs/../a"
 
 
 #: What another user has closed, and what may not be said of it.

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.commands import call
+from jaxpar.commands import call, read
 from jaxpar.config import ConfigError, replace
 from jaxpar.convert import selfcheck
-from jaxpar.convert.__main__ import read_options
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
@@ -314,10 +313,10 @@ def test_options_that_cannot_be():
     for words, said in (
         (["--tolerance", "2"], "--tolerance = 2.0: must be between 0 and 1"),
         (["--shard-gb", "0"], "--shard-gb = 0.0: must be above 0"),
-        (["--dtype", "int8"], "invalid choice 'int8' for argument '--dtype'"),
+        (["--dtype", "int8"], "--dtype = 'int8': must be .*float16"),
     ):
         with pytest.raises(ConfigError, match=said):
-            read_options(["to-hf", "run", "dir", *words])
+            read("convert", ["to-hf", "run", "dir", *words])
 
 
 def test_a_place_where_nothing_can_be_made_is_refused(tmp_path):
