@@ -22,6 +22,7 @@ from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.resolve import fill_batch, fill_steps
+from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
@@ -58,9 +59,12 @@ class ConfigArguments:
 
     @classmethod
     def without_name(cls, overrides: Sequence[str]) -> "ConfigArguments":
-        """Read the overrides of a command that takes no CONFIG."""
+        """Read the overrides of a command that takes no CONFIG.
+
+        Raises:   ConfigError for an unknown field, or a number that is not in its range.
+        """
         made = cls("", tuple(overrides))
-        made.asked()
+        numbers(made.asked())
         return made
 
     @functools.cached_property

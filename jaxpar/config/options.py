@@ -31,6 +31,7 @@ from jaxpar.config.command_line import (
     require_unicode,
 )
 from jaxpar.config.errors import ConfigError
+from jaxpar.config.fields import flag, leaf_paths
 from jaxpar.config.help import asks_help, print_help
 from jaxpar.config.option_fields import (
     OR_ADDRESS,
@@ -58,8 +59,8 @@ __all__ = [
     "Forms",
     "OnlyFields",
     "Range",
-    "Written",
     "Step",
+    "Written",
     "check_ranges",
     "read_options",
 ]
@@ -92,13 +93,14 @@ def _chosen(
     if not isinstance(forms, Mapping):
         return "", forms, argv
     if "" in forms:
-        given = [name for name in forms if name and name in argv]
+        words = [part for word in argv for part in _without_equals(word, forms)]
+        given = [name for name in forms if name and name in words]
         if len(given) > 1:
             rule = f"cannot be combined with {given[0]}"
             raise ConfigError("command line", given[1], rule, "use one of both")
         name = given[0] if given else ""
-        _check_uses(forms, name, argv)
-        return name, forms[name], [word for word in argv if not name or word != name]
+        _check_uses(forms, name, words)
+        return name, forms[name], [word for word in words if not name or word != name]
     name, *rest = argv or ["--help"]
     if asks_help([name]):
         return "", None, argv
@@ -107,6 +109,12 @@ def _chosen(
         fix = f"use {program} {near[0]}" if near else f"use one of {', '.join(forms)}"
         raise ConfigError("command line", name, f"is not a command of {program}", fix)
     return name, forms[name], rest
+
+
+def _without_equals(word: str, forms: Mapping[str, type]) -> list[str]:
+    """Return the name of a use and its value, for "--use=value"; a list of the word for others."""
+    name, equals, value = word.partition("=")
+    return [name, value] if equals and name in forms else [word]
 
 
 def _check_uses(forms: Mapping[str, type], name: str, argv: Sequence[str]) -> None:
@@ -151,11 +159,14 @@ def _read(form: type, argv: Sequence[str], program: str) -> Any:
 
 def _check_fields(overrides: Sequence[str], only: Sequence[str], program: str) -> None:
     """Raises:   ConfigError for a field that is not one of the command's."""
+    below = tuple(f"{one}." for one in only)
+    fields = {p.rpartition(".")[2]: flag(p) for p in leaf_paths() if f"{p}.".startswith(below)}
     for word in expand_set_options(overrides):
         path = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and not any(f"{path}.".startswith(f"{one}.") for one in only):
-            rule = f"is not an option of {program}"
-            raise ConfigError("command line", word, rule, f"see {program} --help")
+        if word.startswith("--") and not f"{path}.".startswith(below):
+            near = difflib.get_close_matches(path.rpartition(".")[2], fields, n=1)
+            fix = f"use {fields[near[0]]}" if near else f"see {program} --help"
+            raise ConfigError("command line", word, f"is not an option of {program}", fix)
 
 
 def _sorted(

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxpar import doctor
-from jaxpar.commands import call
+from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
-from jaxpar.doctor import progress
+from jaxpar.doctor import command, progress
 from jaxpar.doctor.measure import bandwidth, verification
 from jaxpar.runtime import exit_codes
 from tests import ranks
@@ -32,7 +31,7 @@ TOP = {
 def run(tmp_path, *args: str) -> tuple[int, dict]:
     """The program inside this process: its exit code and its JSON."""
     file = tmp_path / "doctor.json"
-    code = call("doctor", ["--cpu-devices", "16", "--json", str(file), *args])
+    code = call("doctor", ["--run.cpu-devices", "16", "--json", str(file), *args])
     return code, json.loads(file.read_text())
 
 
@@ -92,15 +91,15 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_runs(tmp_path):
 def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
     """The others may be on hosts where its folder is not there."""
     started = []
-    monkeypatch.setattr(doctor.runtime, "start", lambda *_, **__: started.append("JAX") or [])
-    monkeypatch.setattr(doctor.rendezvous, "connect", lambda *_: "joined")
-    asked = ["--cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
+    monkeypatch.setattr(command.runtime, "start", lambda *_, **__: started.append("JAX") or [])
+    monkeypatch.setattr(command.rendezvous, "connect", lambda *_: "joined")
+    asked = ["--run.cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
     joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
     for alone in ([], [*joined.split(), "0"]):
         with pytest.raises(ConfigError, match=r"--json = .*its folder .*none does not exist"):
-            doctor.begin(doctor.read_command([*asked, *alone]))
+            command.begin(read("doctor", [*asked, *alone]))
     assert not started
-    doctor.begin(doctor.read_command([*asked, *joined.split(), "1"]))
+    command.begin(read("doctor", [*asked, *joined.split(), "1"]))
     assert started
 
 
@@ -145,13 +144,13 @@ HURTS = {"NCCL_P2P_DISABLE": "1"}
 def two_processes(tmp_path, *args: str) -> dict:
     """The JSON of two processes with two devices each, of which the second one has HURTS."""
     address, file = f"127.0.0.1:{ranks.free_port()}", tmp_path / "doctor.json"
-    command = [sys.executable, "-m", "jaxpar.doctor", "--cpu-devices", "2", "--json", str(file)]
+    doctor = [sys.executable, "-m", "jaxpar.doctor", "--run.cpu-devices", "2", "--json", str(file)]
     started = []
     for own in range(2):
         place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
         env = ranks.environment(**place, JAX_PROCESS_ID=str(own), **(HURTS if own else {}))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen([*command, *args], env=env, **pipes))
+        started.append(subprocess.Popen([*doctor, *args], env=env, **pipes))
     said = [process.communicate(timeout=600)[0] for process in started]
     assert [process.returncode for process in started] == [1, 1], said
     assert "process 0 of 2" in said[0] and "checklist" in said[0]

@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 from rich.console import Console
 
+from jaxpar.commands import read
 from jaxpar.config import ConfigError, ParallelConfig
-from jaxpar.doctor import options, showing
+from jaxpar.doctor import meshes, showing
 from jaxpar.doctor.checks import measured
 from jaxpar.doctor.measure import bandwidth, compute, hosts, latency, links, timing, verification
 from jaxpar.doctor.measure.verification import COLLECTIVES
@@ -300,16 +301,16 @@ def test_devices_are_timed_apart(devices):
 
 
 def test_devices_are_shared_out_to_axes():
-    large = lambda n: {a: s for a, s in options.default_mesh(n).items() if s > 1}  # noqa: E731
+    large = lambda n: {a: s for a, s in meshes.default_mesh(n).items() if s > 1}  # noqa: E731
     assert large(8) == {"data": 2, "sequence": 2, "tensor": 2}
     assert large(6) == {"sequence": 3, "tensor": 2}
     assert large(1) == {}
     assert large(256) == {"tensor": 4, "sequence": 4} | dict.fromkeys(
         ("pipeline", "replica", "data", "expert"), 2
     )
-    assert options.mesh_for({"data": 8}, 8).data == 8
+    assert meshes.mesh_for({"data": 8}, 8).data == 8
     with pytest.raises(ConfigError, match=r"takes 4 devices, but there are 8\. Fix: use --mesh"):
-        options.mesh_for({"data": 2, "tensor": 2}, 8)
+        meshes.mesh_for({"data": 2, "tensor": 2}, 8)
 
 
 REFUSED = [
@@ -322,29 +323,29 @@ REFUSED = [
     (["--seconds", "inf"], "--seconds = inf: must be above 0, and at most 1,000,000. Fix"),
     (["--seconds", "1e10"], "must be above 0, and at most 1,000,000"),
     (["--mesh", "data=2,data=4"], "--mesh = 'data=2,data=4': names data twice"),
-    (["--cpu-devices", "-1"], "must be at least 0"),
-    (["--cpu-devices", "100000"], "must be at most 4,096"),
-    (
-        ["--cpu-device", "2"],
-        "'--cpu-device': is not an option of this program. Fix: use --cpu-devices",
-    ),
-    (["--train.seed", "1"], "'--train.seed': is not an option of this program"),
+    (["--run.cpu-devices", "-1"], "must not be negative"),
+    (["--run.cpu-devices", "100000"], "must be at most 4096"),
+    (["--cpu-device", "2"], "'--cpu-device': is not an option of python -m jaxpar.doctor"),
+    (["--cpu-devices", "2"], "Fix: use --run.cpu-devices"),
+    (["--train.seed", "1"], "'--train.seed': is not an option of python -m jaxpar.doctor"),
     (["--cluster.process-ids", "1"], "is not a field"),
-    (["links"], "is not --section.field value"),
+    (["links"], "'links': is one argument too many"),
 ]
 
 
 @pytest.mark.parametrize(("args", "said"), REFUSED)
 def test_wrong_options_are_refused(args, said):
     with pytest.raises(ConfigError) as error:
-        options.read_command(args)
+        read("doctor", args)
     assert said in str(error.value)
 
 
 def test_options_are_read(tmp_path):
     file = tmp_path / "doctor.json"
-    line = f"--only links,versions --cpu-devices 4 --mesh data=4 --largest 2MiB --json {file}"
-    read = options.read_command([*line.split(), "--cluster.num-processes", "2"])
-    assert (read.only, read.largest, read.mesh) == (("versions", "links"), 2 << 20, {"data": 4})
-    assert (read.cfg.run.cpu_devices, read.cfg.cluster.num_processes) == (4, 2)
-    assert read.json == file and not file.exists()
+    line = f"--only links,versions --run.cpu-devices 4 --mesh data=4 --largest 2MiB --json {file}"
+    options = read("doctor", [*line.split(), "--cluster.num-processes", "2"])
+    assert options.sections == ("versions", "links")
+    assert (options.largest_bytes, options.axes) == (2 << 20, {"data": 4})
+    cfg = options.config.asked()
+    assert (cfg.run.cpu_devices, cfg.cluster.num_processes) == (4, 2)
+    assert options.json == str(file) and not file.exists()
