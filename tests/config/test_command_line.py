@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar import commands
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, RopeScaling, flag, replace
-from jaxpar.config.command_line import known_configs, load_config, read_config
+from jaxpar.config.command_line import known_configs, load_config
 from jaxpar.config.serialize import from_json
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import program as cli
@@ -44,7 +45,7 @@ def processor_seconds_of_children() -> float:
 
 def read(*args: str) -> Config:
     """The config that the command line of a program asks for."""
-    return read_config(args)
+    return commands.read("train", args).config.checked()
 
 
 def refused(*args: str) -> ConfigError:

@@ -72,7 +72,7 @@ WRONG = {
     "evaluate": ("runs/x --splt val", "use --split"),
     "report": ("runs/x --outptu a.html", "use --output"),
     "checkpoint": ("repaly runs/x", "use python -m jaxpar.checkpoint replay"),
-    "profile": ("--bench quickstart --step 3", "use --steps"),
+    "profile": ("--bench quickstart --stps 3", "use --steps"),
     "doctor": ("--mehs data=2", "use --mesh"),
     "verify": ("quikstart", "use quickstart"),
 }
