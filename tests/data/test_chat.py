@@ -15,7 +15,7 @@ from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
-from jaxpar.data.options import PrepareChatOptions, ConvertOptions, InspectOptions
+from jaxpar.data.options import ConvertOptions, InspectOptions, PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
