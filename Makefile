@@ -25,12 +25,17 @@ quickstart: install ## Train a tiny model on this machine, after installing
 	@$(PY) -m jaxpar.train quickstart
 
 .PHONY: test
-test: lint types pytest ## All that CI runs: lint, types, CPU tests
+test: lint types pytest ## All that CI runs: lint, types, CPU tests (CHANGED=1: only of what changed)
 
 .PHONY: pytest
 pytest: install
 	@echo "==> Tests, on 16 simulated CPU devices"
+ifdef CHANGED
+	@files=$$($(PY) -m tests.changed) && if [ -z "$$files" ]; then echo "none depends on a change"; \
+	else env -u MAKEFLAGS $(PY) -m pytest $(WORKERS) $$files; fi
+else
 	@env -u MAKEFLAGS $(PY) -m pytest $(WORKERS)
+endif
 
 .PHONY: test-all
 test-all: lint types ## The same, slow tests included
