@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.bench.__main__ import main as bench
-
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
@@ -81,7 +79,7 @@ def resumed(folder: Path) -> None:
 
 
 def records(folder: Path) -> None:
-    """Reads what `replay` reads."""
+    """Reads what `checkpoint replay` reads."""
     found = read_recent(folder / "run")
     losses_judged(found.values())
     for record in found.values():
@@ -108,9 +106,9 @@ def inspected(name: str, *more: str) -> Callable[[Path], int]:
     return lambda folder: data(["inspect", str(folder / name), *more])
 
 
-def compared(folder: Path) -> int:
+def compared(folder: Path) -> int | None:
     """Compares the card of a benchmark with a good one."""
-    return bench(["compare", str(folder / "card.json"), str(good_files.CARD)])
+    return call("profile", [str(folder / "card.json"), str(good_files.CARD)])
 
 
 def reported(folder: Path) -> None:
@@ -123,7 +121,7 @@ def profiled(folder: Path) -> None:
     call("profile", [str(folder / "profile")])
 
 
-def checkpoints(command: str) -> Callable[[Path], int]:
+def checkpoints(command: str) -> Callable[[Path], int | None]:
     """Lists or verifies checkpoints."""
     return lambda folder: call("checkpoint", [command, str(folder / "imported")])
 

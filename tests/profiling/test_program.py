@@ -94,7 +94,7 @@ def refused(*args: str) -> str:
 def test_paths_that_hold_no_profile(tmp_path):
     assert "does not exist. Fix: give a run folder" in refused(str(tmp_path / "nowhere"))
     assert "contains no profile. Fix: set --profile.start" in refused(str(tmp_path))
-    other = tmp_path / "config.json"
+    other = tmp_path / "notes.txt"
     other.write_text("{}")
     assert "is not a trace file. Fix: give a file NAME.xplane.pb" in refused(str(other))
 
@@ -154,7 +154,9 @@ def test_options(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         call("profile", ["--help"])
     assert ended.value.code == exit_codes.EXIT_OK and "RUN_OR_TRACE" in capsys.readouterr().out
-    assert "Unrecognized options: --tpo" in refused(str(PIECE), "--tpo", "3")
+    assert "'--tpo': is not an option of python -m jaxpar.profile" in refused(
+        str(PIECE), "--tpo", "3"
+    )
 
 
 def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import RunLock, RunLocked, create_in
@@ -22,6 +23,7 @@ from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
 from jaxpar.runtime.processes.children import Failure, LastWords, failure_of
+from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.training import loop, start
 from tests.ranks import alive, wait_for
 
@@ -221,7 +223,7 @@ class Attempts(processes_launcher.Launcher):
     """A launcher whose attempts end as a test says: (codes, newest checkpoint then)."""
 
     def __init__(self, attempts, run_dir: Path, restarts: int = 2):
-        options = processes_launcher.LaunchOptions(num_processes=2, restarts=restarts)
+        options = LaunchOptions(num_processes=2, restarts=restarts)
         super().__init__(options, [], replace(Config(), **{"run.dir": str(run_dir)}))
         self.left = list(attempts)
 
@@ -279,15 +281,17 @@ def test_a_run_that_was_stopped_during_its_start_can_be_started_again(tmp_path):
 
 
 def test_the_command_line_is_the_launchers_and_the_runs():
-    options, args, cfg = processes_launcher.read_command(
-        ["-n", "4", "--run.cpu-devices", "2", "--", "quickstart", "--run.dir", "runs/x"]
-    )
-    assert (options.num_processes, cfg.run.dir, cfg.run.cpu_devices) == (4, "runs/x", 2)
-    assert args == ["quickstart", "--run.dir", "runs/x", "--run.cpu-devices", "2"]
+    for between in (["--"], []):
+        words = ["-n", "4", "--run.cpu-devices", "2", *between, "quickstart", "--run.dir", "runs/x"]
+        options = read("launch", words)
+        assert options.num_processes == 4
+        args = processes_launcher.arguments_of(options.config)
+        assert args == ["quickstart", "--run.cpu-devices", "2", "--run.dir", "runs/x"]
+    assert read("launch", ["quickstart", "-n", "3"]).num_processes == 3
 
 
 REFUSED = [
-    (["-n", "2"], "names no config"),
+    (["-n", "2"], "CONFIG = '': is missing"),
     (["-n", "0", "--", "quickstart"], "must be at least 1"),
     (["-n", "100000", "--", "quickstart"], "must be at most"),
     (["-n", "2", "--grace", "nan", "--", "quickstart"], "must be at least 0"),
@@ -297,23 +301,20 @@ REFUSED = [
         r"cluster\.process_id = '1': is set by the launcher",
     ),
     (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "= 'none': is set by the launcher"),
-    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is an option of the launcher"),
-    (
-        ["-n", "2", "--", "quickstart", "--devices_per_process", "1"],
-        "'1': is an option of the launcher.*Fix: put --run.cpu-devices before --",
-    ),
+    (["quickstart", "--set", "cluster.num-processes=2"], "= '2': is set by the launcher"),
+    (["-n", "2", "--", "quickstart", "--devices_per_process", "1"], "is not a field"),
 ]
 
 
 @pytest.mark.parametrize(("args", "rule"), REFUSED)
 def test_a_command_line_that_cannot_work_starts_nothing(args, rule):
     with pytest.raises(ConfigError, match=rule):
-        processes_launcher.read_command(args)
+        call("launch", args)
 
 
 def test_help_answers(capsys):
     with pytest.raises(SystemExit) as stop:
-        processes_launcher.read_command(["--help"])
+        read("launch", ["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--num-processes" in shown and "--restarts" in shown and "jaxpar.launch" in shown

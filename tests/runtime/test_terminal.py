@@ -8,7 +8,8 @@ import sys
 import pytest
 from rich.table import Table
 
-from jaxpar import replay, sample
+from jaxpar.checkpoint.__main__ import OPTIONS
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.options import read_options
 from jaxpar.config.printable import printable
@@ -92,19 +93,19 @@ def test_a_progress_bar_still_draws(more):
 
 
 @pytest.mark.parametrize(
-    ("main", "args", "said"),
+    ("name", "args", "said"),
     [
-        (replay.main, ["x", "--step", "3", f"--{HOSTILE[:-1]}"], "Unrecognized options"),
-        (replay.main, ["x"], "Missing.*--step"),
-        (replay.main, ["x", "--step", "a"], "--step.*not a whole number"),
-        (replay.main, ["x", "--step", "1", "--stpe", "1"], "Unrecognized options: --stpe"),
-        (sample.main, ["x", "--prompt", "\udcff"], "not utf-8"),
-        (sample.main, ["\udcff"], "not utf-8"),
+        ("checkpoint", ["replay", "x", "--step", "3", f"--{HOSTILE[:-1]}"], "is not an option of"),
+        ("checkpoint", ["replay", "x"], "--step = '': is missing"),
+        ("checkpoint", ["replay", "x", "--step", "a"], "--step = 'a': must be a whole number"),
+        ("checkpoint", ["replay", "x", "--step", "1", "--stpe", "1"], "Fix: use --step"),
+        ("sample", ["x", "--prompt", "\udcff"], "not utf-8"),
+        ("sample", ["\udcff"], "not utf-8"),
     ],
 )
-def test_a_mistake_on_a_command_line_is_one_safe_line(main, args, said, capsys):
+def test_a_mistake_on_a_command_line_is_one_safe_line(name, args, said, capsys):
     with pytest.raises(ConfigError, match=said) as error:
-        main(args)
+        call(name, args)
     assert "─" not in str(error.value) and printable(str(error.value)) == str(error.value)
     assert capsys.readouterr() == ("", "")
 
@@ -123,7 +124,7 @@ def test_bytes_that_are_not_unicode_are_refused_by_every_program(monkeypatch, ca
 
 def test_help_is_printed_and_ends_the_program(capsys):
     with pytest.raises(SystemExit) as stop:
-        read_options(replay.ReplayOptions, ["--help"], "x", "About.")
+        read_options(OPTIONS["replay"], ["--help"], "x", "About.")
     assert stop.value.code == 0
     assert "About." in capsys.readouterr().out
 

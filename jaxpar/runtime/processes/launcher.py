@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.command_line import ConfigArguments, expand_set_options
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
@@ -28,11 +28,13 @@ def arguments_of(config: ConfigArguments) -> list[str]:
 
     Raises:   ConfigError for a field that the launcher sets.
     """
-    for text in config.overrides:
-        name = text.partition("=")[0].replace("_", "-")
+    words = list(expand_set_options(config.overrides))
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, given, text = word.partition("=")
+        name = name.replace("_", "-")
         if name in SET_HERE:
-            path = name.removeprefix("--").replace("-", "_")
-            raise ConfigError(path, text.partition("=")[2], "is set by the launcher", "remove it")
+            path, value = name.removeprefix("--").replace("-", "_"), text if given else following
+            raise ConfigError(path, value, "is set by the launcher", "remove it")
     return [config.name, *config.overrides]
 
 

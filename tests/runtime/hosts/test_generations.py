@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes import launcher
 from jaxpar.runtime.processes.hosts import generations, options
 from jaxpar.runtime.processes.hosts.generations import (
     End,
@@ -195,14 +195,14 @@ REFUSED = [
     (["--nodes", "2", "--rendezvous", "a:1", "--heartbeat-seconds", "0.1"], "at least 0.5"),
     (["--nodes", "2", "--rendezvous", "a:1", "--wait-seconds", "nan"], "at least 1"),
     (["--nodes", "2", "--rendezvous", "a:1", "--host-name", "a/b"], "must be a name without /"),
-    (["--serve-rendezvous", "a:1", "--rendezvous", "a:1"], "is for a launcher that trains"),
+    (["--serve-rendezvous", "a:1", "--rendezvous", "a:1"], "'--rendezvous': cannot be combined"),
 ]
 
 
 @pytest.mark.parametrize(("args", "rule"), REFUSED)
 def test_options_that_cannot_work(args, rule):
     with pytest.raises(ConfigError, match=rule):
-        launcher.read_command([*args, "--", "quickstart"])
+        call("launch", [*args, "--", "quickstart"])
 
 
 def test_nodes_may_be_one_number():
@@ -211,10 +211,9 @@ def test_nodes_may_be_one_number():
 
 def test_an_address_that_others_cannot_use(monkeypatch):
     asked = ["--nodes", "2", "--rendezvous", "gpu01:5", "--address", "192.0.2.77"]
-    read, _, _ = launcher.read_command([*asked, "--", "quickstart"])
     with pytest.raises(ConfigError, match="is no address of this host"):
-        options.own_address(read)
-    read, _, _ = launcher.read_command([*asked[:4], "--", "quickstart"])
+        options.own_address(read("launch", [*asked, "--", "quickstart"]))
+    launch = read("launch", [*asked[:4], "--", "quickstart"])
     monkeypatch.setattr(options.addresses, "address_towards", lambda _: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"is the loopback address 127.0.1.1 on this host"):
-        options.own_address(read)
+        options.own_address(launch)
