@@ -93,11 +93,11 @@ def imported(module: str) -> frozenset[str]:
     """The modules on which a module depends directly, without fixtures."""
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
     nodes = tree_of(module).body if module in lazy() else [tree_of(module)]
-    tables = ("_MODULES", "__all__", "TYPE_CHECKING")
-    nodes = [
-        n for n in nodes if module not in lazy() or not any(t in ast.unparse(n) for t in tables)
-    ]
-    names = (name for top in nodes for node in ast.walk(top) for name in imports(node, package))
+    tables = ("_MODULES", "__all__", "TYPE_CHECKING") if module in lazy() else ()
+    tops = [n for n in tree_of(module).body if not any(word in ast.unparse(n) for word in tables)]
+    kinds = ast.Import | ast.ImportFrom | ast.Constant | ast.Call | ast.Attribute
+    nodes = (node for top in tops for node in ast.walk(top) if isinstance(node, kinds))
+    names = {name for node in nodes for name in imports(node, package)}
     return frozenset(found(names) - {module})
 
 
@@ -133,10 +133,13 @@ def fixtures() -> dict[str, frozenset[str]]:
 @functools.cache
 def depends(module: str) -> frozenset[str]:
     """All modules on which a module depends, itself included."""
-    direct: set[str] = set()
+    direct, named = set[str](), ast.arg | ast.Constant
     if module.rpartition(".")[2].startswith("test_"):
-        words = {n.arg for n in ast.walk(tree_of(module)) if isinstance(n, ast.arg)}
-        words |= {n.value for n in ast.walk(tree_of(module)) if isinstance(n, ast.Constant)}
+        nodes = ast.walk(tree_of(module))
+        taken = (
+            getattr(n, "arg", getattr(n, "value", None)) for n in nodes if isinstance(n, named)
+        )
+        words = {word for word in taken if isinstance(word, str)}
         direct = set().union(*(fixtures()[word] for word in words & fixtures().keys()))
     seen, left = set[str](), {module, *direct}
     while left:

@@ -58,8 +58,9 @@ def test_two_processes_write_the_text_of_one(whole, capsys):
 @pytest.mark.slow
 def test_a_benchmark_of_two_processes(write_ranks, tmp_path):
     card = tmp_path / "card.json"
-    words = ["jaxpar.bench", "train", write_ranks(tmp_path), "--steps", "2", "--profile-steps", "0"]
-    words += ["--card", str(card), "--run.cpu-devices", "2", "--parallel.auto", "all"]
+    words = ["jaxpar.profile", "--bench", write_ranks(tmp_path)]
+    words += ["--steps", "2", "--profile-steps", "0", "--card", str(card)]
+    words += ["--run.cpu-devices", "2", "--parallel.auto", "all"]
     (first, out, err), (second, nothing, _) = in_two(*words)
     assert (first, second) == (0, 0), err
     result = json.loads(card.read_text())
@@ -99,10 +100,12 @@ def test_devices_that_would_be_left_over_are_refused(whole):
 
 
 def test_variables_that_are_half_set_have_started_no_others():
-    rendezvous.require_single_process("jaxpar.replay", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
+    rendezvous.require_single_process(
+        "jaxpar.checkpoint replay", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
+    )
     several = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     with pytest.raises(ConfigError, match=r"process = '1 of 4': .*unset the variables of torch"):
-        rendezvous.require_single_process("jaxpar.replay", several)
+        rendezvous.require_single_process("jaxpar.checkpoint replay", several)
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: checkpoints so far are written: SIGNAL STEP CHECKPOINTS CONFIG ...
 INTERRUPTED = """
 import os, signal, sys, time
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint
+from jaxpar.commands import call
 from jaxpar.runtime.program import run_program
 from jaxpar.monitoring import metrics
 number, at, saved = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -53,7 +54,7 @@ def interrupted(self, step, *measured):
         os.kill(os.getpid(), getattr(signal, number))
     write_previous(self, step, *measured)
 metrics.MetricsWriter.write_previous = interrupted
-run_program(train.main)
+run_program(lambda argv: call("train", argv))
 """
 
 

@@ -103,7 +103,7 @@ def test_a_coordinator_without_a_name(write_ranks, tmp_path):
 def test_the_doctor_measures_within_hosts_and_across_them(tmp_path):
     """Started like a run, with the same detection; here by flags."""
     command = [sys.executable, "-m", "jaxpar.doctor", "--only", "hardware,bandwidth"]
-    command += ["--cpu-devices", "2", "--largest", "1KiB", "--cluster.num-processes", "2"]
+    command += ["--run.cpu-devices", "2", "--largest", "1KiB", "--cluster.num-processes", "2"]
     with Network(2) as network, open(tmp_path / "log", "w") as log:
         where = ["--cluster.coordinator", f"{network.addresses[0]}:{ranks.free_port()}"]
         where += ["--json", str(tmp_path / "doctor.json"), "--cluster.process-id"]
