@@ -38,7 +38,8 @@ def main(options: TrainOptions) -> int:
     cfg, environment = rendezvous.join(asked)
     is_first = first_run.prepare_quickstart(cfg) and arguments.name == "quickstart"
     code = run_to_end(cfg, environment)
-    if is_first and code == exit_codes.EXIT_OK and peers.world_size() == 1:
+    has_checkpoint = code == exit_codes.EXIT_OK and cfg.checkpoint.every > 0
+    if is_first and has_checkpoint and peers.world_size() == 1:
         show_first_run(cfg)
     return code
 

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import read
 from jaxpar.config import ConfigError
-from jaxpar.config.options import read_options
-from jaxpar.convert.__main__ import read_options as convert_options
-from jaxpar.inference.options import EvaluateOptions, SampleOptions
-from jaxpar.report.__main__ import ReportOptions
+from jaxpar.config.command_line import ConfigArguments
 from jaxpar.stores import fetching, steps
 from jaxpar.stores.fetching import StepsDamaged, fetch, for_reading
 from jaxpar.stores.reading import with_local_runs
@@ -132,33 +130,33 @@ def test_a_copy_for_reading_follows_the_store(run, address, store):
 
 
 def told(argv):
-    return with_local_runs(convert_options(argv), print)
+    return with_local_runs(read("convert", argv), print)
 
 
 def test_commands_take_an_address_for_a_run(run, address, tmp_path):
     url = str(address)
-    options = read_options(ReportOptions, [url, "runs/other"], "jaxpar.report", None)
+    options = read("report", [url, "runs/other"])
     folder, other = with_local_runs(options, print, checkpoints=False).runs
     assert other == "runs/other" and not (tmp_path / folder / "checkpoints").exists()
     assert (tmp_path / folder / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
     for argv, step in ((["to-hf", url, "out"], 20), (["to-torch", url, "o.pt", "--step=10"], 10)):
         assert read_step(Path(told(argv).run), step) == read_step(run, step)
     assert told(["to-hf", "runs/a", "out"]).run == "runs/a"
-    sampled = read_options(SampleOptions, [url, "--step", "20"], "jaxpar.sample", None)
+    sampled = read("sample", [url, "--step", "20"])
     assert with_local_runs(sampled, print).run == folder
 
 
 @pytest.mark.parametrize(
-    ("form", "argv", "field"),
+    ("command", "argv", "field"),
     [
-        (SampleOptions, ["--save"], "--save"),
-        (SampleOptions, ["--step", "best"], "--step"),
-        (EvaluateOptions, ["--split", "val", "--follow"], "--follow"),
-        (ReportOptions, ["--watch", "5"], "--watch"),
+        ("sample", ["--save"], "--save"),
+        ("sample", ["--step", "best"], "--step"),
+        ("evaluate", ["--split", "val", "--follow"], "--follow"),
+        ("report", ["--watch", "5"], "--watch"),
     ],
 )
-def test_what_needs_the_run_itself_takes_no_address(address, form, argv, field):
-    options = read_options(form, [str(address), *argv], "jaxpar.sample", None)
+def test_what_needs_the_run_itself_takes_no_address(address, command, argv, field):
+    options = read(command, [str(address), *argv])
     with pytest.raises(ConfigError, match="but RUN is an address") as error:
         with_local_runs(options, print)
     assert error.value.field == field
@@ -167,7 +165,7 @@ def test_what_needs_the_run_itself_takes_no_address(address, form, argv, field):
 def test_an_address_without_a_run_is_refused(address):
     for call in (
         lambda: for_reading("RUN", str(address), print),
-        lambda: fetching.with_local_config([str(address)]),
+        lambda: fetching.with_local_config(ConfigArguments(str(address))),
     ):
         with pytest.raises(ConfigError, match="contains no run"):
             call()

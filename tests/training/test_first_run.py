@@ -26,6 +26,7 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
 
     Whatever it asks to be prepared, a little text is.
     """
+    monkeypatch.chdir(tmp_path)
     asked = []
 
     def prepare_little(options, progress):
@@ -36,24 +37,23 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
     monkeypatch.setattr(first_run, "prepare", prepare_little)
 
     def run(*args: str):
-        places = ["--run.dir", str(tmp_path / "my run"), "--data.path", str(tmp_path / "data")]
         capsys.readouterr()
         with only_devices(1):
-            assert call("train", ["quickstart", *places, *SMALL, *args]) == 0
+            assert call("train", ["quickstart", "--run.dir", "my run", *SMALL, *args]) == 0
         return capsys.readouterr().out, asked
 
     return run
 
 
-def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart, tmp_path):
+def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart):
     text, asked = run_quickstart()
-    data, run = tmp_path / "data", tmp_path / "my run"
+    data, run = Path("data/stdlib-bytes"), Path("my run")
     assert [(o.input, o.tokenizer, o.output) for o in asked] == [(("stdlib",), "bytes", str(data))]
 
-    parts = re.findall(r"^== (.*)$", text, re.MULTILINE)
-    assert parts[1:3] == ["2. Training for 6 steps", "3. What it writes"]
-    assert re.fullmatch(r"Done in [\d.hms ]+", parts[3])
-    assert re.search(r"^import .", text, re.MULTILINE | re.DOTALL)
+    said = (
+        r"^text  .*library's source, to data/stdlib-bytes$.*^A sample:\nimport .*^Done in [\d.hms ]+$"
+    )
+    assert re.search(said, text, re.MULTILINE | re.DOTALL)
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = [r["loss"] for r in records if "loss" in r][-1]
@@ -61,8 +61,13 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert f"training loss at the end    {loss:.3f} nats per token" in text
     assert f"unigram entropy of the text {entropy:.3f}: " in text
 
-    places = re.findall(rf"^({re.escape(str(tmp_path))}.+?)  +\S", text, re.MULTILINE)
-    assert [Path(p).name for p in places] == ["data", "config.json", "metrics.jsonl", "checkpoints"]
+    places = re.findall(rf"^((?:{data}|{run})/.*?)  +\S", text, re.MULTILINE)
+    assert [Path(p).name for p in places] == [
+        "quickstart",
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints",
+    ]
     assert all(Path(place).exists() for place in places)
     assert f"-m jaxpar.sample '{run}' --prompt" in text  # as a shell reads it
     assert f"-m jaxpar.report '{run}'\n" in text
@@ -76,3 +81,8 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert "already done" in again
     assert f"training loss at the end    {loss:.3f} nats per token" in again
     assert checkpoint.saved_steps(run) == [6]
+
+
+def test_a_run_without_checkpoints_ends_without_a_sample(run_quickstart):
+    assert "A sample:" not in run_quickstart("--checkpoint.every", "0")[0]
+    assert "A sample:" in run_quickstart("--train.log-every", "100")[0]
