@@ -95,12 +95,16 @@ class ConfigArguments:
         cfg = with_store(with_paths(self.asked(model_from)))
         cfg = fill(cfg) if fill else cfg
         check(cfg)
+        self.show(cfg, explain)
+        return cfg
+
+    def show(self, cfg: Config, explain: Callable[[Config], str] | None = None) -> None:
+        """With --print-config: print a config and exit."""
         if self.print_config:
             print(to_json(cfg), end="", flush=True)
             if explain:
                 print(explain(cfg), file=sys.stderr)
             sys.exit(0)
-        return cfg
 
 
 def read_config(

@@ -146,6 +146,7 @@ def verify(options: VerifyOptions, model_from: ModelReader) -> int:
     asked = options.config.asked(model_from)
     # On one device, since each mesh is checked by itself.
     check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
+    options.config.show(asked)
     cfg = small_config.float32(without_schedules(asked))
     meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)

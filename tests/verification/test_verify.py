@@ -1,6 +1,7 @@
 """The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -240,6 +241,14 @@ def test_a_mesh_may_set_a_float():
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         call("verify", arguments)
+
+
+@pytest.mark.parametrize("use", [[], ["--mup"]])
+def test_print_config_compares_nothing(use, capsys):
+    with pytest.raises(SystemExit) as stop:
+        call("verify", [*use, *TINY[:1], "--model.num-layers", "2", "--print-config"])
+    assert stop.value.code == 0
+    assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
 
 
 def test_help_documents_every_option(capsys):

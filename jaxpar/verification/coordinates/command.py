@@ -46,6 +46,7 @@ def check_coordinates(options: MupOptions, model_from: ModelReader) -> int:
     asked = options.config.asked(model_from)
     cfg = prepared(asked, options.sequences, options.length)
     configs = {width: resolve(widened(cfg, width), 1) for width in widths_of(options.widths, asked)}
+    options.config.show(asked)
     rendezvous.require_single_process("jaxpar.verify --mup")
     runtime.start(Config(run=asked.run))
     title, under = _conditions(options, cfg)
