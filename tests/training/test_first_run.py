@@ -60,12 +60,8 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert f"unigram entropy of the text {entropy:.3f}: " in text
 
     places = re.findall(rf"^((?:{data}|{run})/.*?)  +\S", text, re.MULTILINE)
-    assert [Path(p).name for p in places] == [
-        "quickstart",
-        "config.json",
-        "metrics.jsonl",
-        "checkpoints",
-    ]
+    names = ["stdlib-bytes", "config.json", "metrics.jsonl", "checkpoints"]
+    assert [Path(place).name for place in places] == names
     assert all(Path(place).exists() for place in places)
     assert f"-m jaxpar.sample '{run}' --prompt" in text  # as a shell reads it
     assert f"-m jaxpar.report '{run}'\n" in text
