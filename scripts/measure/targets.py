@@ -234,7 +234,10 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
         card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
         words = row.arguments(gpus, memory_gib())
         words = words if code == ROOT else known_to(code, words)
-        command = [sys.executable, "-m", "jaxpar.profile", "--bench", *words]
+        # An older checkout has a command of its own for benchmarks.
+        older = (code / "jaxpar" / "bench" / "__main__.py").is_file()
+        program = ["jaxpar.bench", "train"] if older else ["jaxpar.profile", "--bench"]
+        command = [sys.executable, "-m", *program, *words]
         command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
         found[kind] = run(command, card, options.timeout, gpus, code)
 
