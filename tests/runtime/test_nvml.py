@@ -111,6 +111,8 @@ def test_gpus_behind_nvswitch():
         f"GPU{a}": {f"GPU{b}": "NV18" for b in range(8) if b != a} for a in range(8)
     }
     assert ways(h200(0), h200(1, **nvlinks(18, down=[3])))["GPU0"] == {"GPU1": "NV17"}
+    hidden = {"NvLinkRemoteDeviceType": NOT_SUPPORTED, "NvLinkRemotePciInfo": NOT_SUPPORTED}
+    assert ways(*h200s(**hidden))["GPU0"] == {f"GPU{b}": "NV18" for b in range(1, 8)}
 
 
 def test_gpus_of_two_partitions_do_not_reach_each_other_through_nvswitch():

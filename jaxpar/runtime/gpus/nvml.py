@@ -52,6 +52,9 @@ CORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_VOLATILE_ECC
 UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
 ALL_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC
 
+#: What an NVLink may lead to other than NVSwitch.
+NOT_SWITCHES = (pynvml.NVML_NVLINK_DEVICE_TYPE_GPU, pynvml.NVML_NVLINK_DEVICE_TYPE_IBMNPU)
+
 
 class Unavailable(Exception):
     """There is no driver, it does not respond, or it has lost a GPU. The message is one line."""
@@ -353,7 +356,8 @@ def _speed(gpu: Any, link: int) -> float:
 class _Ends:
     """Where the active NVLinks of a GPU lead.
 
-    peers      PCI addresses at the other ends. switched   how many links lead to NVSwitch.
+    peers      PCI addresses at the other ends. switched   how many links lead to NVSwitch: not to a
+               device that the driver knows as another kind. A virtual machine may hide the switch.
     fabric     its cluster and clique: GPUs of one reach each other through the switches.
     """
 
@@ -375,7 +379,7 @@ class _Ends:
             gpu=gpu,
             address=_address(gpu),
             peers=tuple(_address_in(peer) for peer in peers if peer is not None),
-            switched=kinds.count(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH),
+            switched=sum(kind not in NOT_SWITCHES for kind in kinds),
             fabric=None if fabric is None else (bytes(fabric.clusterUuid), fabric.cliqueId),
         )
 
