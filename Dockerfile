@@ -10,7 +10,7 @@ ARG BASE=docker.io/library/python:3.13-slim-trixie
 # ------------------------------------------------------------ the environment, /opt/jaxpar
 # hadolint ignore=DL3006
 FROM ${BASE} AS environment
-ARG EXTRAS=cuda13,hf,parquet,stores,nvml,prometheus
+ARG EXTRAS=cuda13,hf,parquet,stores,prometheus
 WORKDIR /build
 RUN python3 -m venv /opt/jaxpar
 # What changes seldom comes first: the dependencies stay in Docker's cache while the code changes.

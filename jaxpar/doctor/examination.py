@@ -25,6 +25,7 @@ from jaxpar.doctor.options import DoctorOptions
 from jaxpar.doctor.progress import SectionProgress
 from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.runtime import provenance
+from jaxpar.runtime.gpus.nvml import GpuLoad
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.mesh import describe, make_mesh
 
@@ -32,7 +33,7 @@ from jaxpar.sharding.mesh import describe, make_mesh
 LOOKING = ("versions", "hardware")
 
 #: Version of the JSON: increases when a name changes its meaning or is removed.
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass
@@ -222,8 +223,8 @@ class Examination:
         found = measured.matmul(rates, kind)
         found += [measured.slow_gpus(rates, names, self.on_gpu)]
         found += measured.transfers(rates)
-        loads = self.gathered(last.load)
-        by_process = [measured.under_load(load) for load in loads]
+        loads = self.gathered([dataclasses.asdict(gpu) for gpu in last.load])
+        by_process = [measured.under_load([GpuLoad(**gpu) for gpu in load]) for load in loads]
         found += merge_findings(by_process, [facts.name for facts in self.facts])
         units = {(rate.what, rate.detail): rate.unit for rate in own}
         record = {

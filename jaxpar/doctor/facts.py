@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
-from jaxpar.doctor import numa, topology
+from jaxpar.config import declared
+from jaxpar.doctor import numa
 from jaxpar.doctor.numa import NumaFacts
-from jaxpar.runtime.gpus import nvidia_smi, pci, visible
-from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
+from jaxpar.runtime.gpus import nvml, pci, visible
+from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes.networks import host as networks
 from jaxpar.runtime.processes.networks.choosing import choose
@@ -43,9 +44,8 @@ class HostFacts:
     environment   variables with a prefix in VARIABLES, before this program set its own.
     host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), GPUs by
                   their files in /dev, and folders in LD_LIBRARY_PATH that contain CUDA.
-    gpus          `nvidia-smi`'s values for each GPU of the host.
-    driver_error  why `gpus` is empty.
-    links, nvlinks   as from `topology`. infiniband   RDMA ports, as from `rdma_ports`.
+    gpus          what NVML says of each GPU of the host. driver_error   why `gpus` is empty.
+    links         between GPUs, as from `nvml.links`. infiniband   RDMA ports, as from `rdma_ports`.
     numa          NUMA nodes of GPUs and CPUs.
     network       the network to other hosts and its variables: the fields of `NetworkChoice`.
     backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
@@ -60,7 +60,6 @@ class HostFacts:
     gpus: list[GpuFacts] = dataclasses.field(default_factory=list)
     driver_error: str = ""
     links: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    nvlinks: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
     infiniband: list[dict[str, str]] = dataclasses.field(default_factory=list)
     numa: NumaFacts = dataclasses.field(default_factory=NumaFacts)
     network: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -76,13 +75,12 @@ class HostFacts:
 
     def to_json(self) -> str:
         """Serialize the facts, to send them to process 0."""
-        return json.dumps(dataclasses.asdict(self))
+        return declared.to_json(self)
 
     @staticmethod
     def from_json(text: str) -> "HostFacts":
         """Restore facts from `to_json`."""
-        read = json.loads(text)
-        return HostFacts(**read | {"numa": NumaFacts(**read["numa"])})
+        return declared.read(HostFacts, text.encode(), what="the facts of a process")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,6 @@ class StartedAs:
 
 def of_the_host(
     environment: Mapping[str, str],
-    ask: nvidia_smi.Run = nvidia_smi.run,
     started: StartedAs = StartedAs(),
     root: Path = pci.ROOT,
 ) -> HostFacts:
@@ -114,19 +111,20 @@ def of_the_host(
     own = ids if started.share is None else [ids[i] for i in started.share]
     wanted = "auto" if started.network == "none" else started.network
     network = choose(wanted, networks.read(started.coordinator, environment, root), environment)
+    versions = _versions()
     try:
-        found["gpus"] = nvidia_smi.gpus(ask)
-        found["links"] = topology.read_links(ask(["topo", "-m"]))
-        found["nvlinks"] = topology.read_nvlinks(ask(["nvlink", "-s"]))
-    except (nvidia_smi.Unavailable, ValueError) as error:
+        found["gpus"], found["links"] = nvml.gpus(), nvml.links()
+        driver = {"driver": found["gpus"][0].driver_version, "driver CUDA": nvml.cuda_of_driver()}
+        versions = versions | driver
+    except nvml.Unavailable as error:
         found["driver_error"] = str(error)
     return HostFacts(
         process=0,
-        versions=_versions() | _of_driver(found.get("gpus", []), ask),
+        versions=versions,
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
         host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
         infiniband=rdma_ports(root / "sys/class/infiniband"),
-        numa=numa.read(own, root, ask),
+        numa=numa.read(own, root),
         network=json.loads(json.dumps(dataclasses.asdict(network))),
         **found,
     )
@@ -162,19 +160,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "-"
     return found
-
-
-def _of_driver(gpus: list[GpuFacts], ask: nvidia_smi.Run) -> dict[str, str]:
-    if not gpus:
-        return {}
-    return {"driver": gpus[0].get("driver_version", ""), "driver CUDA": _cuda_of_driver(ask)}
-
-
-def _cuda_of_driver(ask: nvidia_smi.Run) -> str:
-    try:
-        return nvidia_smi.cuda_of_driver(ask)
-    except nvidia_smi.Unavailable:
-        return ""
 
 
 #: CUDA's libraries by their names in JAX, with the units of their major and minor versions:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxpar.runtime.gpus import nvidia_smi, pci
+from jaxpar.runtime.gpus import pci
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,12 @@ class NumaFacts:
     node: dict[str, int | None] = field(default_factory=dict)
 
 
-def read(
-    ids: Sequence[str], root: Path = pci.ROOT, ask: nvidia_smi.Run = nvidia_smi.run
-) -> NumaFacts:
+def read(ids: Sequence[str], root: Path = pci.ROOT) -> NumaFacts:
     """Read the facts.
 
     Args:     ids: this process's GPUs, as in CUDA_VISIBLE_DEVICES. root: of the kernel's files.
     """
-    there = pci.gpus(root, ask)
+    there = pci.gpus(root)
     return NumaFacts(
         nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
         cpus=pci.write_cpus(os.sched_getaffinity(0)),

@@ -22,8 +22,7 @@ from jaxpar.doctor.measure.timing import Spread
 from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
-from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
-from jaxpar.runtime.gpus.pci import address_of
+from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.units import binary_size
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -97,19 +96,15 @@ def _network(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
-    index = gpu.get("index", "?")
-    links = facts.nvlinks.get(index, [])
-    up = [speed for speed in links if speed is not None]
-    fields = "memory.total power.limit clocks.max.sm temperature.gpu".split()
-    memory, power, clock, heat = (number(gpu, field) for field in fields)
-    node = facts.numa.node.get(address_of(gpu.get("pci.bus_id", "")))
-    ecc = {"Enabled": "on", "Disabled": "off"}.get(gpu.get("ecc.mode.current", ""), "-")
+    up = [speed for speed in gpu.nvlinks if speed is not None]
+    memory = None if gpu.memory_total is None else gpu.memory_total / 2**30
+    numbers = (memory, gpu.power_limit, gpu.max_sm_clock, gpu.temperature)
+    node = facts.numa.node.get(gpu.address)
     return [
-        index,
-        gpu.get("name", ""),
-        "-" if memory is None else f"{memory / 1024:.0f}",
-        *("-" if value is None else f"{value:.0f}" for value in (power, clock, heat)),
-        ecc,
+        str(gpu.index),
+        gpu.name,
+        *("-" if value is None else f"{value:.0f}" for value in numbers),
+        "-" if gpu.ecc is None else "on" if gpu.ecc else "off",
         f"{len(up)} x {up[0]:.1f} GB/s" if up else "-",
         "-" if node is None else str(node),
     ]

@@ -1,24 +1,22 @@
 """Power, clocks, energy, memory and errors of this process's GPUs, read from NVML once a second.
 
-The package nvidia-ml-py (`pynvml`) is optional. A thread reads, so that no step waits for the
-driver; records have what it read last.
+A thread reads, so that no step waits for the driver; records have what it read last.
 """
 
 import contextlib
-import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pynvml
+
 from jaxpar.config import Config
-from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.gpus import nvml, visible
 
 #: Milliseconds between two readings; the thread waits for errors of the GPUs meanwhile.
 EVERY_MS = 1000
-
-MISSING = "no power, clocks and errors of GPUs in the metrics: pip install nvidia-ml-py"
 
 
 @dataclass(frozen=True)
@@ -42,35 +40,32 @@ class Reading:
 class GpuReader:
     """Reads NVML in a thread. Use as a context manager."""
 
-    def __init__(self, nvml: Any, ids: Sequence[str], log: Callable[[str], None]):
+    def __init__(self, ids: Sequence[str], log: Callable[[str], None]):
         """Start NVML.
 
-        Args:     nvml: the module `pynvml`. ids: of the GPUs, as in CUDA_VISIBLE_DEVICES: indices
-                  or UUIDs. log: called with a line for each error of a GPU.
-        Raises:   pynvml.NVMLError if there is no driver, or no such GPU.
+        Args:     ids: of the GPUs, as in CUDA_VISIBLE_DEVICES: indices or UUIDs. log: called with a
+                  line for each error of a GPU.
+        Raises:   nvml.Unavailable if there is no driver, or no such GPU.
         """
-        self._nvml, self._log = nvml, log
-        nvml.nvmlInit()
-        self._handles = [self._handle(name) for name in ids]
-        self._events = self._register()
+        self._log = log
         self._lock, self._over = threading.Lock(), threading.Event()
         self._xids = 0
-        self._latest = self._recorded = self._read()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(nvml.opened())
+            self._handles = [nvml.find(name) for name in ids]
+            self._events = self._register()
+            self._latest = self._recorded = self._read()
+            self._opened = stack.pop_all()
         self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
         self._thread.start()
 
-    def _handle(self, name: str) -> Any:
-        if name.isdecimal():
-            return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
-        return self._nvml.nvmlDeviceGetHandleByUUID(name)
-
     def _register(self) -> Any:
         """Ask for the errors (Xid) of the GPUs. None if they cannot report them."""
-        nvml = self._nvml
-        with contextlib.suppress(nvml.NVMLError):
-            events = nvml.nvmlEventSetCreate()
+        with contextlib.suppress(pynvml.NVMLError):
+            events = pynvml.nvmlEventSetCreate()
             for handle in self._handles:
-                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                kind = pynvml.nvmlEventTypeXidCriticalError
+                pynvml.nvmlDeviceRegisterEvents(handle, kind, events)
             return events
         return None
 
@@ -96,12 +91,12 @@ class GpuReader:
         return {name: value for name, value in found.items() if value is not None}
 
     def _read(self) -> Reading:
-        nvml = self._nvml
-        joules = self._each(lambda h: nvml.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3)
-        watts = self._each(lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1e3)
-        clocks = self._each(lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM))
-        memory = self._each(lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used / 2**30)
-        heat = self._each(lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU))
+        joules = self._each(lambda h: pynvml.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3)
+        watts = self._each(lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1e3)
+        clocks = self._each(lambda h: pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM))
+        memory = self._each(lambda h: pynvml.nvmlDeviceGetMemoryInfo(h).used / 2**30)
+        sensor = pynvml.NVML_TEMPERATURE_GPU
+        heat = self._each(lambda h: pynvml.nvmlDeviceGetTemperature(h, sensor))
         return Reading(
             at=time.monotonic(),
             joules=sum(joules) if joules else None,
@@ -115,7 +110,7 @@ class GpuReader:
         """Read a value of every GPU; none if one of them does not have it."""
         try:
             return [float(of(handle)) for handle in self._handles]
-        except self._nvml.NVMLError:
+        except pynvml.NVMLError:
             return []
 
     def _watch(self) -> None:
@@ -127,21 +122,21 @@ class GpuReader:
 
     def _wait_for_errors(self) -> None:
         """Wait for EVERY_MS, or until a GPU reports an error, which is counted and logged."""
-        nvml = self._nvml
         if self._events is None:
             self._over.wait(EVERY_MS / 1e3)
             return
         try:
-            event = nvml.nvmlEventSetWait_v2(self._events, EVERY_MS)
-        except nvml.NVMLError as error:
-            if getattr(error, "value", None) != nvml.NVML_ERROR_TIMEOUT:
-                self._over.wait(EVERY_MS / 1e3)  # a GPU is lost, for example
+            event = pynvml.nvmlEventSetWait_v2(self._events, EVERY_MS)
+        except pynvml.NVMLError_Timeout:
+            return
+        except pynvml.NVMLError:
+            self._over.wait(EVERY_MS / 1e3)  # a GPU is lost, for example
             return
         with self._lock:
             self._xids += 1
         name = "a GPU"
-        with contextlib.suppress(nvml.NVMLError):  # it may be lost
-            name = nvml.nvmlDeviceGetUUID(event.device)
+        with contextlib.suppress(pynvml.NVMLError):  # it may be lost
+            name = pynvml.nvmlDeviceGetUUID(event.device)
         self._log(f"WARNING    {name} reports Xid {event.eventData}, an error of GPU or driver")
 
     def __enter__(self) -> "GpuReader":
@@ -150,10 +145,9 @@ class GpuReader:
     def __exit__(self, *_: Any) -> None:
         self._over.set()
         self._thread.join(2 * EVERY_MS / 1e3)
-        with contextlib.suppress(self._nvml.NVMLError):
+        with self._opened, contextlib.suppress(pynvml.NVMLError):
             if self._events is not None and not self._thread.is_alive():
-                self._nvml.nvmlEventSetFree(self._events)
-            self._nvml.nvmlShutdown()
+                pynvml.nvmlEventSetFree(self._events)
 
 
 def _mean_watts(before: Reading, now: Reading, count: int) -> float | None:
@@ -172,12 +166,7 @@ def open_gpus(cfg: Config, log: Callable[[str], None]) -> GpuReader | None:
     if not cfg.metrics.gpus or cfg.run.cpu_devices or not visible.gpu_is_present():
         return None
     try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        log(MISSING)
-        return None
-    try:
-        return GpuReader(nvml, visible.visible_gpu_ids(), log)
-    except nvml.NVMLError as error:
-        log(f"no power, clocks and errors of GPUs in the metrics: NVML: {error}")
+        return GpuReader(visible.visible_gpu_ids(), log)
+    except nvml.Unavailable as error:
+        log(f"no power, clocks and errors of GPUs in the metrics: {error}")
         return None

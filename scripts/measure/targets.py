@@ -47,6 +47,7 @@ from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
 from jaxpar.runtime.exit_codes import EXIT_INTERRUPTED  # noqa: E402
 from jaxpar.runtime.files.outputs import check_folder  # noqa: E402
+from jaxpar.runtime.gpus import nvml  # noqa: E402
 from jaxpar.runtime.gpus.visible import visible_gpus  # noqa: E402
 from jaxpar.runtime.processes.children import held_back  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
@@ -256,10 +257,9 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
 @functools.cache
 def memory_gib() -> float:
     """Return the memory of this host's first GPU; an H200's if there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", "0"]
     try:
-        return float(subprocess.check_output(query, text=True, stderr=subprocess.DEVNULL)) / 1024
-    except (OSError, subprocess.CalledProcessError, ValueError):
+        return (nvml.gpus()[0].memory_total or H200.memory.value) / GIB
+    except nvml.Unavailable:
         return H200.memory.value / GIB
 
 

@@ -1,107 +1,116 @@
-"""What a card of profile --bench says of the GPUs' power, with a program in nvidia-smi's place."""
+"""What a card of profile --bench says of the GPUs' power, with a driver that the tests describe."""
 
-import json
-import os
-import stat
-import sys
-import tempfile
+import threading
 
+import pynvml
 import pytest
 
-from jaxpar.bench.training import power
+from jaxpar.bench.training import conditions, power
+from tests import fake_nvml
+from tests.fake_nvml import FakeNvml, h200, h200s
 from tests.ranks import wait_for
 
 pytestmark = pytest.mark.waits
 
-#: Prints what nvidia-smi 580 prints for two GPUs, again and again, until it is ended.
-PROGRAM = """#!{python}
-import datetime, json, sys, time
-json.dump(sys.argv[1:], open({asked!r}, "w"))
-while True:
-    now = datetime.datetime.now().strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
-    print(f"{{now}}, 2, 690.50, 1410, 0x0000000000000004, 61")
-    print(f"{{now}}, 10, 610.50, [N/A], 0x0000000000000000, 66", flush=True)
-    time.sleep(0.05)
-"""
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(power, "EVERY", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """(text) -> a program of that text is nvidia-smi from here on."""
-
-    def put(text: str) -> None:
-        file = tmp_path / "bin" / "nvidia-smi"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", str(file.parent), prepend=os.pathsep)
-
-    return put
+def working(index: int, watts: float, mhz: int, reasons: int, celsius: int):
+    """A GPU under load. Args:     mhz: 0 if it does not tell its clock."""
+    clock = {pynvml.NVML_CLOCK_SM: mhz} if mhz else fake_nvml.NOT_SUPPORTED
+    heat = {pynvml.NVML_TEMPERATURE_GPU: celsius}
+    more = {"CurrentClocksEventReasons": reasons, "Temperature": heat, "ClockInfo": clock}
+    return h200(index, PowerUsage=round(watts * 1000), **more)
 
 
-def watched(monkeypatch, lines: int = 0) -> power.Watch:
-    """What was seen once nvidia-smi has written so many lines, before and after the warm-up."""
-    kept = []
-    make = tempfile.TemporaryFile
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda mode: kept.append(make(mode)) or kept[0])
-    written = lambda: os.pread(kept[0].fileno(), 1 << 20, 0).count(b"\n")  # noqa: E731
-    with power.watch_power(True) as watch:
-        wait_for(lambda: not kept or written() >= lines)
+def watched(nvml: FakeNvml, samples: int = 0) -> power.Watch:
+    """What was seen after so many samples, before and after the warm-up."""
+    with nvml.installed(), power.watch_power(True) as watch:
+        wait_for(lambda: watch.missing or len(watch.samples) >= samples)
         watch.begin()
-        if kept:
-            before = written()
-            wait_for(lambda: written() >= before + (lines > 1) * lines)
+        wait_for(lambda: watch.missing or len(watch.samples) >= samples)
+    assert nvml.opened == 0
     return watch
 
 
-def test_means_of_all_gpus_and_of_each(install, tmp_path, monkeypatch):
-    asked = tmp_path / "asked.json"
-    install(PROGRAM.format(python=sys.executable, asked=str(asked)))
+def test_means_of_all_gpus_and_of_each(monkeypatch):
+    gpus = h200s() + [h200(index) for index in (8, 9)]
+    gpus[2], at = working(2, 690.5, 1410, 0x04, 61), len(gpus)
+    gpus.append(working(at, 610.5, 0, 0, 66))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,10")
-    watch = watched(monkeypatch, lines=10)
+    watch = watched(FakeNvml(gpus), samples=10)
+    assert {sample.index for sample in watch.samples} == {2, 10}
     found = watch.card()["power"]
-    # Those of the warm-up are left out.
-    assert 2 < found.pop("samples") <= watch.text.count("\n") // 2 - 4
+    assert 5 <= found.pop("samples") == len(watch.samples) // 2
     each = found.pop("gpus")
+    assert list(each) == ["2", "10"]
     assert each == {
         "2": {"watts": 690.5, "sm_mhz": 1410, "at_power_limit": 1, "celsius": 61},
         "10": {"watts": 610.5, "sm_mhz": None, "at_power_limit": 0, "celsius": 66},
     }
     assert found == {"watts": 650.5, "sm_mhz": 1410, "at_power_limit": 0.5, "celsius": 66}
-    query = f"--query-gpu={','.join(power.FIELDS)}"
-    wanted = [query, "--format=csv,noheader,nounits", "--id", "2,10", "--loop-ms=250"]
-    assert json.loads(asked.read_text()) == wanted
+
+
+def test_samples_of_the_warm_up_are_left_out():
+    gpu = working(0, 100.0, 345, 0, 30)
+    with FakeNvml([gpu]).installed(), power.watch_power(True) as watch:
+        wait_for(lambda: watch.samples)
+        gpu["PowerUsage"] = 700_000
+        wait_for(lambda: watch.samples[-1].power_draw == 700)
+        watch.begin()
+        wait_for(lambda: watch.samples)
+    assert watch.card()["power"]["watts"] == 700
+
+
+def test_gpus_and_parts_of_them_by_uuid(monkeypatch):
+    gpus = h200s()
+    gpus[5]["parts"] = ["MIG-x"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{gpus[3]['UUID']},MIG-x")
+    assert list(watched(FakeNvml(gpus), samples=2).card()["power"]["gpus"]) == ["3", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-other")
+    found = watched(FakeNvml(gpus)).card()
+    assert found == {"power": None, "power_missing": "GPU GPU-other: Not Found"}
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("nvml", "reason"),
     [
-        ("#!/bin/sh\necho 'Field \"x\" is not a valid field'\nexit 2\n", 'Field "x" is not a'),
-        ("#!/bin/sh\nexec sleep 60\n", "no samples"),
-        ("#!/bin/sh\necho '2026/11/22 10:00:00.000, 0, 69'\n", "2026/11/22 10:00:00.000, 0, 69"),
+        (FakeNvml(start=fake_nvml.NO_DRIVER), "NVML does not start: Driver Not Loaded"),
+        (FakeNvml(start=fake_nvml.NO_LIBRARY), "there is no NVIDIA driver: its library"),
+        (FakeNvml([h200(0), h200(1, PowerUsage=fake_nvml.LOST)]), "GPU 1: GPU is lost"),
     ],
 )
-def test_nothing_seen_and_why(install, text, reason, monkeypatch):
-    install(text)
-    found = watched(monkeypatch, lines="echo" in text).card()
+def test_nothing_seen_and_why(nvml, reason):
+    found = watched(nvml).card()
     assert found["power"] is None and found["power_missing"].startswith(reason)
 
 
-def test_without_nvidia_smi_or_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert watched(monkeypatch).card() == {
-        "power": None,
-        "power_missing": "nvidia-smi is not installed",
-    }
+def test_without_a_gpu():
     with power.watch_power(False) as watch:
         watch.begin()
     assert watch.card() == {"power": None, "power_missing": "no GPU"}
 
 
-def test_one_that_does_not_end_is_killed(install, monkeypatch):
-    monkeypatch.setattr(power, "PATIENCE", 0.2)
-    install("#!/bin/sh\ntrap '' TERM\necho\nwhile true; do sleep 0.05; done\n")
-    assert watched(monkeypatch, lines=1).card()["power"] is None
+def test_a_driver_that_does_not_respond_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(power, "PATIENCE", 0.05)
+    asked, answer = threading.Event(), threading.Event()
+
+    def stuck() -> int:
+        asked.set()
+        answer.wait()
+        return 0
+
+    with FakeNvml([h200(0, PowerUsage=stuck)]).installed():
+        with power.watch_power(True) as watch:
+            assert asked.wait(10)
+        assert watch.card() == {"power": None, "power_missing": "no samples"}
+        (thread,) = [t for t in threading.enumerate() if t.name == "power"]
+        answer.set()
+        thread.join()
 
 
 def test_in_words():
@@ -110,3 +119,12 @@ def test_in_words():
     assert said == "GPUs: 690 W, 1,412 MHz, 98% of the time at the power limit"
     assert power.in_words({"power": None}) == power.in_words({}) == ""
     assert power.in_words({"power": means | {"sm_mhz": None}}) == ""
+
+
+def test_a_card_has_the_line_of_earlier_cards_about_the_first_gpu():
+    with FakeNvml(h200s()).installed():
+        assert conditions.gpu_facts() == "NVIDIA H200, 580.95.05, 700.00 W"
+    with FakeNvml(h200s(PowerManagementLimit=fake_nvml.NOT_SUPPORTED)).installed():
+        assert conditions.gpu_facts() == "NVIDIA H200, 580.95.05, [N/A]"
+    with FakeNvml(start=fake_nvml.NO_LIBRARY).installed():
+        assert conditions.gpu_facts() == ""

@@ -4,21 +4,24 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from jaxpar.config import Config
-from jaxpar.doctor import topology
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, variables
 from jaxpar.doctor.checks import measured as measured_checks
 from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, passed, verdict
-from jaxpar.doctor.facts import HostFacts, with_devices
+from jaxpar.doctor.facts import HostFacts, of_the_host, with_devices
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.doctor.measure.timing import Spread
 from jaxpar.planning.predict.hardware import H200
-from jaxpar.runtime.gpus import nvidia_smi
-from tests.doctor.hosts import facts_of, nvidia_smi_of
+from jaxpar.runtime.gpus import nvml
+from jaxpar.runtime.gpus.nvml import GpuLoad
+from tests import fake_nvml
+from tests.doctor.hosts import facts_of, with_jax
+from tests.fake_nvml import FakeNvml, h200s
 
 PORT = {"card": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)"}
 
@@ -63,25 +66,33 @@ def test_what_jax_says_as_it_fails_to_start(monkeypatch, error, said):
     assert (found.status, found.said) == ("fail", said)
 
 
+REASONS = "CurrentClocksEventReasons"
+IN_PROGRESS = pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS
+COMPLETED = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
+PCIE = {"NvLinkState": fake_nvml.NOT_SUPPORTED}
+ECC_OFF = {"EccMode": [0, 0], "TotalEccErrors": fake_nvml.NOT_SUPPORTED}
+
 BROKEN_GPUS = [
-    ((" Link 5: 26.562 GB/s", " Link 5: <inactive>"), "NVLink", "fail", ": 1 of 18 links down (5)"),
-    (("\t Link 17: 26.562 GB/s\n", ""), "NVLink", "fail", "17 of 18 links"),
-    (("\tNV18", "\tPHB"), "NVLink", "fail", "28 pairs use PCIe: GPU0-GPU1 PHB"),
-    (("Completed, Success", "In Progress, N/A"), "NVSwitch fabric", "fail", "7: In Progress, N/A"),
-    (("700.00, 700.00", "500.00, 700.00"), "power limit", "warn", "6,7: 500 W of 700 W"),
-    (("0x0000000000000001", "0x0000000000000009"), "clocks at rest", "fail", "hardware slowdown"),
-    (("0x0000000000000001", "0x0000000000000021"), "clocks at rest", "warn", "thermal slowdown"),
-    (("Enabled, 0, 0, 0", "Enabled, 0, 2, 2"), "ECC", "fail", ": 2 uncorrected"),
-    (("Enabled, 0, 0, 0", "Enabled, 7, 0, 0"), "ECC", "warn", ": 7 corrected"),
-    (("Enabled, 0, 0, 0", "Disabled, [N/A], [N/A], [N/A]"), "ECC", "warn", ": off"),
-    ((", 0, No, No", ", 1, No, Yes"), "remapped rows", "fail", ": failed"),
-    ((", 0, No, No", ", 1, Yes, No"), "remapped rows", "fail", ": pending"),
-    ((", 0, No, No", ", 1, No, No"), "remapped rows", "warn", ": 1 after errors"),
-    ((", 16, 16,", ", 8, 16,"), "PCIe", "warn", ": x8 of x16"),
-    (("Enabled, Disabled, Def", "Disabled, Disabled, Def"), "persistence mode", "warn", "off"),
-    (("Enabled, Disabled, Default", "Enabled, Enabled, Default"), "MIG", "warn", "on GPU 0, 1"),
-    (("143771, 1,", "143771, 61440,"), "GPUs free", "warn", ": 61,440 MiB in use"),
-]  # fmt: skip
+    (fake_nvml.nvlinks(18, down=[5]), "NVLink", "fail", ": 1 of 18 links down (5)"),
+    (fake_nvml.nvlinks(17), "NVLink", "fail", "17 of 18 links"),
+    (PCIE, "NVLink", "fail", "28 pairs use PCIe: GPU0-GPU1 PHB"),
+    (fake_nvml.fabric(IN_PROGRESS), "NVSwitch fabric", "fail", "7: In Progress, N/A"),
+    (fake_nvml.fabric(COMPLETED, 999), "NVSwitch fabric", "fail", "7: Completed, Unknown Error"),
+    ({"PowerManagementLimit": 500_000}, "power limit", "warn", "6,7: 500 W of 700 W"),
+    ({REASONS: 0x09}, "clocks at rest", "fail", "hardware slowdown"),
+    ({REASONS: 0x21}, "clocks at rest", "warn", "thermal slowdown"),
+    (fake_nvml.memory_errors(uncorrected=2, ever=2), "ECC", "fail", ": 2 uncorrected"),
+    (fake_nvml.memory_errors(ever=2), "ECC", "warn", ": 2 uncorrected in total"),
+    (fake_nvml.memory_errors(corrected=7), "ECC", "warn", ": 7 corrected"),
+    (ECC_OFF, "ECC", "warn", ": off"),
+    (fake_nvml.remapped(1, failed=True), "remapped rows", "fail", ": failed"),
+    (fake_nvml.remapped(1, pending=True), "remapped rows", "fail", ": pending"),
+    (fake_nvml.remapped(1), "remapped rows", "warn", ": 1 after errors"),
+    ({"CurrPcieLinkWidth": 8}, "PCIe", "warn", ": x8 of x16"),
+    ({"PersistenceMode": 0}, "persistence mode", "warn", "off"),
+    ({"MigMode": [1, 1]}, "MIG", "warn", "on GPU 0, 1"),
+    (fake_nvml.memory(61440), "GPUs free", "warn", ": 61,440 MiB in use"),
+]
 
 
 @pytest.mark.parametrize(("change", "check", "status", "said"), BROKEN_GPUS)
@@ -107,7 +118,7 @@ BROKEN_HOSTS = [
     ({"host": HOST | {"cores": 4.0}}, "CPU cores", "warn"),
     ({"host": HOST | {"locked_memory": 65536}, "infiniband": [PORT]}, "locked memory", "fail"),
     ({"infiniband": [PORT, PORT | {"state": "1: DOWN"}]}, "InfiniBand", "warn"),
-    ({"gpus": [], "driver_error": "nvidia-smi is not installed"}, "GPUs", "warn"),
+    ({"gpus": [], "driver_error": nvml.NO_LIBRARY}, "GPUs", "warn"),
 ]  # fmt: skip
 
 
@@ -147,8 +158,8 @@ HARMLESS = {
 def test_a_driver_that_fails_is_no_host_without_gpus():
     fields = {"gpus": [], "backend": "cpu", "devices": ["cpu"], "versions": V}
     alone = facts_of(**fields, host=HOST | {"gpu_files": 0})
-    silent = dataclasses.replace(alone, driver_error=nvidia_smi.NOT_INSTALLED)
-    broken = dataclasses.replace(alone, driver_error="NVIDIA-SMI has failed")
+    silent = dataclasses.replace(alone, driver_error=nvml.NO_LIBRARY)
+    broken = dataclasses.replace(alone, driver_error="NVML does not start: Driver Not Loaded")
     assert worse(all_of(alone)) == worse(all_of(silent)) == []
     assert worse(all_of(broken)) == [("GPUs", "fail")]
 
@@ -179,8 +190,11 @@ def test_a_table_of_ones_own_kernels_does_not_hurt():
 
 
 def test_one_gpu_alone_is_named():
-    row = "GPU-00000003-aaaa-bbbb-cccc-000000000003, 0, "
-    (finding,) = [f for f in all_of(facts_of((row + "No", row + "Yes"))) if f.status == "fail"]
+    gpus = h200s()
+    gpus[3] |= fake_nvml.remapped(pending=True)
+    with FakeNvml(gpus).installed():
+        found = all_of(with_jax(of_the_host({})))
+    (finding,) = [f for f in found if f.status == "fail"]
     assert (finding.check, finding.said) == ("remapped rows", "GPU 3: pending")
 
 
@@ -209,31 +223,6 @@ def test_cuda_libraries_from_elsewhere(tmp_path):
         facts = facts_of(env={"LD_LIBRARY_PATH": path}, versions=versions)
         assert worse(all_of(facts)) == ([("LD_LIBRARY_PATH", "warn")] if found else [])
         assert facts.environment["LD_LIBRARY_PATH"] == path
-
-
-# ------------------------------------------------------------------------- what nvidia-smi says
-
-
-def test_fields_that_a_driver_does_not_know_are_left_out_or_asked_by_their_older_name():
-    unknown = ("fabric.state", "fabric.status", "clocks_event_reasons.active")
-    (first, *_) = nvidia_smi.gpus(nvidia_smi_of(unknown=unknown))
-    assert "fabric.state" not in first and first["power.limit"] == "700.00"
-    assert first["clocks_event_reasons.active"] == "0x0000000000000001"
-    assert first["remapped_rows.failure"] == "No"
-    with pytest.raises(nvidia_smi.Unavailable, match="has failed because"):
-        nvidia_smi.gpus(failing)
-
-
-def failing(_) -> str:
-    raise nvidia_smi.Unavailable("NVIDIA-SMI has failed because it couldn't communicate")
-
-
-def test_a_topology_of_few_words():
-    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n"
-    text += "GPU0\t X \tPHB\t0-63\t0\nGPU1\tPHB\t X \t0-63\t0\n"
-    assert topology.read_links(text) == {"GPU0": {"GPU1": "PHB"}, "GPU1": {"GPU0": "PHB"}}
-    with pytest.raises(ValueError, match="no table"):
-        topology.read_links("Failed to initialize NVML")
 
 
 def test_flags_are_read():
@@ -347,11 +336,10 @@ def test_bus_bandwidth_against_nvlink():
 
 
 def test_clocks_under_load():
-    row = {"uuid": "x", "power.draw": "690.0", "clocks.current.sm": "1400", "temperature.gpu": "60"}
-    capped = row | {"clocks_event_reasons.active": "0x0000000000000004"}
+    capped = GpuLoad(index=0, uuid="x", sm_clock=1400, temperature=60, clock_event_reasons=0x04)
     (finding,) = measured_checks.under_load([capped, capped])
     assert finding.said == "1400 to 1400 MHz, at most 60 °C, 2 at the power limit"
-    hot = row | {"clocks_event_reasons.active": "0x0000000000000044"}
+    hot = dataclasses.replace(capped, clock_event_reasons=0x44)
     assert worse(measured_checks.under_load([capped, hot])) == [("clocks under load", "fail")]
     assert measured_checks.under_load([]) == []
 

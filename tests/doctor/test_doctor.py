@@ -16,7 +16,7 @@ from jaxpar.doctor import command, progress
 from jaxpar.doctor.measure import bandwidth, verification
 from jaxpar.runtime import exit_codes
 from tests import ranks
-from tests.doctor import hosts
+from tests.fake_nvml import FakeNvml, h200s
 
 pytestmark = pytest.mark.waits
 
@@ -114,23 +114,10 @@ def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
     assert "error: links: process 0 did not finish in 0.05 s, at: 0 - 1;" in capsys.readouterr().err
 
 
-#: `nvidia-smi` of the recorded host.
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu=*) cat {folder}/gpus.csv ;;
-  --query-remapped-rows=*) cat {folder}/remapped.csv ;;
-  topo) cat {folder}/topo.txt ;;
-  nvlink) cat {folder}/nvlink.txt ;;
-  *) echo "| Driver Version: 580.95.05    CUDA Version: 13.0  |" ;;
-esac
-"""
-
-
-def test_gpus_that_jax_does_not_use_make_the_exit_code_1(tmp_path, capsys, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(folder=hosts.RECORDED))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert call("doctor", ["--only", "versions,hardware"]) == exit_codes.EXIT_ERROR
+def test_gpus_that_jax_does_not_use_make_the_exit_code_1(capsys):
+    with FakeNvml(h200s()).installed():
+        code = call("doctor", ["--only", "versions,hardware"])
+    assert code == exit_codes.EXIT_ERROR
     said = " ".join(capsys.readouterr().out.split())
     assert "fail devices JAX uses the CPU, but there are 8 GPUs -> unset JAX_PLATFORMS" in said
     assert "all pairs, NV18" in said and "18 x 26.6 GB/s" in said and "driver CUDA 13.0" in said

@@ -7,8 +7,8 @@ import pytest
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks.numa import numa_binding
 from jaxpar.doctor.facts import HostFacts, StartedAs, of_the_host
-from jaxpar.runtime.gpus import nvidia_smi
-from tests.doctor.hosts import nvidia_smi_of
+from tests import fake_nvml
+from tests.fake_nvml import FakeNvml, h200
 from tests.runtime.kernel_files import GPUS, rdma, two_sockets
 
 ADDRESSES = [way.split("/")[-1] for way, _ in GPUS]
@@ -20,18 +20,13 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     two_sockets(tmp_path)
-    return tmp_path
-
-
-def ask(arguments):
-    """The recorded host's answers, but no addresses: those are in the test's files."""
-    if "uuid,pci.bus_id" in str(arguments):
-        raise nvidia_smi.Unavailable("asked for addresses")
-    return nvidia_smi_of()(arguments)
+    places = [fake_nvml.named(address, f"GPU-{i}") for i, address in enumerate(ADDRESSES)]
+    with FakeNvml([h200(i, **place) for i, place in enumerate(places)]).installed():
+        yield tmp_path
 
 
 def facts(root, **env) -> HostFacts:
-    return of_the_host(env, ask, StartedAs(coordinator="10.0.0.1"), root)
+    return of_the_host(env, StartedAs(coordinator="10.0.0.1"), root)
 
 
 def test_a_host_as_it_should_be(root):
@@ -48,7 +43,7 @@ def test_a_process_on_all_cpus(root, monkeypatch):
     assert found.said == "on CPUs 0-7, but the GPUs are near CPUs 0-3 (node 0)"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert numa_binding(facts(root)).status == "pass"
-    share = of_the_host({}, ask, StartedAs(share=[1]), root)
+    share = of_the_host({}, StartedAs(share=[1]), root)
     assert share.numa.own == [ADDRESSES[3]]
     assert numa_binding(share).status == "warn"
 
@@ -62,10 +57,9 @@ def test_a_process_on_the_other_socket(root, monkeypatch):
 def test_what_is_shown_of_a_host(root):
     rdma(root, "mlx5_7", "Ethernet")
     own = facts(root, NCCL_CROSS_NIC="1")
-    gpus = [gpu | {"pci.bus_id": f"0000{ADDRESSES[i % 4]}"} for i, gpu in enumerate(own.gpus)]
-    assert [showing._gpu_cells(own, gpus[i])[-1] for i in (0, 2)] == ["0", "1"]
+    assert [showing._gpu_cells(own, own.gpus[i])[-1] for i in (0, 2)] == ["0", "1"]
     unknown = dataclasses.replace(own.numa, node={})
-    assert showing._gpu_cells(dataclasses.replace(own, numa=unknown), gpus[0])[-1] == "-"
+    assert showing._gpu_cells(dataclasses.replace(own, numa=unknown), own.gpus[0])[-1] == "-"
     lines = list(showing._network(own.network))
     assert lines[0].startswith("  network to other hosts: ib, 2 active ports")
     assert "    NCCL_IB_HCA==mlx5_0:1,mlx5_1:1: set in runs on several hosts" in lines

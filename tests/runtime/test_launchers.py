@@ -6,10 +6,11 @@ import pytest
 from jax._src import clusters
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.gpus import nvidia_smi
 from jaxpar.runtime.processes import own_gpus
 from jaxpar.runtime.processes.detect import detect
 from jaxpar.runtime.processes.place import ProcessPlace
+from tests import fake_nvml
+from tests.fake_nvml import FakeNvml, named
 from tests.runtime import launchers
 from tests.runtime.launchers import ALONE, JOBS, batch, open_mpi_5, step, torchrun
 
@@ -163,25 +164,21 @@ def test_gpus_that_cannot_be_shared_are_refused():
     assert own_gpus.local_gpus(beyond, env | {"JAX_LOCAL_DEVICE_IDS": "0"}, present=True) == [0]
 
 
-SMI = "uuid, pci.bus_id\nGPU-b, 00000000:3B:00.0\nGPU-a, 00000000:1B:00.0\n"
-
-
 def test_gpus_are_known_by_what_the_driver_calls_them(monkeypatch):
-    known = lambda share: own_gpus.identities(share, lambda _: SMI)  # noqa: E731
+    there = FakeNvml([named("0000:3b:00.0", "GPU-b"), named("0000:1b:00.0", "GPU-a")])
+    known = own_gpus.identities
     monkeypatch.setattr(own_gpus.visible, "gpu_is_present", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert known([1]) == ["GPU-b"]
-    assert known(None) == ["GPU-a", "GPU-b"]
-    assert own_gpus.taken([1], ["GPU-b"]) == "GPU 1 of the 2 that it sees (GPU-b)"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-b")
-    assert known(None) == ["MIG-1", "GPU-b"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
-    assert known(None) == []
-
-    def fail(_):
-        raise nvidia_smi.Unavailable("not installed")
-
-    assert own_gpus.identities([0], fail) == []
+    with there.installed():
+        assert known([1]) == ["GPU-b"]
+        assert known(None) == ["GPU-a", "GPU-b"]
+        assert own_gpus.taken([1], ["GPU-b"]) == "GPU 1 of the 2 that it sees (GPU-b)"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-b")
+        assert known(None) == ["MIG-1", "GPU-b"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
+        assert known(None) == []
+    with FakeNvml(start=fake_nvml.NO_LIBRARY).installed():
+        assert known([0]) == []
 
 
 def test_two_processes_with_one_gpu_are_named():

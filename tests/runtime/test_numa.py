@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from jaxpar.runtime.gpus import numa, nvidia_smi, pci, visible
+from jaxpar.runtime.gpus import numa, pci, visible
+from tests import fake_nvml
+from tests.fake_nvml import FakeNvml, named
 from tests.runtime.kernel_files import GPUS, gpu, two_sockets, write
 
 pytestmark = pytest.mark.waits
@@ -21,17 +23,14 @@ def root(tmp_path):
     return tmp_path
 
 
-def no_driver(_):
-    raise nvidia_smi.Unavailable("no driver")
-
-
 def test_lists_of_cpus():
     assert pci.read_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and pci.read_cpus("") == set()
     assert pci.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and pci.write_cpus({5}) == "5"
 
 
 def test_gpus_by_index_and_uuid(root):
-    there = pci.gpus(root, no_driver)
+    with FakeNvml(start=fake_nvml.NO_DRIVER).installed():
+        there = pci.gpus(root)
     assert list(there) == ADDRESSES
     assert pci.addresses_of(["2", "0"], there) == [ADDRESSES[2], ADDRESSES[0]]
     assert pci.addresses_of(["GPU-9baa"], there) == [ADDRESSES[3]]
@@ -39,9 +38,10 @@ def test_gpus_by_index_and_uuid(root):
 
 
 def test_a_job_may_use_only_some_gpus(root):
-    """Slurm's cgroup hides the others from CUDA and nvidia-smi, but not from the driver's files."""
-    rows = f"uuid, pci.bus_id\nGPU-b, 0000{ADDRESSES[3].upper()}\nGPU-a, 0000{ADDRESSES[2]}\n"
-    there = pci.gpus(root, lambda _: rows)
+    """Slurm's cgroup hides the others from CUDA and NVML, but not from the driver's files."""
+    own = [named(ADDRESSES[3], "GPU-b"), named(ADDRESSES[2], "GPU-a")]
+    with FakeNvml([fake_nvml.FORBIDDEN, *own]).installed():
+        there = pci.gpus(root)
     assert there == {ADDRESSES[2]: "GPU-a", ADDRESSES[3]: "GPU-b"}
     assert pci.addresses_of(["0"], there) == [ADDRESSES[2]]
 
@@ -78,9 +78,8 @@ def test_one_node_needs_nothing(tmp_path):
 BOUND = """
 import ctypes, os, sys, threading
 from pathlib import Path
-from jaxpar.runtime.gpus import numa, nvidia_smi, visible
-def no_driver(_):
-    raise nvidia_smi.Unavailable("no driver")
+from jaxpar.runtime.gpus import numa, visible
+from tests.fake_nvml import NO_DRIVER, FakeNvml
 started = threading.Event()
 seen = []
 def other():
@@ -90,7 +89,8 @@ thread = threading.Thread(target=other)
 thread.start()
 visible.gpu_is_present = lambda: True
 own = sorted(os.sched_getaffinity(0))
-print(numa.bind_process(os.environ, [0], Path(sys.argv[1]), no_driver))
+with FakeNvml(start=NO_DRIVER).installed():
+    print(numa.bind_process(os.environ, [0], Path(sys.argv[1])))
 started.set()
 thread.join()
 mode = ctypes.c_int()

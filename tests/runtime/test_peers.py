@@ -127,25 +127,19 @@ from jaxpar.config import Config
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import detect, rendezvous
 from jaxpar.runtime.program import run_program
+from tests.fake_nvml import FakeNvml, named
 visible.gpu_is_present = lambda: True
-run_program(lambda _: print(rendezvous.connect(detect.detect(Config(), os.environ), 200)))
-"""
-
-SMI = """#!/bin/sh
-echo uuid, pci.bus_id
-echo GPU-a, 00000000:1B:00.0
-echo GPU-b, 00000000:3B:00.0
+gpus = [named("0000:1b:00.0", "GPU-a"), named("0000:3b:00.0", "GPU-b")]
+with FakeNvml(gpus).installed():
+    run_program(lambda _: print(rendezvous.connect(detect.detect(Config(), os.environ), 200)))
 """
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_processes_say_which_gpus_they_take_and_never_share_one(tmp_path, shares):
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_processes_say_which_gpus_they_take_and_never_share_one(shares):
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     task |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_TRES_PER_TASK": "cpu=1"}
-    task |= {"CUDA_VISIBLE_DEVICES": "0,1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    task["SLURM_STEP_ID"] = str(os.getpid())  # a port of its own
+    task |= {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_ID": str(os.getpid())}  # a port of its own
     if not shares:
         task["SLURM_GPUS_PER_TASK"] = "2"  # as if each saw two of its own
     started = []

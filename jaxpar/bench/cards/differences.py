@@ -14,7 +14,7 @@ PLAIN = (
     *("host", "device", "processes", "platform", "jaxpar", "jax", "jaxlib", "cudnn", "commit"),
     *("mesh", "attention", "steps", "repeats"),
 )
-#: Fields of nvidia-smi's line about a GPU.
+#: Fields of a card's line about a GPU.
 GPU = ("gpu", "driver", "power limit")
 
 #: Conditions that must agree for figures to be comparable; so must the model and these fields.

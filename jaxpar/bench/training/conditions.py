@@ -3,12 +3,11 @@
 import datetime
 import hashlib
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from jaxpar.runtime import provenance
-from jaxpar.runtime.gpus import xla_flags
+from jaxpar.runtime.gpus import nvml, xla_flags
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
@@ -39,11 +38,12 @@ def host() -> str:
 
 def gpu_facts() -> str:
     """Return name, driver and power limit of the first GPU; empty without a GPU."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     try:
-        return subprocess.check_output(query, text=True).splitlines()[0]
-    except (OSError, subprocess.CalledProcessError):
+        gpu = nvml.gpus()[0]
+    except nvml.Unavailable:
         return ""
+    limit = "[N/A]" if gpu.power_limit is None else f"{gpu.power_limit:.2f} W"
+    return f"{gpu.name}, {gpu.driver_version}, {limit}"
 
 
 def cudnn_version() -> int:

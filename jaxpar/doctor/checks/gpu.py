@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.planning.predict.hardware import gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, GpuFacts, number, throttle_reasons
+from jaxpar.runtime.gpus.nvml import NO_LIBRARY, GpuFacts
 
-#: MiB in use on a GPU before this program uses any. More than this means another program runs.
-IN_USE_MIB = 1024
+#: Bytes in use on a GPU before this program uses any. More than this means another program runs.
+IN_USE = 1 << 30
 
 #: Tolerance in watts when comparing a power limit with the default: the driver rounds.
 POWER_SLACK = 1.0
@@ -22,7 +22,7 @@ def _where(gpus: Iterable[GpuFacts], tell: Callable[[GpuFacts], str | None]) -> 
     told: dict[str, list[str]] = {}
     for gpu in gpus:
         if text := tell(gpu):
-            told.setdefault(text, []).append(gpu.get("index", "?"))
+            told.setdefault(text, []).append(str(gpu.index))
     return [f"GPU {','.join(indices)}: {text}" for text, indices in told.items()]
 
 
@@ -31,7 +31,7 @@ def power_limit(facts: HostFacts) -> Finding:
     check = "power limit"
 
     def tell(gpu: GpuFacts) -> str | None:
-        limit, usual = number(gpu, "power.limit"), number(gpu, "power.default_limit")
+        limit, usual = gpu.power_limit, gpu.default_power_limit
         lower = limit is not None and usual is not None and limit < usual - POWER_SLACK
         return f"{limit:.0f} W of {usual:.0f} W" if lower else None
 
@@ -40,38 +40,35 @@ def power_limit(facts: HostFacts) -> Finding:
             "ask an administrator to raise it: nvidia-smi -pl WATTS (rates measured here are lower)"
         )
         return warned(check, "; ".join(bad), remedy)
-    limits = {f"{limit:.0f} W" for g in facts.gpus if (limit := number(g, "power.limit"))}
+    limits = {f"{gpu.power_limit:.0f} W" for gpu in facts.gpus if gpu.power_limit}
     return passed(check, f"the default, {' and '.join(sorted(limits))}" if limits else "unknown")
 
 
 def clocks(facts: HostFacts) -> Finding:
     """Check for throttling while idle: by heat, the power supply or a fault."""
     check = "clocks at rest"
-    bad = _where(facts.gpus, lambda g: ", ".join(name for name, _ in throttle_reasons(g)))
+    bad = _where(facts.gpus, lambda gpu: ", ".join(name for name, _ in gpu.throttle_reasons))
     told = "; ".join(bad)
     remedy = "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
-    if any(hardware for gpu in facts.gpus for _, hardware in throttle_reasons(gpu)):
+    if any(hardware for gpu in facts.gpus for _, hardware in gpu.throttle_reasons):
         return failed(check, told, remedy)
     if bad:
         return warned(check, told, remedy)
-    heat = [t for g in facts.gpus if (t := number(g, "temperature.gpu")) is not None]
-    return passed(check, f"not throttled, at most {max(heat):.0f} °C" if heat else "not throttled")
+    heat = [gpu.temperature for gpu in facts.gpus if gpu.temperature is not None]
+    return passed(check, f"not throttled, at most {max(heat)} °C" if heat else "not throttled")
 
 
 def ecc(facts: HostFacts) -> Finding:
     """Check for memory errors, and that error correction is on."""
-    check, fields = "ECC", "ecc.errors.{}.total"
-    volatile = lambda g: number(g, fields.format("uncorrected.volatile"))  # noqa: E731
-    now = _where(facts.gpus, lambda g: f"{n:.0f} uncorrected" if (n := volatile(g)) else None)
+    check = "ECC"
+    count = lambda n, what: f"{n} {what}" if n else None  # noqa: E731
+    now = _where(facts.gpus, lambda gpu: count(gpu.uncorrected_errors, "uncorrected"))
     if now:
         return failed(check, "; ".join(now) + " since the driver was loaded", RESET)
-    off = _where(facts.gpus, lambda g: "off" if g.get("ecc.mode.current") == "Disabled" else None)
-    if off:
+    if off := _where(facts.gpus, lambda gpu: "off" if gpu.ecc is False else None):
         return warned(check, "; ".join(off), "turn it on: nvidia-smi -e 1, then reset the GPU")
-    ever = lambda g: number(g, fields.format("uncorrected.aggregate"))  # noqa: E731
-    once = _where(facts.gpus, lambda g: f"{n:.0f} uncorrected in total" if (n := ever(g)) else None)
-    corrected = lambda g: number(g, fields.format("corrected.volatile"))  # noqa: E731
-    once += _where(facts.gpus, lambda g: f"{n:.0f} corrected" if (n := corrected(g)) else None)
+    once = _where(facts.gpus, lambda g: count(g.all_uncorrected_errors, "uncorrected in total"))
+    once += _where(facts.gpus, lambda gpu: count(gpu.corrected_errors, "corrected"))
     if once:
         return warned(check, "; ".join(once), "monitor the errors; replace a GPU if they recur")
     return passed(check, "no errors")
@@ -79,25 +76,22 @@ def ecc(facts: HostFacts) -> Finding:
 
 def remapped_rows(facts: HostFacts) -> Finding:
     """Check for memory rows that were remapped, or could not be."""
-    check, at = "remapped rows", "remapped_rows"
-    bad = _where(facts.gpus, lambda g: "failed" if g.get(f"{at}.failure") == "Yes" else None)
-    if bad:
+    check = "remapped rows"
+    if bad := _where(facts.gpus, lambda gpu: "failed" if gpu.remapping_failed else None):
         return failed(check, "; ".join(bad), "replace the GPU: it has no spare rows left")
-    waiting = _where(facts.gpus, lambda g: "pending" if g.get(f"{at}.pending") == "Yes" else None)
-    if waiting:
+    if waiting := _where(facts.gpus, lambda gpu: "pending" if gpu.remapping_pending else None):
         return failed(check, "; ".join(waiting), RESET + "; this remaps the row")
-    had = lambda g: number(g, f"{at}.uncorrectable")  # noqa: E731
-    done = _where(facts.gpus, lambda g: f"{n:.0f} after errors" if (n := had(g)) else None)
-    if done:
+    after = lambda gpu: f"{gpu.remapped_rows} after errors" if gpu.remapped_rows else None  # noqa: E731
+    if done := _where(facts.gpus, after):
         return warned(check, "; ".join(done), "the GPU works; monitor it for more")
-    if not any(f"{at}.failure" in g for g in facts.gpus):
+    if all(gpu.remapping_failed is None for gpu in facts.gpus):
         return skipped(check, "these GPUs do not report them")
     return passed(check, "none after uncorrectable errors")
 
 
 def persistence(facts: HostFacts) -> Finding:
     """Check persistence mode. Without it the driver unloads between programs and loses settings."""
-    off = [g["index"] for g in facts.gpus if g.get("persistence_mode") == "Disabled"]
+    off = [str(gpu.index) for gpu in facts.gpus if gpu.persistence_mode is False]
     if off:
         remedy = "ask an administrator to run nvidia-persistenced, or nvidia-smi -pm 1"
         return warned("persistence mode", f"off on GPU {', '.join(off)}", remedy)
@@ -106,7 +100,7 @@ def persistence(facts: HostFacts) -> Finding:
 
 def mig(facts: HostFacts) -> Finding:
     """Check MIG. A slice of a GPU has part of its memory and no NVLink."""
-    on = [g["index"] for g in facts.gpus if g.get("mig.mode.current") == "Enabled"]
+    on = [str(gpu.index) for gpu in facts.gpus if gpu.mig]
     if on:
         remedy = "train on complete GPUs: slices have no NVLink and no peer access"
         return warned("MIG", f"enabled on GPU {', '.join(on)}", remedy)
@@ -115,11 +109,12 @@ def mig(facts: HostFacts) -> Finding:
 
 def in_use(facts: HostFacts) -> Finding:
     """Check that no other program uses the GPUs' memory."""
-    used = lambda g: number(g, "memory.used")  # noqa: E731
-    busy = _where(
-        facts.gpus, lambda g: f"{n:,.0f} MiB in use" if (n := used(g) or 0) > IN_USE_MIB else None
-    )
-    if busy:
+
+    def tell(gpu: GpuFacts) -> str | None:
+        used = gpu.memory_used or 0
+        return f"{used / 2**20:,.0f} MiB in use" if used > IN_USE else None
+
+    if busy := _where(facts.gpus, tell):
         remedy = "find the process with nvidia-smi: JAX needs 0.92 of a GPU's memory"
         return warned("GPUs free", "; ".join(busy), remedy)
     return passed("GPUs free", "no other program uses them")
@@ -129,15 +124,15 @@ def pcie(facts: HostFacts) -> Finding:
     """Check the PCIe width. Fewer lanes than the GPU has mean a bad slot or riser."""
 
     def tell(gpu: GpuFacts) -> str | None:
-        now, full = number(gpu, "pcie.link.width.current"), number(gpu, "pcie.link.width.max")
-        return f"x{now:.0f} of x{full:.0f}" if now and full and now < full else None
+        now, full = gpu.pcie_width, gpu.max_pcie_width
+        return f"x{now} of x{full}" if now and full and now < full else None
 
     if bad := _where(facts.gpus, tell):
         return warned("PCIe", "; ".join(bad), "reseat the GPU or its riser; check the BIOS")
     widths = {
-        f"gen {g['pcie.link.gen.max']} x{w:.0f}"
-        for g in facts.gpus
-        if (w := number(g, "pcie.link.width.current")) and "pcie.link.gen.max" in g
+        f"gen {gpu.pcie_generation} x{gpu.pcie_width}"
+        for gpu in facts.gpus
+        if gpu.pcie_width and gpu.pcie_generation
     }
     return passed("PCIe", " and ".join(sorted(widths)) or "unknown")
 
@@ -147,10 +142,10 @@ def nvlink(facts: HostFacts) -> Finding:
     check = "NVLink"
     if len(facts.gpus) < 2:
         return skipped(check, "one GPU")
-    table = gpu_of_kind(facts.gpus[0].get("name", ""))
+    table = gpu_of_kind(facts.gpus[0].name)
 
     def tell(gpu: GpuFacts) -> str | None:
-        links = facts.nvlinks.get(gpu.get("index", ""), [])
+        links = gpu.nvlinks
         down = [str(i) for i, speed in enumerate(links) if speed is None]
         if down:
             return f"{len(down)} of {len(links)} links down ({','.join(down)})"
@@ -172,7 +167,7 @@ def nvlink(facts: HostFacts) -> Finding:
         remedy = "use small tensor groups and ZeRO-1: these pairs run at PCIe speed"
         if table is not None:
             remedy = (
-                f"{facts.gpus[0]['name']} has NVLink: check `nvidia-smi topo -m` and Fabric Manager"
+                f"{facts.gpus[0].name} has NVLink: check `nvidia-smi topo -m` and Fabric Manager"
             )
             return failed(check, said, remedy)
         return warned(check, said, remedy)
@@ -185,14 +180,13 @@ def nvlink(facts: HostFacts) -> Finding:
 def fabric(facts: HostFacts) -> Finding:
     """Check Fabric Manager. GPUs behind NVSwitch cannot run until it has registered them."""
     check = "NVSwitch fabric"
-    known = [g for g in facts.gpus if g.get("fabric.state", "")[:1].isalpha()]
-    known = [g for g in known if g["fabric.state"] not in ("Not Supported", "N/A")]
+    known = [gpu for gpu in facts.gpus if gpu.fabric_state is not None]
     if not known:
         return skipped(check, "these GPUs have none, or do not report it")
 
     def tell(gpu: GpuFacts) -> str | None:
-        state, status = gpu["fabric.state"], gpu.get("fabric.status", "Success")
-        return None if (state, status) == ("Completed", "Success") else f"{state}, {status}"
+        told = [gpu.fabric_state or "", gpu.fabric_status or "N/A"]
+        return None if told == ["Completed", "Success"] else ", ".join(told)
 
     if bad := _where(known, tell):
         remedy = "start nvidia-fabricmanager of the driver's version, and read its log"
@@ -211,9 +205,10 @@ def check(facts: HostFacts) -> list[Finding]:
     if facts.gpus:
         return [one(facts) for one in CHECKS]
     if facts.backend == "gpu":
-        remedy = "install the driver's version of nvidia-smi, or mount it into the container"
-        return [warned("GPUs", f"nvidia-smi reports nothing: {facts.driver_error}", remedy)]
-    if facts.driver_error and facts.driver_error != NOT_INSTALLED:
+        remedy = "mount the driver's libnvidia-ml.so.1 into the container, of the driver's version"
+        remedy += ": NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return [warned("GPUs", f"NVML reports nothing: {facts.driver_error}", remedy)]
+    if facts.driver_error and facts.driver_error != NO_LIBRARY:
         return [
             failed(
                 "GPUs",

@@ -101,7 +101,7 @@ def libraries(facts: HostFacts) -> Finding:
 def flags(facts: HostFacts) -> list[Finding]:
     """Check XLA_FLAGS against the values measured on this GPU, and against flags known as slow."""
     given = variables.flags_of(facts.environment.get("XLA_FLAGS", ""))
-    gpu = facts.gpus[0].get("name", "") if facts.gpus else ""
+    gpu = facts.gpus[0].name if facts.gpus else ""
     rows = xla_flags.matching_rows(gpu, facts.versions.get("jax", ""), Config())
     found = []
     for row in rows:

@@ -9,7 +9,7 @@ from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.hosts import ACROSS, WITHIN, HostRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, throttle_reasons
+from jaxpar.runtime.gpus.nvml import GpuLoad
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
 #: low, or far too low. A matmul repeated for seconds reached 0.92 to 0.98 of it
@@ -177,23 +177,20 @@ def transfers(rates: Rates) -> list[Finding]:
     return [passed("host transfers", ", ".join(told))]
 
 
-def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
-    """Check clocks and temperature under load.
-
-    Args:     load: values of `LOAD_FIELDS`.
-    """
+def under_load(load: Sequence[GpuLoad]) -> list[Finding]:
+    """Check clocks and temperature under load."""
     check = "clocks under load"
     if not load:
         return []
-    bad = [(i, throttle_reasons(g)) for i, g in enumerate(load) if throttle_reasons(g)]
+    bad = [(gpu.index, gpu.throttle_reasons) for gpu in load if gpu.throttle_reasons]
     if bad:
         said = "; ".join(f"GPU {i}: {', '.join(n for n, _ in why)}" for i, why in bad)
         hardware = any(hard for _, why in bad for _, hard in why)
         remedy = "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
         return [(failed if hardware else warned)(check, said, remedy)]
-    sm = [n for g in load if (n := number(g, "clocks.current.sm")) is not None]
-    heat = [n for g in load if (n := number(g, "temperature.gpu")) is not None]
-    capped = sum(map(at_power_limit, load))
-    said = f"{min(sm):.0f} to {max(sm):.0f} MHz" if sm else "unknown"
-    said += f", at most {max(heat):.0f} °C" if heat else ""
+    sm = [gpu.sm_clock for gpu in load if gpu.sm_clock is not None]
+    heat = [gpu.temperature for gpu in load if gpu.temperature is not None]
+    capped = sum(gpu.at_power_limit for gpu in load)
+    said = f"{min(sm)} to {max(sm)} MHz" if sm else "unknown"
+    said += f", at most {max(heat)} °C" if heat else ""
     return [passed(check, said + (f", {capped} at the power limit" if capped else ""))]

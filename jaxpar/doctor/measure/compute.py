@@ -22,7 +22,8 @@ from jaxpar.doctor.measure.bandwidth import DEVICES, one_axis
 from jaxpar.doctor.measure.timing import Spread, when_ready
 from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.kernels.float8.quantize import FORWARD
-from jaxpar.runtime.gpus import nvidia_smi
+from jaxpar.runtime.gpus import nvml
+from jaxpar.runtime.gpus.nvml import GpuLoad
 
 _SPEC = PartitionSpec(DEVICES)
 
@@ -158,11 +159,11 @@ def _each_device(program: Callable[[], jax.Array], repeats: int) -> list[Spread]
 class Lasting:
     """The result of `multiply_sustained`.
 
-    rate    of the square matmul. load   `nvidia-smi`'s values for this host's GPUs under load.
+    rate    of the square matmul. load   of this host's GPUs meanwhile.
     """
 
     rate: Rate
-    load: list[nvidia_smi.GpuFacts]
+    load: list[GpuLoad]
 
 
 def multiply_sustained(first: Rate) -> Lasting:
@@ -178,7 +179,7 @@ def multiply_sustained(first: Rate) -> Lasting:
     flops = 2.0 * shape[0] * shape[1] * shape[2] * calls
     launches = max(round((LASTING if on_gpu else LASTING_ON_CPU) * first.median / flops), 1)
     jax.block_until_ready(program(x, w))
-    load: list[nvidia_smi.GpuFacts] = []
+    load: list[GpuLoad] = []
     looking = threading.Thread(target=lambda: load.extend(_look()))
     began = time.perf_counter()
     for i in range(launches):
@@ -192,10 +193,10 @@ def multiply_sustained(first: Rate) -> Lasting:
     return Lasting(Rate(first.what, f"{first.detail}, sustained", "FLOP/s", rates), load)
 
 
-def _look() -> list[nvidia_smi.GpuFacts]:
+def _look() -> list[GpuLoad]:
     try:
-        return nvidia_smi.query(nvidia_smi.LOAD_FIELDS)
-    except nvidia_smi.Unavailable:
+        return nvml.loads()
+    except nvml.Unavailable:
         return []
 
 

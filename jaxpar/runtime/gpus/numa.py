@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.runtime.gpus import nvidia_smi, pci, visible
+from jaxpar.runtime.gpus import pci, visible
 from jaxpar.runtime.gpus.pci import ROOT
 
 #: "auto" binds a process, "off" does not. `jaxpar.launch` sets it for its processes.
@@ -91,18 +91,17 @@ def bind_process(
     env: Mapping[str, str] = os.environ,
     share: list[int] | None = None,
     root: Path = ROOT,
-    ask: nvidia_smi.Run = nvidia_smi.run,
 ) -> list[str]:
     """Bind this process as JAXPAR_NUMA says, before JAX starts its threads.
 
-    Args:     share: which of the visible GPUs are this process's; None: all. root, ask: where the
-              GPUs are read.
+    Args:     share: which of the visible GPUs are this process's; None: all. root: of the
+              kernel's files.
     Returns:  what was done, for the log; nothing if there is nothing to bind.
     """
     if env.get(VARIABLE) != "auto" or not visible.gpu_is_present():
         return []
     ids = visible.visible_gpu_ids()
-    gpus = pci.addresses_of(ids if share is None else [ids[i] for i in share], pci.gpus(root, ask))
+    gpus = pci.addresses_of(ids if share is None else [ids[i] for i in share], pci.gpus(root))
     planned = plan(gpus, os.sched_getaffinity(0), root)
     if not planned.cpus:
         return [] if planned.well else [f"NUMA: not bound, since {planned.why}"]

@@ -9,37 +9,25 @@ import re
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from jaxpar.runtime.gpus import nvidia_smi
+from jaxpar.runtime.gpus import nvml
 
 ROOT = Path("/")
 
-_ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 
-
-def address_of(text: str) -> str:
-    """Return an address as the kernel writes it: 00000000:18:00.0 is 0000:18:00.0."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if not found:
-        return ""
-    domain, bus, device, function = found.groups()
-    return f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower()
-
-
-def gpus(root: Path = ROOT, ask: nvidia_smi.Run = nvidia_smi.run) -> dict[str, str]:
+def gpus(root: Path = ROOT) -> dict[str, str]:
     """Return the addresses of the NVIDIA GPUs that this process may use with their UUIDs, in order.
 
-    Equal GPUs have this order in CUDA too. `nvidia-smi` leaves out the GPUs that a job's cgroup
-    forbids, as CUDA does. Without it, all GPUs of the driver's files.
+    Equal GPUs have this order in CUDA too. NVML leaves out the GPUs that a job's cgroup forbids, as
+    CUDA does. Without it, all GPUs of the driver's files.
     """
+    with contextlib.suppress(nvml.Unavailable):
+        if found := nvml.addresses():
+            return found
     found = {}
-    with contextlib.suppress(nvidia_smi.Unavailable):
-        for gpu in nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask):
-            found[address_of(gpu.get("pci.bus_id", ""))] = gpu.get("uuid", "")
-    if not found:
-        for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-            uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
-            found[address_of(file.parent.name)] = uuid[1] if uuid else ""
-    return {address: found[address] for address in sorted(found) if address}
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
+        found[file.parent.name] = uuid[1] if uuid else ""
+    return found
 
 
 def addresses_of(ids: Sequence[str], there: dict[str, str]) -> list[str]:

@@ -2,8 +2,9 @@
 
 import glob
 import os
-import subprocess
 from collections.abc import Mapping
+
+from jaxpar.runtime.gpus import nvml
 
 
 def gpu_is_present() -> bool:
@@ -25,9 +26,8 @@ def visible_gpus() -> int:
 
 
 def gpu_name() -> str:
-    """Return the first GPU's name from the driver; empty if the query fails."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    """Return the first GPU's name from the driver; empty if it does not respond."""
     try:
-        return subprocess.check_output(query, text=True).splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        return nvml.gpus()[0].name
+    except nvml.Unavailable:
         return ""

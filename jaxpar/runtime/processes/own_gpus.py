@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxpar.config import ConfigError
 from jaxpar.config.numerals import only_digits
-from jaxpar.runtime.gpus import nvidia_smi, pci, visible
+from jaxpar.runtime.gpus import nvml, pci, visible
 from jaxpar.runtime.processes.place import ProcessPlace
 
 #: JAX's variable for the GPUs of a process: indices among those that it sees.
@@ -47,23 +47,21 @@ def local_gpus(
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
 
 
-def identities(share: list[int] | None, ask: nvidia_smi.Run = nvidia_smi.run) -> list[str]:
+def identities(share: list[int] | None) -> list[str]:
     """Return the UUIDs of the GPUs that this process takes; none if they are not known.
 
     Only the driver knows which GPUs a job's cgroup shows: two processes may both have number 0.
 
-    Args:     share: as `local_gpus` returns it. ask: where the GPUs are read.
+    Args:     share: as `local_gpus` returns it.
     """
     if not visible.gpu_is_present():
         return []
     ids = visible.visible_gpu_ids()
     ids = ids if share is None else [ids[i] for i in share]
     try:
-        rows = nvidia_smi.query(["uuid", "pci.bus_id"], ask=ask)
-    except nvidia_smi.Unavailable:
-        rows = []
-    there = {pci.address_of(row.get("pci.bus_id", "")): row.get("uuid", "") for row in rows}
-    there = {address: there[address] for address in sorted(there) if address}
+        there = nvml.addresses()
+    except nvml.Unavailable:
+        there = {}
     found = [
         name
         if name.startswith("MIG-")
