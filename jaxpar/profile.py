@@ -11,7 +11,7 @@ Or measure a config, and compare the cards of measurements, with the conditions 
 """
 
 from jaxpar import commands
-from jaxpar.profiling.options import BenchOptions, ProfileOptions
+from jaxpar.tools.profiling.options import BenchOptions, ProfileOptions
 
 OPTIONS = {"": ProfileOptions, "--bench": BenchOptions}
 
@@ -19,15 +19,15 @@ OPTIONS = {"": ProfileOptions, "--bench": BenchOptions}
 def main(options: ProfileOptions | BenchOptions) -> int | None:
     """Show a profile, compare two or cards, or measure a config."""
     if isinstance(options, BenchOptions):
-        from jaxpar.bench.training.command import bench
+        from jaxpar.tools.bench.training.command import bench
 
         return bench(options)
     if options.paths[0].endswith(".json"):
-        from jaxpar.bench.cards.compare import compare
+        from jaxpar.tools.bench.cards.compare import compare
 
         compare(options.paths)
     else:
-        from jaxpar.profiling.command import show
+        from jaxpar.tools.profiling.command import show
 
         show(options)
     return None

@@ -8,14 +8,14 @@ a report.
 """
 
 from jaxpar import commands
-from jaxpar.sweeps.options import SweepOptions
+from jaxpar.tools.sweeps.options import SweepOptions
 
 OPTIONS = SweepOptions
 
 
 def main(options: SweepOptions) -> int:
     """Run the sweep, or print its job array, and return the exit code."""
-    from jaxpar.sweeps.command import read_sweep, sweep
+    from jaxpar.tools.sweeps.command import read_sweep, sweep
 
     return sweep(read_sweep(options, commands.model_from, commands.with_vocabulary))
 

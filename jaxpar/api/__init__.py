@@ -10,5 +10,4 @@ MAY_IMPORT = (
     "monitoring",
     "inference",
     "training",
-    "report",
 )

@@ -16,7 +16,6 @@ MAY_IMPORT = (
     "memory_checkpoint",
     "convert",
     "planning",
-    "profiling",
     "monitoring",
     "stores",
 )

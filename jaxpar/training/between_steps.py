@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar import checkpoint
 from jaxpar.monitoring.goodput import Recorder
-from jaxpar.profiling.in_run import RunProfiler
+from jaxpar.monitoring.profiles.in_run import RunProfiler
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import exit_on_failure

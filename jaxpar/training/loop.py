@@ -11,9 +11,9 @@ from jaxpar import checkpoint
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
+from jaxpar.monitoring.hlo.collective_order import collective_order
 from jaxpar.monitoring.host_losses import described, host_losses
 from jaxpar.monitoring.restarts import RESTORED, restarts
-from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.compilation import CacheReads
 from jaxpar.runtime.processes import peers

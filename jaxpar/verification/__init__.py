@@ -2,7 +2,6 @@
 
 MAY_IMPORT = (
     "config",
-    "charts",
     "runtime",
     "sharding",
     "parallel",

@@ -18,8 +18,9 @@ HEAD = (
     "- A folder directly under `jaxpar/` is a **room**. Its `__init__.py` has a sentence about it "
     "and names, in `MAY_IMPORT`, the rooms that it may import; `tests/meta/test_rooms.py` checks "
     "every import.\n"
-    "- A file in the root of `jaxpar/` is a **door**: a program, `python -m jaxpar.NAME` or "
-    "`jaxpar NAME`.\n"
+    "- A file in the root of `jaxpar/` is a **command**, `python -m jaxpar.NAME` or "
+    "`jaxpar NAME`; `commands.py` has their table.\n"
+    "- `tools/` holds rooms that train nothing. No room outside imports them.\n"
     "- Rooms are listed from the top down: each imports only rooms below it.\n\n"
     "[The tour](tour.md) follows one training step through these files.\n"
 )
@@ -67,10 +68,16 @@ def table(head: str, rows: list[tuple[str, str]]) -> str:
 def page() -> str:
     """The page."""
     doors = [(f.name, sentence(f)) for f in sorted(PACKAGE.glob("*.py")) if f.stem != "__init__"]
-    parts = [HEAD, "\n## Doors\n", table("in `jaxpar/`", doors)]
-    rooms = {p.name: may_import(p) for p in PACKAGE.iterdir() if (p / "__init__.py").is_file()}
+    parts = [HEAD, "\n## Commands\n", table("in `jaxpar/`", doors)]
+    files = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("tools/*/__init__.py")]
+    folders = {str(f.parent.relative_to(PACKAGE)): f.parent for f in files}
+    del folders["tools"]
+    rooms = {
+        name: tuple(room.replace(".", "/") for room in may_import(folder))
+        for name, folder in folders.items()
+    }
     for name in from_the_top(rooms):
-        folder = PACKAGE / name
+        folder = folders[name]
         allowed = ", ".join(f"`{room}/`" for room in rooms[name]) or "no other room"
         parts.append(f"\n## `{name}/`\n\n{sentence(folder / '__init__.py')}. ")
         parts.append(f"May import {allowed}.\n")

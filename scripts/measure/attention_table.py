@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import jaxpar.kernels.attention.dispatch  # noqa: E402
-from jaxpar.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
-from jaxpar.bench.training import conditions  # noqa: E402
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.json_reader import read_json  # noqa: E402
 from jaxpar.config.options import Written, read_options  # noqa: E402
@@ -36,6 +34,8 @@ from jaxpar.runtime.files import json_output  # noqa: E402
 from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.processes import rendezvous  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
+from jaxpar.tools.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
+from jaxpar.tools.bench.training import conditions  # noqa: E402
 from scripts.measure import attention_shapes as exactness  # noqa: E402
 from scripts.measure.attention_shapes import (  # noqa: E402
     NAMED,

@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.bench.timing import Timing, time_interleaved
-from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
 from jaxpar.model import feed_forward
@@ -27,6 +25,8 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
+from jaxpar.tools.bench.timing import Timing, time_interleaved
+from jaxpar.tools.bench.training import conditions
 
 #: Llama 3 8B (2407.21783), table 3.
 MODEL = ModelConfig(

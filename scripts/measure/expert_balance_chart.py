@@ -7,9 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import Scale
-from jaxpar.charts.standalone import svg_file
+from jaxpar.tools.charts.chart import Chart, Line, line_chart
+from jaxpar.tools.charts.scale import Scale
+from jaxpar.tools.charts.standalone import svg_file
 
 
 def points_of(folder: Path) -> list[tuple[float, float]]:

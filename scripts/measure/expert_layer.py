@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
@@ -30,6 +29,7 @@ from jaxpar.runtime.program import run_program
 from jaxpar.runtime.start import start
 from jaxpar.sharding.axes import BATCH_SPEC, EXPERT, partition_spec
 from jaxpar.sharding.mesh import make_mesh, shardings
+from jaxpar.tools.bench.timing import Sustained, Timing, time_interleaved
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

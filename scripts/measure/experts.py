@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.float8 import BACKWARD, FORWARD
 from jaxpar.kernels.glu import SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.runtime.program import run_program
+from jaxpar.tools.bench.timing import Sustained, Timing, time_interleaved
 
 #: Rows that are compared with the reference.
 COMPARED = 2 * HOPPER_TILE

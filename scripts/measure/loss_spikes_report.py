@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import Scale
-from jaxpar.charts.standalone import svg_file
+from jaxpar.tools.charts.chart import Chart, Line, line_chart
+from jaxpar.tools.charts.scale import Scale
+from jaxpar.tools.charts.standalone import svg_file
 
 #: Losses before a step whose median it is compared with, and the fewest that suffice.
 WINDOW, FEWEST = 20, 5

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.profiling.hlo.costs import contracted_dims
-from jaxpar.profiling.hlo.text import Instruction, Module
+from jaxpar.monitoring.hlo.text import Instruction, Module
+from jaxpar.tools.profiling.hlo.costs import contracted_dims
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
 #: Supported dtypes: HLO's and JAX's names. FLOAT8 dtypes are supported as operands.

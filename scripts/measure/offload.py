@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
@@ -38,6 +37,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import bytes_per_device, init_state
 from jaxpar.step.train_step import make_train_step
+from jaxpar.tools.bench.training import conditions
 from jaxpar.verification import traces
 
 _BOTH = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")

@@ -20,9 +20,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import scale_of
-from jaxpar.charts.standalone import svg_file
+from jaxpar.tools.charts.chart import Chart, Line, line_chart
+from jaxpar.tools.charts.scale import scale_of
+from jaxpar.tools.charts.standalone import svg_file
 
 #: The folders of the seeds of each (rule, learning rate).
 type Runs = dict[tuple[str, str], list[Path]]

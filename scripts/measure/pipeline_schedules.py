@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import provenance
@@ -31,6 +30,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
+from jaxpar.tools.bench.training import conditions
 from jaxpar.verification import traces
 
 #: The layers of Llama 3 8B (2407.21783), table 3. The vocabulary is small: every stage computes its

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxpar.bench.timing import Timing, time_interleaved  # noqa: E402
 from jaxpar.kernels import recurrence  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
+from jaxpar.tools.bench.timing import Timing, time_interleaved  # noqa: E402
 from jaxpar.training.selftests.recurrent import RecurrenceInputs, draw, relative  # noqa: E402
 
 #: Largest relative error of a correct result: bfloat16 gives 5e-3.

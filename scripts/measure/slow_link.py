@@ -41,8 +41,6 @@ import numpy as np
 from jax.sharding import Mesh
 from slow_link_report import EVERY, picture, table_of, table_of_times
 
-from jaxpar.bench.training import conditions
-from jaxpar.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
@@ -68,6 +66,8 @@ from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.diloco.sent import fragment_bytes
 from jaxpar.step.state import TrainState, abstract_logical, fresh_exchange, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
+from jaxpar.tools.bench.training import conditions
+from jaxpar.tools.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.training.vocabulary import with_vocabulary
 from jaxpar.verification import traces
 

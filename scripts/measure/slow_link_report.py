@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import scale_of
-from jaxpar.charts.standalone import svg_file
+from jaxpar.tools.charts.chart import Chart, Line, line_chart
+from jaxpar.tools.charts.scale import scale_of
+from jaxpar.tools.charts.standalone import svg_file
 
 #: Steps between two lines of a curve.
 EVERY = 10

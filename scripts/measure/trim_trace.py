@@ -3,7 +3,7 @@
 Keeps the first kernels of chosen launches in the last steps, the host's calls that launched them,
 and the facts of the GPU; and beside it, as OUT.hlo.txt.gz, the instructions that they run.
 
-    python scripts/measure/trim_trace.py runs/trace/vm.xplane.pb tests/profiling/h100 \\
+    python scripts/measure/trim_trace.py runs/trace/vm.xplane.pb tests/tools/profiling/h100 \\
       --launches 16,17 --kernels 150 --steps 2
 """
 
@@ -14,10 +14,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.profiling.hlo import text as hlo
-from jaxpar.profiling.hlo.attribution import attribute
-from jaxpar.profiling.loading import load
-from jaxpar.profiling.trace import xspace
+from jaxpar.monitoring.hlo import text as hlo
+from jaxpar.tools.profiling.hlo.attribution import attribute
+from jaxpar.tools.profiling.loading import load
+from jaxpar.tools.profiling.trace import xspace
 
 #: The messages of a trace, as far as they are cut. Source: tsl/profiler/protobuf/xplane.proto.
 MESSAGES = {

@@ -162,7 +162,7 @@ def test_forms_are_subcommands_or_uses():
     assert read("--seed", "3", "--two", form=forms) == How(seed=3)
     assert read("a", form=forms) == Form(run="a")
     forms = {"": Form, "--two": How, "--three": How}
-    with pytest.raises(ConfigError, match="cannot be combined with --two. Fix: use one of both"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with --two\. Fix: use one of both"):
         read("--two", "--three", form=forms)
 
 

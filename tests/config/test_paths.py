@@ -14,10 +14,10 @@ from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
 from jaxpar.data.formats import writer
-from jaxpar.report.command import where
 from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.new_folder import refuse_used
-from jaxpar.sweeps.command import read_sweep
+from jaxpar.tools.report.command import where
+from jaxpar.tools.sweeps.command import read_sweep
 
 FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
 FIELDS += ["distill.teacher", "data.cache_dir"]

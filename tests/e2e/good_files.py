@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import bytes_as_json
 from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.monitoring.profiles.folder import ProfileFacts, write_facts
 from jaxpar.monitoring.recent_steps import RecentSteps
-from jaxpar.profiling.folder import ProfileFacts, write_facts
 from tests.convert import tiny
 from tests.data.commands import main as data
-from tests.report.folders import write_loads, write_run
+from tests.tools.report.folders import write_loads, write_run
 
 RECORDED = Path(__file__).parents[1] / "profiling"
 CARD = Path(__file__).parents[2] / "docs" / "benchmarks" / "llama3_8b-h200x2-none.json"

@@ -37,20 +37,20 @@ from jaxpar.memory_checkpoint.piece_file import (
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.monitoring import routing
+from jaxpar.monitoring.profiles.folder import ProfileFacts, read_facts, write_facts
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent
-from jaxpar.profiling.folder import ProfileFacts, read_facts, write_facts
-from jaxpar.report import listing
-from jaxpar.report.table_of_runs import found_runs, lines
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import run_lock
 from jaxpar.runtime.processes import children, token
 from jaxpar.runtime.processes.hosts.generations import End, Generation, Host, Over, Restarts, view
 from jaxpar.stores import folders, lease, shards, steps
 from jaxpar.stores.objects import Altered
-from jaxpar.sweeps.folder import SweepFolder
+from jaxpar.tools.report import listing
+from jaxpar.tools.report.table_of_runs import found_runs, lines
+from jaxpar.tools.sweeps.folder import SweepFolder
 from tests.e2e.damage import of_bytes, of_json, of_lines
-from tests.report.folders import write_run
 from tests.slow import slow
+from tests.tools.report.folders import write_run
 
 HOST = Host(name="a", life="x", address="127.0.0.1", port=1, devices=1, processes=2, ready=1)
 FORMED = Generation(

@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from jaxpar.monitoring.metric_names import METRICS, tag
-from jaxpar.report.command import report
-from jaxpar.report.options import ReportOptions
+from jaxpar.tools.report.command import report
+from jaxpar.tools.report.options import ReportOptions
 from tests.monitoring.test_sinks import free_port, scalars
 
 pytestmark = pytest.mark.waits

@@ -10,9 +10,9 @@ from jaxpar import checkpoint
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.inference.follow import follow, record_of
-from jaxpar.report.charts import shown_of
-from jaxpar.report.runs import read_run
 from jaxpar.runtime.files import json_lines
+from jaxpar.tools.report.charts import shown_of
+from jaxpar.tools.report.runs import read_run
 from tests.checkpoint.test_averaging import write_run
 from tests.monitoring.test_sinks import scalars
 

@@ -17,8 +17,8 @@ import pytest
 from jaxpar.config import Config, DilocoConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
+from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
 from jaxpar.optimizer.rules import make_optimizer
-from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat

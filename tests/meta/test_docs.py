@@ -18,8 +18,8 @@ from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.planning.command import asked_for
 from jaxpar.planning.options import PlanOptions
 from jaxpar.runtime.processes.launch_options import LaunchRun
-from jaxpar.sweeps.command import read_sweep
-from jaxpar.sweeps.options import SweepOptions
+from jaxpar.tools.sweeps.command import read_sweep
+from jaxpar.tools.sweeps.options import SweepOptions
 from jaxpar.train import TrainOptions
 from jaxpar.verification import meshes
 from jaxpar.verification.options import VerifyOptions

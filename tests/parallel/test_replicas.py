@@ -16,12 +16,12 @@ import pytest
 from jax import lax
 
 from jaxpar.config import ParallelConfig
+from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.replicas import pieces, top_k
 from jaxpar.parallel.replicas.feedback import error_spec, feedback_specs, replica_dim
 from jaxpar.parallel.replicas.reduction import reduce_compressed
 from jaxpar.parallel.replicas.sent_bytes import sent_bytes
-from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh

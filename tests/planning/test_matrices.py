@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
+from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
 from jaxpar.optimizer.muon import orthogonalize
 from jaxpar.planning.predict import matrices
 from jaxpar.planning.predict.communication import Cluster, traffic_of
@@ -15,7 +16,6 @@ from jaxpar.planning.predict.compute import optimizer_seconds
 from jaxpar.planning.predict.hardware import H200, NETWORKS
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.shard import shard_of, state_bytes
-from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.verification.meshes import parse_meshes

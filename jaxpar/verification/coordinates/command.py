@@ -1,5 +1,6 @@
 """The work of `python -m jaxpar.verify --mup`."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -13,10 +14,12 @@ from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates.activations import ActivationSizes, measure
-from jaxpar.verification.coordinates.growth import chart, growth, table, verdicts
+from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
+from jaxpar.verification.coordinates.growth import growth, table, verdicts
 from jaxpar.verification.coordinates.wider import prepared, widened
 from jaxpar.verification.options import MupOptions
+
+type Draw = Callable[[Mapping[int, Mapping[str, float]], str, str], bytes]
 
 
 def widths_of(text: str, cfg: Config) -> list[int]:
@@ -37,10 +40,11 @@ def widths_of(text: str, cfg: Config) -> list[int]:
     return widths
 
 
-def check_coordinates(options: MupOptions, model_from: ModelReader) -> int:
+def check_coordinates(options: MupOptions, model_from: ModelReader, draw: Draw) -> int:
     """Measure every width, print the table, and return the exit code.
 
-    Args:     model_from: reads the model that `--model.from` names.
+    Args:     model_from: reads the model that `--model.from` names. draw: makes the file of --svg,
+              from sizes by width and kind, a title, and the line under it.
     """
     check_file("--svg", options.svg or None)
     asked = options.config.asked(model_from)
@@ -61,7 +65,8 @@ def check_coordinates(options: MupOptions, model_from: ModelReader) -> int:
     print(f"\nmean |activation| after step {options.steps}, by d_model\n")
     print(table(found, exponents, options.tolerance))
     if options.svg:
-        Path(options.svg).write_bytes(chart(found, title, under))
+        sizes = {width: {kind: one.end[kind] for kind in KINDS} for width, one in found.items()}
+        Path(options.svg).write_bytes(draw(sizes, title, under))
         print(f"\nwrote {options.svg}")
     wrong = verdicts(exponents, options.tolerance)
     print("\n" + ("; ".join(wrong) if wrong else "flat: no activation depends on the width"))

@@ -1,14 +1,10 @@
-"""How activations grow with the width: exponents, the table and the chart."""
+"""How activations grow with the width: exponents, verdicts and the table."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.charts.chart import Chart, Line, line_chart
-from jaxpar.charts.scale import Scale
-from jaxpar.charts.standalone import svg_file
 from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes
 from jaxpar.verification.options import FLAT
 
@@ -79,22 +75,3 @@ def table(found: Mapping[int, ActivationSizes], exponents: list[Growth], toleran
         return "  ".join((first, *numbers, last.strip())).rstrip()
 
     return "\n".join(map(line, rows))
-
-
-def chart(found: Mapping[int, ActivationSizes], title: str, under: str) -> bytes:
-    """Draw the sizes against the width as an SVG file, both on logarithmic axes."""
-    values = [sizes.end[kind] for sizes in found.values() for kind in KINDS]
-    widths = list(found)
-    x = dataclasses.replace(_axis(widths), marks=tuple(map(float, widths)))
-    lines = [
-        Line(i, [(width, sizes.end[kind]) for width, sizes in found.items()], "dots")
-        for i, kind in enumerate(KINDS)
-    ]
-    made = line_chart(Chart(title, under, x, _axis(values), "d_model", lines))
-    return svg_file(made, title, under, KINDS)
-
-
-def _axis(values: list) -> Scale:
-    low, high = max(min(values), 1e-12), max(values)
-    margin = (high / low) ** 0.05 if high > low else 1.1
-    return Scale(low / margin, high * margin, log=True)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from jaxpar.doctor.measure.hosts import ACROSS, WITHIN
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.rendezvous import HEARTBEAT_SECONDS
+from jaxpar.tools.doctor.measure.hosts import ACROSS, WITHIN
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
 from tests.e2e.hosts.run import Run, wait_for_step

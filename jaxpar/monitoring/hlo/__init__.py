@@ -1,0 +1,1 @@
+"""Reads what a compiled program sends between devices, from its optimized HLO."""

@@ -1,3 +1,0 @@
-"""Writes a report of one or more runs: a single self-contained HTML file."""
-
-MAY_IMPORT = ("config", "runtime", "charts", "monitoring", "profiling", "bench", "stores")

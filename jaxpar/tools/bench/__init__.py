@@ -1,0 +1,14 @@
+"""Measures training, and compares measurements: `python -m jaxpar.profile --bench`."""
+
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "parallel",
+    "model",
+    "step",
+    "planning",
+    "tools.profiling",
+    "monitoring",
+    "training",
+)

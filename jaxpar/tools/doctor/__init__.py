@@ -1,0 +1,21 @@
+"""Checks whether a machine is fit for training: `python -m jaxpar.doctor`.
+
+docs/doctor.md explains each check.
+
+facts, numa       what a process reads about its host
+measure/          verifies collectives; times collectives, pairs of devices and matmuls
+checks/           pure functions from facts and figures to findings
+examination       runs the sections in order
+showing           their tables
+"""
+
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "kernels",
+    "execution",
+    "parallel",
+    "planning",
+    "monitoring",
+)

@@ -1,0 +1,265 @@
+"""Breaks a step's time down into compute, communication and idle time, from a trace.
+
+For one device in one step, between its first kernel and its last:
+
+    compute         time during which a kernel other than communication runs
+    communication   time during which a collective or a copy to another GPU or the host runs
+    hidden          both at the same time
+    exposed         communication without compute
+    idle            neither
+
+so step = compute + exposed + idle. Times by class, pass and kernel are sums over kernels. They
+count time twice if kernels on several streams overlap.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from jaxpar.monitoring.hlo import text as hlo
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.tools.profiling import limits, roofline
+from jaxpar.tools.profiling.hlo.attribution import attribute
+from jaxpar.tools.profiling.launching import launching
+from jaxpar.tools.profiling.trace import cpu_trace
+from jaxpar.tools.profiling.trace.intervals import Cover, Interval, length, subtract, union
+from jaxpar.tools.profiling.trace.kernels import (
+    CLASSES,
+    COMMUNICATION,
+    COPY,
+    HOST,
+    MATMUL,
+    classify,
+    family,
+)
+from jaxpar.tools.profiling.trace.launches import Chip, waves
+from jaxpar.tools.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
+from jaxpar.tools.profiling.trace.scopes import place_of, shorten
+
+#: Figures that are also reported for the worst device.
+WORST = ("exposed", "idle")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A kernel with its class and, for communication, its kind."""
+
+    kernel: ProfiledKernel
+    what: str
+    kind: str
+
+    @property
+    def ns(self) -> int:
+        """Duration in nanoseconds."""
+        return self.kernel.end - self.kernel.start
+
+
+def sort_kernels(kernels: Sequence[ProfiledKernel]) -> list[Sorted]:
+    """Classify each kernel."""
+    known = lambda k: (k.what, k.kind) if k.what else classify(k.name, k.scope, k.op)  # noqa: E731
+    return [Sorted(k, *known(k)) for k in kernels]
+
+
+def busy_times(kernels: Sequence[Sorted]) -> tuple[list[Interval], list[Interval]]:
+    """Return the intervals of compute and of communication."""
+    compute = union(k.kernel.interval for k in kernels if k.what != COMMUNICATION)
+    return compute, union(k.kernel.interval for k in kernels if k.what == COMMUNICATION)
+
+
+def of_step(kernels: Sequence[Sorted]) -> dict[str, int]:
+    """Return the figures of one device in one step, in nanoseconds."""
+    compute, communication = busy_times(kernels)
+    exposed = length(subtract(communication, compute))
+    begin = min(k.kernel.start for k in kernels)
+    span = max(k.kernel.end for k in kernels) - begin
+    return {
+        "step": span,
+        "compute": length(compute),
+        "communication": length(communication),
+        "hidden": length(communication) - exposed,
+        "exposed": exposed,
+        "idle": span - length(compute) - exposed,
+    }
+
+
+def exposed_by_kind(kernels: Sequence[Sorted]) -> dict[str, int]:
+    """Return nanoseconds of exposed communication by kind.
+
+    If two collectives overlap, the time counts for the one that began first, so that the sum is
+    `exposed`.
+    """
+    compute = Cover(union(k.kernel.interval for k in kernels if k.what != COMMUNICATION))
+    found: dict[str, int] = defaultdict(int)
+    reached = 0  # by an earlier collective: those begin no later, so they take all time up to here
+    for item in sorted(kernels, key=lambda k: k.kernel.start):
+        if item.what == COMMUNICATION:
+            start, end = max(item.kernel.start, reached), item.kernel.end
+            found[item.kind] += compute.outside(start, end) if start < end else 0
+            reached = max(reached, end)
+    return dict(found)
+
+
+def between_steps(steps: Sequence[Sequence[ProfiledKernel]]) -> float | None:
+    """Return the mean nanoseconds between the last kernel of a step and the first of the next."""
+    if len(steps) < 2:
+        return None
+    ends = [max(k.end for k in step) for step in steps]
+    return fmean(step[0].start - end for end, step in zip(ends, steps[1:], strict=False))
+
+
+def profile(
+    trace: KernelTrace,
+    hlo_text: str | hlo.Module = "",
+    top: int = 10,
+    gpu: Gpu | None = None,
+    attention_flops: float | None = None,
+) -> dict[str, Any]:
+    """Return the figures of a trace, in milliseconds per step: means over devices and steps.
+
+    Args:     hlo_text: `compiled.as_text()` of the module, or the result of `hlo.parse`; without
+        it, kernels inside command buffers have no scope. top: kernels to list, by total time. gpu:
+        the GPU whose peaks to use; None: no shares. attention_flops: of one device in one step.
+    Raises:   NoKernels if no step is complete.
+    """
+    module = None
+    if hlo_text:
+        module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
+        trace = attribute(trace, module)
+        trace = trace if trace.on_gpu else cpu_trace.classify_instructions(trace, module)
+    devices = {n: [sort_kernels(s) for s in steps] for n, steps in trace.devices.items()}
+    counts = {len(steps) for steps in devices.values()}
+    if counts in (set(), {0}):
+        raise NoKernels(f"no step of {trace.module} in the trace")
+    each = {n: _mean_of([of_step(s) for s in steps]) for n, steps in devices.items() if steps}
+    every = [step for steps in devices.values() for step in steps]
+    gaps = [gap for steps in trace.devices.values() if (gap := between_steps(steps)) is not None]
+    mean, by_class = _mean_of(list(each.values())), _by_class(every)
+    if not mean["step"]:
+        raise NoKernels(f"the kernels of {trace.module} in the trace take no time")
+    rows = roofline.with_costs(kernel_rows(every, trace.chip), module, gpu, attention_flops)
+    return {
+        "module": trace.module,
+        "devices": len(each),
+        "steps": max(counts),
+        "ms": {name: value / 1e6 for name, value in mean.items()},
+        "worst_device_ms": {name: max(e[name] for e in each.values()) / 1e6 for name in WORST},
+        "devices_ms": {str(n): {k: v / 1e6 for k, v in e.items()} for n, e in each.items()},
+        "between_steps_ms": fmean(gaps) / 1e6 if gaps else None,
+        "exposed_share": mean["exposed"] / mean["step"],
+        "by_class": by_class,
+        "communication": _by_kind(every),
+        "by_scope_ms": _by_scope(every),
+        "unattributed_ms": _unattributed(every),
+        "matmuls": roofline.of_matmuls(module, by_class.get(MATMUL, {}).get("ms"), gpu),
+        **_why(trace, rows, mean["step"] / 1e6, gpu, top),
+    }
+
+
+def _why(
+    trace: KernelTrace, rows: list[dict[str, Any]], step_ms: float, gpu: Gpu | None, top: int
+) -> dict[str, Any]:
+    """Return the top kernels and, on GPUs, what limits them, scopes and the step."""
+    if not trace.on_gpu:
+        return {"top_kernels": rows[:top], "limits": None, "scopes": None, "launching": None}
+    rows = limits.with_bounds(rows)
+    return {
+        "top_kernels": rows[:top],
+        "limits": limits.summary(rows, step_ms, gpu),
+        "scopes": limits.by_scope(rows, step_ms),
+        "launching": launching(list(trace.devices.values())),
+    }
+
+
+def _mean_of(figures: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {name: fmean(f[name] for f in figures) for name in figures[0]}
+
+
+def _by_class(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
+    """Return milliseconds and number of kernels per step, for each class that occurs."""
+    found = {}
+    for what in CLASSES:
+        ns = [k.ns for step in steps for k in step if k.what == what]
+        if ns:
+            found[what] = {"ms": sum(ns) / 1e6 / len(steps), "count": len(ns) / len(steps)}
+    return found
+
+
+def _by_kind(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
+    """Return milliseconds, exposed milliseconds and kernels per step, for each collective."""
+    found: dict[str, dict[str, float]] = {}
+    for step in steps:
+        exposed = exposed_by_kind(step)
+        for kernel in step:
+            if kernel.what == COMMUNICATION:
+                row = found.setdefault(kernel.kind, {"ms": 0.0, "exposed_ms": 0.0, "count": 0.0})
+                row["ms"] += kernel.ns / 1e6 / len(steps)
+                row["count"] += 1 / len(steps)
+        for kind, ns in exposed.items():
+            found[kind]["exposed_ms"] += ns / 1e6 / len(steps)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
+
+
+def _by_scope(steps: Sequence[Sequence[Sorted]]) -> list[dict[str, Any]]:
+    """Return milliseconds per step for each pass, named scope and class."""
+    found: dict[tuple[str, str, str], float] = defaultdict(float)
+    for kernel in itertools.chain.from_iterable(steps):
+        if kernel.kernel.scope:
+            place = place_of(kernel.kernel.scope)
+            found[(*place, kernel.what)] += kernel.ns / 1e6 / len(steps)
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return [
+        {"pass": phase, "scope": scope, "class": what, "ms": ms}
+        for (phase, scope, what), ms in ordered
+    ]
+
+
+def _unattributed(steps: Sequence[Sequence[Sorted]]) -> float:
+    """Return milliseconds per step of kernels with unknown scope, except copies."""
+    copied = lambda k: k.what == COPY or k.kind == HOST  # noqa: E731
+    unknown = (k.ns for s in steps for k in s if not k.kernel.scope and not copied(k))
+    return sum(unknown) / 1e6 / len(steps)
+
+
+def kernel_rows(
+    steps: Sequence[Sequence[Sorted]], chip: Chip | None = None
+) -> list[dict[str, Any]]:
+    """Return kernels by total time, grouped by name, scope and result shape.
+
+    op, ops            an HLO instruction of the group, and how often each of them ran.
+    occupancy, waves   theoretical occupancy, and how often the blocks fill the GPU
+                       (`trace/launches.py`): means, or None if unknown.
+    """
+    found: dict[tuple, list[Sorted]] = defaultdict(list)
+    for item in itertools.chain.from_iterable(steps):
+        k = item.kernel
+        found[(family(k.name), shorten(k.scope), k.result)].append(item)
+    ordered = sorted(found.items(), key=lambda entry: -sum(k.ns for k in entry[1]))
+    return [
+        {
+            "name": name,
+            "class": items[0].kind or items[0].what,
+            "count": len(items) / len(steps),
+            "mean_us": fmean(k.ns for k in items) / 1e3,
+            "ms": sum(k.ns for k in items) / 1e6 / len(steps),
+            "scope": scope,
+            "op": items[0].kernel.op,
+            "ops": Counter(item.kernel.op for item in items),
+            "result": result,
+            **_filling(items, chip),
+        }
+        for (name, scope, result), items in ordered
+    ]
+
+
+def _filling(items: Sequence[Sorted], chip: Chip | None) -> dict[str, float | None]:
+    """Return the means of occupancy and waves of kernels."""
+    shapes = [item.kernel.shape for item in items if item.kernel.shape is not None]
+    occupancy = [shape.occupancy for shape in shapes if shape.occupancy is not None]
+    full = [n for shape in shapes if chip and (n := waves(shape, chip)) is not None]
+    return {
+        "occupancy": fmean(occupancy) if occupancy else None,
+        "waves": fmean(full) if full else None,
+    }

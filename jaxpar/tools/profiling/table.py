@@ -1,0 +1,253 @@
+"""Formats a breakdown as tables of milliseconds per step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpar.tools.profiling.trace.kernels import COMMUNICATION
+from jaxpar.tools.profiling.trace.scopes import PASSES, place_of
+
+#: Rows of the table by pass, and longest names and shapes.
+MAX_ROWS = 24
+MAX_NAME_CHARS = 52
+MAX_RESULT_CHARS = 40
+
+#: Longest line of a kernel's figures.
+MAX_LINE_CHARS = 120
+
+#: CUDA graphs to name.
+MAX_GRAPHS = 2
+
+
+def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
+    """Format the figures of `breakdown.profile` in aligned columns.
+
+    Args:     sent: the card of `collective_bytes`, for the bytes of each collective.
+    """
+    parts = [_head(profile), _classes(profile)]
+    if profile["limits"]:
+        parts.append(_limits(profile))
+    if profile["launching"]:
+        parts.append(_launching(profile["launching"], profile["between_steps_ms"]))
+    if profile["communication"]:
+        parts.append(_collectives(profile, (sent or {}).get("kinds", {})))
+    if profile["by_scope_ms"]:
+        parts.append(_scopes(profile))
+    parts.append(_kernels(profile))
+    return "\n\n".join(parts)
+
+
+def digits(value: float) -> str:
+    """Format a number with about three digits: 1,924, 17.6, 0.34, 0.0012."""
+    places = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{places}f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def amount(num_bytes: float) -> str:
+    """Format bytes sent, in powers of 1000 like link speeds: 22.5 GB, 4.61 kB."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{digits(num_bytes / 10**power)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Align rows of cells in columns: those in `left` to the left, others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(["", *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _head(p: dict[str, Any]) -> str:
+    ms, worst = p["ms"], p["worst_device_ms"]
+    several = p["devices"] > 1
+    beside = lambda name: f" ({worst[name]:,.1f})" if several else ""  # noqa: E731
+    of = f", mean of {p['devices']} devices (worst)" if several else ""
+    parts = [
+        f"step {ms['step']:,.1f}",
+        f"compute {ms['compute']:,.1f}",
+        f"exposed communication {ms['exposed']:,.1f}{beside('exposed')}, {p['exposed_share']:.1%}",
+        f"idle {ms['idle']:,.1f}{beside('idle')}",
+    ]
+    if p["between_steps_ms"] is not None:
+        parts.append(f"between steps {p['between_steps_ms']:,.1f}")
+    return f"profile of {p['steps']} steps{of}, ms per step\n  " + "   ".join(parts)
+
+
+def _classes(p: dict[str, Any]) -> str:
+    step, rows = p["ms"]["step"], [("kernels", "ms", "of step", "count", "")]
+    for what, row in p["by_class"].items():
+        note = f"{p['ms']['hidden']:,.1f} of it hidden" if what == COMMUNICATION else ""
+        share = f"{row['ms'] / step:.1%}"
+        rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
+    idle = p["ms"]["idle"]
+    rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
+    return align_columns(rows, left=(0, 4))
+
+
+def _limits(p: dict[str, Any]) -> str:
+    """Return the time by limit, and the use of the tensor cores."""
+    found, step = p["limits"], p["ms"]["step"]
+    rows = [("limit", "ms", "of step")]
+    rows += [(n, f"{ms:,.1f}", f"{ms / step:.1%}") for n, ms in found["by_bound_ms"].items()]
+    text = f"  tensor cores: {found['tensor_share']:.1%} of the step in kernels that use them"
+    if found["flops_per_second"]:
+        text += f", at {digits(found['flops_per_second'] / 1e12)} TFLOP/s"
+    if found["peak_share"]:
+        text += f"; {found['peak_share']:.1%} of the bfloat16 peak over the step"
+    return f"{align_columns(rows)}\n\n{text}"
+
+
+def _launching(found: dict[str, Any], between_ms: float | None) -> str:
+    """Return how kernels were launched, and why nothing ran in the gaps."""
+    calls = f"{found['calls']:,.0f} calls, {found['host_ms']:,.1f} ms of the host"
+    if found["graphs"]:
+        calls += f"; CUDA graphs: {found['graphs']:,.0f}, with {found['in_graphs']:,.0f} of "
+        calls += f"{found['kernels']:,.0f} kernels"
+    ahead = found["ahead_ms"]
+    queue = f"a kernel starts {ahead['median']:,.1f} ms after its call (median), at least "
+    queue += f"{ahead['least']:,.2f} ms"
+    late, rest = found["late_ms"], found["queued_ms"]
+    gaps = f"{found['gaps']:,.0f}: {late:,.2f} ms until the host launched, {rest:,.2f} ms else"
+    if found["between_us"] is not None:
+        gaps += f"; {found['between_us']:,.1f} us from one queued kernel to the next"
+    rows = [("launches", calls), ("queue", queue), ("gaps", gaps)]
+    graphs = [*found["by_graph"].items()]
+    if graphs:
+        texts = [f"{name} {g['kernels']:,.0f} kernels, {g['ms']:,.1f} ms" for name, g in graphs]
+        left = found.get("distinct_graphs", len(graphs)) - MAX_GRAPHS
+        more = [f"{left} more"] if left > 0 else []
+        rows.insert(1, ("graphs", "; ".join(texts[:MAX_GRAPHS] + more)))
+    if found["latency_us"] is not None:
+        least, middle, most = (
+            f"{found['latency_us'][n]:,.1f}" for n in ("least", "median", "most")
+        )
+        text = f"{middle} us (median; {least} to {most}) from a call to its kernel on an idle GPU"
+        rows.append(("latency", text))
+    if between_ms and found["between_steps_late"] is not None:
+        text = f"{between_ms:,.1f} ms, {found['between_steps_late']:.0%} until the host launched"
+        rows.append(("between steps", text))
+    return align_columns(rows, left=(0, 1))
+
+
+def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
+    rows = [("collective", "ms", "exposed", "count", "sent", "rate")]
+    for kind, row in p["communication"].items():
+        size = sent[kind]["bytes"] if kind in sent else None
+        rows.append(
+            (
+                kind,
+                f"{row['ms']:,.1f}",
+                f"{row['exposed_ms']:,.1f}",
+                f"{row['count']:,.0f}",
+                "-" if size is None else amount(size),
+                "-" if size is None else f"{amount(size / row['ms'] * 1e3)}/s",
+            )
+        )
+    return align_columns(rows)
+
+
+def _scopes(p: dict[str, Any]) -> str:
+    """Return compute by pass, then a row per pass and scope."""
+    times: dict[tuple[str, str], float] = {}
+    for row in p["by_scope_ms"]:
+        if row["class"] != COMMUNICATION:
+            place = row["pass"], row["scope"]
+            times[place] = times.get(place, 0.0) + row["ms"]
+    passes: dict[str, float] = {}
+    for (phase, _), ms in times.items():
+        passes[phase] = passes.get(phase, 0.0) + ms
+    shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
+    if p["unattributed_ms"] >= 0.05:
+        shown.append(f"unattributed {p['unattributed_ms']:,.1f}")
+    rows = _limits_of_scopes(p) if p["scopes"] else _classes_of_scopes(p, times)
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
+
+
+def _classes_of_scopes(
+    p: dict[str, Any], times: dict[tuple[str, str], float]
+) -> list[tuple[str, ...]]:
+    """Return rows with a column per class, for traces that do not tell more."""
+    classes = [what for what in p["by_class"] if what != COMMUNICATION]
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    for row in p["by_scope_ms"]:
+        cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
+    rows: list[tuple[str, ...]] = [("pass", "scope", "ms", *classes)]
+    for place, ms in sorted(times.items(), key=lambda item: -item[1])[:MAX_ROWS]:
+        each = [f"{cells[place][c]:,.1f}" if c in cells[place] else "-" for c in classes]
+        rows.append((place[0], place[1] or "-", f"{ms:,.1f}", *each))
+    return rows
+
+
+def _limits_of_scopes(p: dict[str, Any]) -> list[tuple[str, ...]]:
+    shown = [n for n in _RATES if n == "tensor_share" or any(r.get(n) for r in p["scopes"])]
+    rows: list[tuple[str, ...]] = [
+        ("pass", "scope", "ms", "of step", *(_RATES[name][0] for name in shown))
+    ]
+    for r in p["scopes"][:MAX_ROWS]:
+        each = [_cell(name, r.get(name)) for name in shown]
+        rows.append((r["pass"], r["scope"] or "-", f"{r['ms']:,.1f}", f"{r['share']:.1%}", *each))
+    return rows
+
+
+def _kernels(p: dict[str, Any]) -> str:
+    """Return two lines per kernel: its figures and place, then its name, result and instruction."""
+    top, step = [k | _rates(k) for k in p["top_kernels"]], p["ms"]["step"]
+    shown = [name for name in _RATES if any(k.get(name) for k in top)]
+    rows = [("ms", "of step", "count", "mean us", *(_RATES[name][0] for name in shown), "place")]
+    for k in top:
+        numbers = [f"{k['ms']:,.1f}", f"{k['ms'] / step:.1%}"]
+        numbers += [f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
+        place = " ".join(filter(None, place_of(k["scope"]))) if k["scope"] else "-"
+        cells = (_cell(name, k.get(name)) for name in shown)
+        rows.append((*numbers, *cells, place))
+    head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
+    below = ["  ".join(filter(None, _names(k))) for k in top]
+    pairs = (
+        text for line, name in zip(lines, below, strict=True) for text in (line, "    " + name)
+    )
+    return "\n".join([head, *pairs])
+
+
+def _names(k: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a kernel's name, result and instruction; on CPUs the name is the instruction's."""
+    op = k["op"] if k["op"] != k["name"] else ""
+    return _cut(k["name"], MAX_NAME_CHARS), _cut(k["result"], MAX_RESULT_CHARS), op
+
+
+def _rates(k: dict[str, Any]) -> dict[str, float]:
+    """Return FLOP/s and bytes/s of a kernel, as far as its costs are known."""
+    costs = {"flops_per_second": k.get("flops"), "bytes_per_second": k.get("bytes")}
+    return {
+        name: cost / k["mean_us"] * 1e6 for name, cost in costs.items() if cost and k["mean_us"]
+    }
+
+
+def _cell(name: str, value: Any) -> str:
+    return "-" if value is None or value == 0 else _RATES[name][1](value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+#: What is known about a kernel or a scope (`limits.py`): title and format.
+_RATES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "flops_per_second": ("TFLOP/s", lambda value: digits(value / 1e12)),
+    "bytes_per_second": ("GB/s", lambda value: digits(value / 1e9)),
+    "roofline": ("roof", _percent),
+    "occupancy": ("occ.", _percent),
+    "waves": ("waves", digits),
+    "tensor_share": ("tensor", _percent),
+    "tensor_cores": ("tensor", lambda uses: "yes" if uses else "no"),
+    "bound": ("limit", str),
+}

@@ -1,0 +1,281 @@
+"""Reads a run's folder for a report: metrics in bounded memory, and events."""
+
+import functools
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
+from jaxpar.config.lists.held_out_sets import MAX_SETS
+from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
+from jaxpar.monitoring.outline import MAX_STEPS, Outline, outline
+from jaxpar.monitoring.restarts import RestartCosts, restarts
+from jaxpar.monitoring.samples import read_samples
+from jaxpar.monitoring.sinks import numbers
+from jaxpar.runtime.files import json_lines
+from jaxpar.tools.report.figures import Speed
+from jaxpar.tools.report.loads import Loads, read_loads
+from jaxpar.tools.report.series import Series
+
+#: Kinds of marks on the axes of steps and time, and their meaning.
+KINDS = {
+    "restart": "restart",
+    "rewind": "rewind to an earlier checkpoint",
+    "skipped": "updates skipped because of a non-finite loss or gradient",
+    "failed": "save failed",
+    "saved": "checkpoint",
+}
+
+#: The moving average covers this share of all values.
+SMOOTH = 1 / 50
+
+#: Metrics that are kept over steps. Of others, only the last value is kept.
+DRAWN = frozenset(
+    """loss held_out_loss ema_loss bits_per_byte grad_norm learning_rate
+    tokens_per_second_per_device mfu memory_gib gpu_watts gpu_clock_mhz joules_per_token
+    global_batch_size seq_len tokens_seen
+    data_wait_seconds store_waiting_gb loss_scale expert_entropy fullest_expert fullest_rank
+    fullest_rank_mean further_rounds""".split()
+)
+
+#: Begins the names of the losses of `evaluation.sets`, which are kept over steps too.
+OF_SETS = "set_loss/"
+
+#: The results of followers, and what their names begin with.
+FOLLOWED = Path("evaluations", "metrics.jsonl")
+OF_FOLLOWERS = ("task_scores/", "followed_loss", "followed_bits_per_byte")
+
+#: Most metrics that are kept over steps, of which a damaged file may name any number.
+MAX_SERIES = len(DRAWN) + MAX_SETS
+
+#: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
+#: sums and ratios of such values are finite.
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
+
+#: Number of samples that are shown, the latest ones.
+MAX_SAMPLES = 4
+
+
+class Mark(NamedTuple):
+    """Something that happened to a run."""
+
+    kind: str
+    step: int
+    hours: float | None
+    """Hours since the run began; None without events.jsonl."""
+    text: str
+
+
+@dataclass
+class RunRead:
+    """The data of a run that a report shows."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    series: dict[str, Series] = field(default_factory=dict)
+    speed: Speed = field(default_factory=Speed)
+    marks: list[Mark] = field(default_factory=list)
+    progress: list[list[tuple[float, int]]] = field(default_factory=list)
+    """For each attempt, (hours since the run began, completed steps)."""
+    last: dict[str, float] = field(default_factory=dict)
+    """The last displayable value of each metric."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    goodput: Goodput | None = None
+    restarts: RestartCosts | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    last_step: int = 0
+    last_half: Series | None = None
+    """The loss in the second half of the steps, in finer ranges."""
+    loads: Loads | None = None
+    """Of the experts; None without any."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per step; 0 if not recorded."""
+        return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
+
+    def tokens_at(self, step: int) -> float:
+        """Return the tokens of the first steps, between records on a straight line."""
+        if not self.sizes_change:
+            return step * self.tokens_per_step
+        return float(np.interp(step, *self._tokens_of_steps))
+
+    @property
+    def sizes_change(self) -> bool:
+        """Whether steps have different numbers of tokens."""
+        return "global_batch_size" in self.series
+
+    @functools.cached_property
+    def _tokens_of_steps(self) -> tuple[list[int], list[float]]:
+        points = self.series["tokens_seen"].points() if "tokens_seen" in self.series else []
+        return [0, *(p.step for p in points)], [0.0, *(p.high for p in points)]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the complete run; 0 if the config does not have it."""
+        found = self.config.get("train", {}).get("num_steps", 0)
+        return found if isinstance(found, int) else 0
+
+
+def read_run(folder: str) -> RunRead:
+    """Read the folder of a run, which may still be in progress.
+
+    Raises:   ConfigError if the folder is not a run's, or a file of it cannot be read.
+    """
+    try:
+        return _read_run(folder)
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        fix = "make it readable for this user, or leave the run out"
+        raise ConfigError("RUN", str(error.filename or folder), rule, fix) from error
+
+
+def _read_run(folder: str) -> RunRead:
+    path = Path(folder)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
+    os.scandir(path).close()  # `is_file` would hide that the folder cannot be read
+    if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
+        rule = "is not a run's folder: it has neither config.json nor metrics.jsonl"
+        within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
+        fix = f"use {' or '.join(within)}" if within else "give the folder set by run.dir"
+        raise ConfigError("RUN", folder, rule, fix)
+    config = _json(path / "config.json")
+    for name, section in config.items():
+        if not isinstance(section, dict):
+            rule, fix = (
+                f"is not a valid config: {name} is not a section",
+                "restart the run, which rewrites the file",
+            )
+            raise ConfigError("RUN", str(path / "config.json"), rule, fix)
+    run = RunRead(folder, path, config, _json(path / "manifest.json"))
+    _read_metrics(run, found := outline(path / "metrics.jsonl"))
+    _read_followed(run)
+    events = read_events(path)
+    if events:
+        run.goodput, run.restarts = goodput(events), restarts(events)
+        _read_events(run, events)
+    else:
+        starts = (step for _, step in found.starts[1:])
+        run.marks += [Mark("restart", step, None, f"resumed after step {step}") for step in starts]
+    run.loads = read_loads(path)
+    run.samples = list(deque(read_samples(path), MAX_SAMPLES))
+    return run
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path, what="it") if path.is_file() else {}
+    except ValueError as error:
+        fix = "fix it, or restart the run, which rewrites the file"
+        raise ConfigError("RUN", str(path), f"cannot be read: {error}", fix) from error
+    return value if isinstance(value, dict) else {}
+
+
+# ------------------------------------------------------------------------------- metrics.jsonl
+
+
+def _read_metrics(run: RunRead, found: Outline) -> None:
+    """Read series, histograms and the marks of skipped updates."""
+    span, left_out = found.count * SMOOTH, 0
+    run.last_step = found.last_step
+    half = found.last_step // 2
+    run.last_half = Series(half, found.last_step, span)
+    for record in found.records():
+        values = {name: v for name, v in numbers(record).items() if _can_be_shown(v)}
+        if then := {k: v for k, v in values.items() if k.startswith("predicted_")}:
+            run.predicted = then  # of the latest attempt
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        skipped = int(values.get("skipped", left_out))
+        if skipped > left_out:
+            text = f"{skipped - left_out} updates skipped up to step {step}"
+            run.marks.append(Mark("skipped", step, None, text))
+        left_out = skipped
+        run.last |= values
+        for name in (name for name in values if name in DRAWN or name.startswith(OF_SETS)):
+            if name not in run.series:
+                if len(run.series) >= MAX_SERIES:
+                    continue
+                run.series[name] = Series(0, found.last_step, span)
+            run.series[name].add(step, values[name])
+        run.speed.add(values, run.predicted)
+        if "loss" in values and step > half:
+            run.last_half.add(step, values["loss"])
+
+
+def _read_followed(run: RunRead) -> None:
+    """Read the results of followers: of a step that has several, the last one counts."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in json_lines.read(run.folder / FOLLOWED):
+        step = record.get("step")
+        if isinstance(step, int) and 0 <= step <= MAX_STEPS:
+            for name, value in numbers(record).items():
+                if name.startswith(OF_FOLLOWERS) and _can_be_shown(value):
+                    found[name][step] = value
+    for name in list(found)[:MAX_SETS]:
+        run.series[name] = Series(0, max(run.last_step, *found[name]), 1)
+        for step in sorted(found[name]):
+            run.series[name].add(step, found[name][step])
+        run.last[name] = found[name][max(found[name])]
+
+
+def _can_be_shown(value: float) -> bool:
+    return value == 0 or MIN_MAGNITUDE < abs(value) < MAX_MAGNITUDE
+
+
+# ------------------------------------------------------------------------------- events.jsonl
+
+
+def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
+    """Read progress and marks over time.
+
+    Times are the ages of the attempts. The wall clock is used only between attempts.
+    """
+    born = end = 0.0
+    last: dict[str, Any] | None = None
+    gone_on = False
+    for event in events:
+        age = float(event["age"])
+        if event["event"] == "start":
+            born = end + (0.0 if last is None else gap_before(event, last))
+            gone_on = False
+            run.progress.append([])
+        if not run.progress:
+            continue  # the start is missing
+        end = max(end, born + age)
+        hours = (born + age) / 3600
+        if event["event"] == "from":
+            _gone_on(run, event, hours, within=gone_on)
+            gone_on = True
+        elif event["event"] == "time" and gone_on:
+            run.progress[-1].append((hours, int(event["steps"][1])))
+        elif event["event"] == "saved":
+            text = f"saved step {event['step']} in {event['seconds']:.1f} s"
+            run.marks.append(Mark("saved", int(event["step"]), hours, text))
+        elif event["event"] == "save failed":
+            text = f"failed to save step {event['step']}: {event['error']}"
+            run.marks.append(Mark("failed", int(event["step"]), hours, text))
+        last = event
+
+
+def _gone_on(run: RunRead, event: dict[str, Any], hours: float, *, within: bool) -> None:
+    """Add the mark of an attempt that resumes from a step, or of a rewind."""
+    step = int(event["step"])
+    if within:
+        run.marks.append(Mark("rewind", step, hours, f"rewound to step {step}"))
+        run.progress.append([])
+    elif len(run.progress) > 1:
+        text = f"attempt {event['attempt']}, from step {step}"
+        run.marks.append(Mark("restart", step, hours, text))
+    run.progress[-1].append((hours, step))
