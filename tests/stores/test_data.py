@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def loader(cfg: Config, split: str = "train") -> Loader:
 
 def assert_same_batches(one: Loader, other: Loader, steps=range(6)) -> None:
     for step in steps:
-        jax.tree.map(np.testing.assert_array_equal, one.batch(step), other.batch(step))
+        chex.assert_trees_all_equal(one.batch(step), other.batch(step))
 
 
 def without_filling(monkeypatch) -> None:
@@ -289,7 +290,6 @@ def test_two_processes_share_the_cache(made, data, monkeypatch, s3, here):
     code = f"""
 import numpy as np
 from jaxpar.config import Config, replace
-from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import open_sources
 from jaxpar.stores import cached
 cached.PART_BYTES = 512
