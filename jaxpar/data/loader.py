@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -321,6 +322,9 @@ class Loader:
     def _place(self, step: int, host: Batch) -> Batch:
         _, *shape = self.sizes.at(self.skipped.batch_of(step))
         rows = self._rows[shape[0]]
+        arrays = [host.tokens, host.labels, host.segment_ids, host.positions]
+        chex.assert_shape(arrays, (len(rows), shape[1]))
+        chex.assert_type(arrays, np.int32)
 
         def to_devices(x_NT: np.ndarray) -> jax.Array:
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:

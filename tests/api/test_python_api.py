@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -134,11 +135,11 @@ def test_steps_by_hand_are_those_of_the_loop(trainer_of):
     kept = jax.tree.map(np.asarray, state)
     assert by_hand.save(state).name == "4"
     loaded = trainer_of(**fields, **{"run.dir": by_hand.cfg.run.dir}).load()
-    jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, loaded))
+    chex.assert_trees_all_equal(kept, jax.tree.map(np.asarray, loaded))
     assert by_hand.train()
     end = jax.tree.map(np.asarray, by_hand.load().params)
     whole = jax.tree.map(np.asarray, by_loop.load().params)
-    jax.tree.map(np.testing.assert_array_equal, end, whole)
+    chex.assert_trees_all_equal(end, whole)
     assert by_hand.generate(by_hand.load(), "a", 3) == jaxpar.generate(
         jaxpar.load_model(by_hand.cfg.run.dir), "a", 3
     )

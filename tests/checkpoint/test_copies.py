@@ -3,6 +3,7 @@
 import threading
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_a_state_that_is_in_host_memory_in_part_is_copied_by_xla(state):
         assert host.by_xla
         copy = host.take(state)
         assert {x.sharding.memory_kind for x in jax.tree.leaves(copy)} == {"pinned_host"}
-        jax.tree.map(np.testing.assert_array_equal, copy, state)
+        chex.assert_trees_all_equal(copy, state)
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_without_memory_the_save_says_so(state, monkeypatch):
         with pytest.raises(MemoryError):
             host.take(state)
         monkeypatch.undo()
-        jax.tree.map(np.testing.assert_array_equal, host.take(state), state)  # later there is some
+        chex.assert_trees_all_equal(host.take(state), state)  # later there is some
 
 
 def test_a_copy_that_does_not_fit_in_the_host_is_refused(state, monkeypatch):
@@ -150,7 +151,7 @@ def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
 
     monkeypatch.setattr(copies, "copy_to_host", copy)
     with HostCopy(state) as host:
-        jax.tree.map(np.testing.assert_array_equal, host.take(state), state)
+        chex.assert_trees_all_equal(host.take(state), state)
     assert len(copied) == 4 + 2 + 1 + 1
 
 
@@ -163,7 +164,7 @@ def test_if_the_driver_refuses_xla_copies(state, monkeypatch, capfd):
         for _ in range(2):
             copy = host.take(state)
             assert {x.sharding.memory_kind for x in jax.tree.leaves(copy)} == {"pinned_host"}
-            jax.tree.map(np.testing.assert_array_equal, copy, state)
+            chex.assert_trees_all_equal(copy, state)
     assert capfd.readouterr().err.count("WARNING") == 1
 
 

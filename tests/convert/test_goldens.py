@@ -7,6 +7,7 @@ import functools
 import json
 from pathlib import Path
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -258,7 +259,7 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     mesh = make_mesh(cfg.parallel, devices[:n])
     params = load_params(source, cfg, mesh, said.append)
     _, wanted = params_of(run)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), params, wanted)
+    chex.assert_trees_all_equal(params, wanted)
     # Every number is read once, however many devices hold it.
     (line,) = said
     assert line.startswith(f"read {source.num_bytes / 1000:.1f} kB in ")

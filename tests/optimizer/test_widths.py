@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,4 +113,4 @@ def test_without_widths_rules_are_those_of_optax():
     ):
         rule = ours(o, lambda _: RATE, mask, Matrices(specs))
         found, wanted = (updates(one, params, grads)[-1] for one in (rule, theirs))
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        chex.assert_trees_all_equal(found, wanted)

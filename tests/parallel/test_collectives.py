@@ -6,6 +6,7 @@ of the axis. A statement gets all the parts, and says what each device must hold
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,7 +210,7 @@ def test_a_tree_is_shifted_whole(devices):
     found = per_device(
         lambda k, v: collectives.shift({"k": k, "v": v}, SEQUENCE, 1), mesh, *x.values()
     )
-    jax.tree.map(np.testing.assert_array_equal, found, moved)
+    chex.assert_trees_all_equal(found, moved)
 
 
 def test_fsdp_gather(devices):

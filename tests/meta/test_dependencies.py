@@ -1,0 +1,67 @@
+"""Every package that jaxpar imports is declared, with what it is for, and no other."""
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Modules whose package has another name.
+PACKAGES = {
+    "google": "protobuf",
+    "huggingface_hub": "huggingface-hub",
+    "lm_eval": "lm-eval",
+    "ml_dtypes": "ml-dtypes",
+    "mlflow": "mlflow-skinny",
+    "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
+    "pynvml": "nvidia-ml-py",
+}
+
+#: Packages that a command uses where the user has them, and does without otherwise.
+IF_THERE = {"peft", "torch", "transformers"}
+
+#: For tests, which write what published models are stored in.
+NOT_IMPORTED = {"safetensors"}
+
+#: PyTorch code, for users of `convert to-torch`.
+TORCH = ROOT / "jaxpar" / "convert" / "torch_model"
+
+
+def imported() -> set[str]:
+    """The packages that the package imports, wherever in a file."""
+    found = set[str]()
+    for file in sorted(set((ROOT / "jaxpar").rglob("*.py")) - set(TORCH.rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            match node:
+                case ast.Import(names=names):
+                    found |= {alias.name.partition(".")[0] for alias in names}
+                case ast.ImportFrom(module=str(name), level=0):
+                    found.add(name.partition(".")[0])
+    return {PACKAGES.get(top, top) for top in found - {"jaxpar"} - sys.stdlib_module_names}
+
+
+def declared(lines: list[str]) -> set[str]:
+    """The names of packages in lists of dependencies."""
+    return {line.replace(">", "[").replace("=", "[").partition("[")[0] for line in lines}
+
+
+def test_imported_packages_are_declared_and_no_others():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    own = declared(project["dependencies"])
+    extras = project["optional-dependencies"]
+    users = [line for name, lines in extras.items() if name not in TOOLS for line in lines]
+    assert imported() - own - declared(users) == IF_THERE
+    assert own - imported() == set()
+    assert declared(users) - imported() - NOT_IMPORTED == set()
+
+
+#: Extras of people who work on jaxpar, or read its notebooks.
+TOOLS = {"test", "dev", "docs", "notebooks"}
+
+
+def test_every_dependency_says_what_it_is_for():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    lines = text.partition("dependencies = [\n")[2].partition("\n]")[0].splitlines()
+    assert [line for line in lines if "#" not in line and '"jax' not in line] == []
