@@ -119,8 +119,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
         options.torchtitan = os.path.abspath(
             found
         )  # keeps symbolic links, which define the environment
-    if options.beside and not (Path(options.beside) / "jaxpar" / "bench").is_dir():
-        rule = f"--beside = {options.beside!r} does not contain jaxpar/bench"
+    if options.beside and not (Path(options.beside) / "jaxpar" / "config").is_dir():
+        rule = f"--beside = {options.beside!r} does not contain jaxpar/config"
         parser.error(f"{rule}. Fix: make a checkout with git worktree add ../before COMMIT")
     return options
 

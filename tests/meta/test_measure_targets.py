@@ -253,7 +253,7 @@ def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
         (["--list", "--write", "--gpus", "4"], "--write: the page has all rows for 8 GPUs. Fix: "),
         (
             ["--list", "--beside", "nowhere"],
-            "--beside = 'nowhere' does not contain jaxpar/bench. Fix: ",
+            "--beside = 'nowhere' does not contain jaxpar/config. Fix: ",
         ),
         (["--gpus", "0", "--list"], "--gpus = 0: must be at least 1. Fix: --gpus 8"),
         (["--steps", "0"], "--steps = 0: must be at least 1. Fix: --steps 10"),

@@ -75,7 +75,7 @@ def traced(tmp_path, monkeypatch, last: int, **fields) -> list[tuple[int, int]]:
     cfg = replace(Config(), **{f"profile.{name}": value for name, value in fields.items()})
     profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
     found = []
-    monkeypatch.setattr(in_run.trace, "capture", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(in_run, "capture", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(
         profiler, "_keep", lambda: found.append((profiler._first, profiler._latest))
     )
@@ -107,7 +107,7 @@ def test_a_trace_that_fails_does_not_end_the_repeats(tmp_path, monkeypatch):
     cfg = replace(Config(), **{"profile.start": 2, "profile.num_steps": 30, "profile.every": 40})
     profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
     begun = []
-    monkeypatch.setattr(in_run.trace, "capture", fails_once)
+    monkeypatch.setattr(in_run, "capture", fails_once)
     monkeypatch.setattr(profiler, "_keep", lambda: begun.append(profiler._first))
     with profiler:
         for step in range(1, 60):

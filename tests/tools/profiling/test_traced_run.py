@@ -150,7 +150,7 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [
-        (in_run.trace, "capture", RuntimeError("another profiler is at work")),
+        (in_run, "capture", RuntimeError("another profiler is at work")),
         (folder, "write_hlo", OSError(28, "No space left on device")),
     ],
 )
