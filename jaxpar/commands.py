@@ -68,9 +68,19 @@ def help_text(called: str) -> str:
 
 def unknown_command(name: str, called: str) -> ConfigError:
     """Return the error for a name that is not a command."""
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    fix = f"use {called} {near[0]}" if near else f"use one of {', '.join(COMMANDS)}"
+    parts = {config: f"train {config}" for config in known_configs().split(", ")}
+    for command in COMMANDS:
+        parts |= {part.lstrip("-"): f"{command} {part}" for part in names_of_forms(command)}
+    known = parts | {command: command for command in COMMANDS}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    fix = f"use {called} {known[near[0]]}" if near else f"use one of {', '.join(COMMANDS)}"
     return ConfigError("COMMAND", name, "is not a command of jaxpar", fix)
+
+
+def names_of_forms(name: str) -> list[str]:
+    """Return the subcommands of a command, or its uses, such as --chat."""
+    forms = module_of(name).OPTIONS
+    return [part for part in forms if part] if isinstance(forms, dict) else []
 
 
 def module_of(name: str) -> ModuleType:

@@ -115,6 +115,14 @@ def test_an_unknown_command_is_refused(called_as):
     called_as("/somewhere/bin/jaxpar")
     with pytest.raises(ConfigError, match=r"'trian': is not a command .* Fix: use jaxpar train\."):
         command.main(["trian"])
+    for name, meant in {
+        "chat": "sample --chat",
+        "replay": "checkpoint replay",
+        "quickstart": "train quickstart",
+        "bench": "profile --bench",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"Fix: use jaxpar {meant}\."):
+            command.main([name])
     with pytest.raises(ConfigError, match="use one of train, launch, sweep, data"):
         command.main(["--gpus"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
-from jaxpar.commands import COMMANDS, module_of
+from jaxpar.commands import names_of_forms
 from jaxpar.commands import read as read_options
 from jaxpar.config import ConfigError
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
@@ -87,16 +87,11 @@ def commands(text: str) -> Iterator[list[str]]:
         found = None if line.startswith("$ ") else COMMAND.search(line)
         words = shlex.split(f"jaxpar.{found[1] or found[2]}", comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
-        mention = all(word in names_of_forms(words[0]) for word in words[1:])
+        mention = all(
+            word in names_of_forms(words[0].removeprefix("jaxpar.")) for word in words[1:]
+        )
         if words and not placeholder and not mention:
             yield words
-
-
-def names_of_forms(program: str) -> tuple[str, ...]:
-    """The subcommands and uses of a program."""
-    name = program.removeprefix("jaxpar.")
-    forms = module_of(name).OPTIONS if name in COMMANDS else {}
-    return tuple(forms) if isinstance(forms, dict) else ()
 
 
 def check_command(words: list[str]) -> None:
