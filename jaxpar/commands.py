@@ -85,7 +85,7 @@ def names_of_forms(name: str) -> list[str]:
 
 def module_of(name: str) -> ModuleType:
     """Import the module of a command."""
-    is_package = (Path(__file__).parent / name).is_dir()
+    is_package = (Path(__file__).parent / name / "__main__.py").is_file()
     return importlib.import_module(f"jaxpar.{name}.__main__" if is_package else f"jaxpar.{name}")
 
 
