@@ -54,10 +54,10 @@ soak: install ## Kills, and resumes in every mesh and number of processes (SOAK_
 
 .PHONY: test-gpu
 test-gpu: install-gpu ## Tests that need an NVIDIA GPU
-	@echo "==> GPU tests: kernels, six workers on each GPU"
-	@$(PY) -m pytest -m gpu -n $$((6 * $$(nvidia-smi --list-gpus | wc -l))) tests/kernels
-	@echo "==> GPU tests: the others, all GPUs for each"
-	@$(PY) -m pytest -m gpu --ignore tests/kernels
+	@echo "==> GPU tests: those of one GPU, eight workers on each"
+	@$(PY) -m pytest -m "gpu and not several_gpus" -n $$((8 * $$(nvidia-smi --list-gpus | wc -l)))
+	@echo "==> GPU tests: those that take all GPUs"
+	@$(PY) -m pytest -m "gpu and several_gpus"
 
 .PHONY: lint
 lint: install ## Check style and formatting

@@ -24,6 +24,7 @@ def arrays(devices: list) -> dict[str, jax.Array]:
     }
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_a_copy_has_every_bit_and_later_ones_too(count, devices):
     if count > len(devices):

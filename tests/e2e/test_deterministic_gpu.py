@@ -10,7 +10,7 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import read_saved
 
-pytestmark = [pytest.mark.gpu, pytest.mark.waits]
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus, pytest.mark.waits]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -73,6 +73,7 @@ def two_gpus():
     return jax.devices()[:2]
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("groups", [1, 2], ids=["pieces", "turns"])
 def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, monkeypatch):
     monkeypatch.setattr(decisions, "MIN_SHARD_TOKENS", 0)
@@ -81,6 +82,7 @@ def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, 
     compare_gradients(resolve(replace(cfg, **{"data.document_mask": False}), 2), two_gpus)
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
@@ -100,6 +102,7 @@ def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, schedule
     compare_gradients(resolve(cfg, 2 * tensor), jax.devices()[: 2 * tensor])
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, two_gpus, monkeypatch):

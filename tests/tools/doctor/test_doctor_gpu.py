@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.commands import call
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 
 
 def test_every_section_on_gpus(tmp_path, devices, monkeypatch):
