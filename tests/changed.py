@@ -166,7 +166,7 @@ def selected_by(changed: Iterable[str]) -> list[str]:
             chosen |= {m for m, f in tests.items() if said in f.read_text("utf-8")}
     chosen |= {m for m in tests if depends(m) & touched}
     if touched:
-        chosen |= {"tests.meta.test_rooms", "tests.meta.test_docs", "tests.meta.test_names"}
+        chosen |= {"tests.meta.test_packages", "tests.meta.test_docs", "tests.meta.test_names"}
     return sorted(str(tests[m].relative_to(ROOT)) for m in chosen & tests.keys())
 
 

@@ -64,7 +64,7 @@ LONGEST = (
     "model/test_recurrent.py",
     "convert/test_deepseek_families.py",
     "model/test_loss.py",
-    "meta/test_rooms.py",
+    "meta/test_packages.py",
     "profiling/test_traced_run.py",
     "meshes/test_qk_clip.py",
     "meshes/test_mtp.py",

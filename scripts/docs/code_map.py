@@ -1,7 +1,7 @@
 """The map of the code, docs/code.md: python scripts/docs/code_map.py [--write]
 
-Read off the docstrings of rooms, files and scripts, and from each room's MAY_IMPORT. Printed; with
---write, written to the page.
+Made of the docstrings of packages, files and scripts, and of each package's MAY_IMPORT. Printed;
+with --write, written to the page.
 """
 
 import ast
@@ -15,21 +15,21 @@ PACKAGE = ROOT / "jaxpar"
 HEAD = (
     "# Map of the code\n\n"
     "Written by `python scripts/docs/code_map.py --write` from the docstrings.\n\n"
-    "- A folder directly under `jaxpar/` is a **room**. Its `__init__.py` has a sentence about it "
-    "and names, in `MAY_IMPORT`, the rooms that it may import; `tests/meta/test_rooms.py` checks "
-    "every import.\n"
+    "- A folder directly under `jaxpar/` is a **package**. Its `__init__.py` has a sentence about "
+    "it and names, in `MAY_IMPORT`, the packages that it may import; "
+    "`tests/meta/test_packages.py` checks every import.\n"
     "- A file in the root of `jaxpar/` is a **command**, `python -m jaxpar.NAME` or "
     "`jaxpar NAME`; `commands.py` has their table.\n"
-    "- `tools/` holds rooms that train nothing. No room outside imports them.\n"
-    "- Rooms are listed from the top down: each imports only rooms below it.\n\n"
+    "- `tools/` holds packages that train nothing. No package outside imports them.\n"
+    "- Packages are listed from the top down: each imports only packages below it.\n\n"
     "[The tour](tour.md) follows one training step through these files.\n"
 )
 
 BESIDE = (
     "\n## Around the package\n\n| folder | what |\n|---|---|\n"
     "| `configs/` | configs: Python files with a `get_config()` |\n"
-    "| `tests/` | a folder for each room; `meshes/` compares meshes with the plain model, `e2e/` "
-    "runs programs, `meta/` checks rooms and pages |\n"
+    "| `tests/` | a folder for each package; `meshes/` compares meshes with the plain model, "
+    "`e2e/` runs programs, `meta/` checks packages and pages |\n"
     "| `docs/`, `mkdocs.yml` | the pages; `make docs` builds the site |\n"
 )
 
@@ -41,23 +41,23 @@ def sentence(file: Path) -> str:
     return first.partition(": python ")[0].removesuffix(".")
 
 
-def may_import(room: Path) -> tuple[str, ...]:
-    """The rooms that a room may import."""
-    for node in ast.parse((room / "__init__.py").read_text("utf-8")).body:
+def may_import(package: Path) -> tuple[str, ...]:
+    """The packages that a package may import."""
+    for node in ast.parse((package / "__init__.py").read_text("utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="MAY_IMPORT")]):
                 return ast.literal_eval(node.value)
-    raise ValueError(f"{room} has no MAY_IMPORT")
+    raise ValueError(f"{package} has no MAY_IMPORT")
 
 
-def from_the_top(rooms: dict[str, tuple[str, ...]]) -> list[str]:
-    """Rooms in an order in which each comes before those that it imports."""
+def from_the_top(packages: dict[str, tuple[str, ...]]) -> list[str]:
+    """Packages in an order in which each comes before those that it imports."""
     level: dict[str, int] = {}
-    while len(level) < len(rooms):
-        for name, below in rooms.items():
-            if name not in level and all(room in level for room in below):
-                level[name] = 1 + max((level[room] for room in below), default=0)
-    return sorted(rooms, key=lambda name: (-level[name], name))
+    while len(level) < len(packages):
+        for name, below in packages.items():
+            if name not in level and all(package in level for package in below):
+                level[name] = 1 + max((level[package] for package in below), default=0)
+    return sorted(packages, key=lambda name: (-level[name], name))
 
 
 def table(head: str, rows: list[tuple[str, str]]) -> str:
@@ -67,18 +67,18 @@ def table(head: str, rows: list[tuple[str, str]]) -> str:
 
 def page() -> str:
     """The page."""
-    doors = [(f.name, sentence(f)) for f in sorted(PACKAGE.glob("*.py")) if f.stem != "__init__"]
-    parts = [HEAD, "\n## Commands\n", table("in `jaxpar/`", doors)]
+    commands = [(f.name, sentence(f)) for f in sorted(PACKAGE.glob("*.py")) if f.stem != "__init__"]
+    parts = [HEAD, "\n## Commands\n", table("in `jaxpar/`", commands)]
     files = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("tools/*/__init__.py")]
     folders = {str(f.parent.relative_to(PACKAGE)): f.parent for f in files}
     del folders["tools"]
-    rooms = {
-        name: tuple(room.replace(".", "/") for room in may_import(folder))
+    packages = {
+        name: tuple(package.replace(".", "/") for package in may_import(folder))
         for name, folder in folders.items()
     }
-    for name in from_the_top(rooms):
+    for name in from_the_top(packages):
         folder = folders[name]
-        allowed = ", ".join(f"`{room}/`" for room in rooms[name]) or "no other room"
+        allowed = ", ".join(f"`{package}/`" for package in packages[name]) or "no other package"
         parts.append(f"\n## `{name}/`\n\n{sentence(folder / '__init__.py')}. ")
         parts.append(f"May import {allowed}.\n")
         files = (f for f in sorted(folder.rglob("*.py")) if f.stem != "__init__")

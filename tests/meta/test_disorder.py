@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.meta.disorder import disorder, files_of, package_of
-from tests.meta.test_rooms import PACKAGE, ROOT
+from tests.meta.test_packages import PACKAGE, ROOT
 
 FILES = {module: file.read_text("utf-8") for module, file in files_of(PACKAGE, ROOT).items()}
 

@@ -20,7 +20,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import documents_file
 from jaxpar.data.formats.tokens import TokenDataset
 from tests.checkpoint.test_checkpoint import assert_same_bits, base, save, setup
-from tests.meta.test_rooms import ROOT, package_files
+from tests.meta.test_packages import ROOT, package_files
 
 __all__ = ["base", "setup"]  # fixtures
 

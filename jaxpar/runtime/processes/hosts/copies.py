@@ -1,6 +1,6 @@
 """Copies of the state in the memory of hosts: where this host's are, and who serves them.
 
-The copies are made and read by the room `memory_checkpoint`; the program that starts a launcher
+The copies are made and read by the package `memory_checkpoint`; the program that starts a launcher
 passes in its folder and its server.
 """
 
