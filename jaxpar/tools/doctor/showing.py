@@ -11,6 +11,7 @@ from rich.markup import escape
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.tables import rich_table, titled
+from jaxpar.runtime.timing import Spread
 from jaxpar.runtime.units import binary_size
 from jaxpar.tools.doctor.checks.findings import Finding
 from jaxpar.tools.doctor.checks.measured import Rates, expectations
@@ -20,7 +21,6 @@ from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.tools.doctor.measure.hosts import HostRow
 from jaxpar.tools.doctor.measure.latency import LatencyRow
 from jaxpar.tools.doctor.measure.links import Link
-from jaxpar.tools.doctor.measure.timing import Spread
 from jaxpar.tools.doctor.options import SECTIONS
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
