@@ -92,7 +92,7 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
             rows = stored.rows(run) if is_address(run) else inspection.rows(run)
             for number, row in enumerate(rows):
                 if number == 0:
-                    print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
+                    print(inspection.HEAD)
                 print(row, flush=True)
         case Verify(run=run, step=step):
             verify = stored.verify if is_address(run) else inspection.verify

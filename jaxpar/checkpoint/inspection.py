@@ -16,6 +16,7 @@ from jaxpar.checkpoint.best import Best, of
 from jaxpar.checkpoint.reading import reason
 from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
 from jaxpar.config import ConfigError
+from jaxpar.runtime import tables
 from jaxpar.runtime.progress import meter
 from jaxpar.runtime.units import size
 from jaxpar.sharding.axes import AXES
@@ -39,8 +40,16 @@ class CheckpointRow:
     """The metric of checkpoint.best, if it is the best checkpoint."""
 
     def __str__(self) -> str:
-        row = f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
-        return f"{row}; best, {self.best}" if self.best else row
+        check = f"{self.check}; best, {self.best}" if self.best else self.check
+        return _line(str(self.step), self.date, size(self.num_bytes), self.mesh, check)
+
+
+def _line(*cells: str) -> str:
+    return tables.line(cells, widths=(9, 19, 10, 0, 0), left=(1, 3, 4))
+
+
+#: The line above those of the checkpoints.
+HEAD = _line("step", "date", "bytes", "mesh", "check")
 
 
 #: Seconds to wait before a damaged step is checked again: it may be in the middle of deletion.

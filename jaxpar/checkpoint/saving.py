@@ -27,6 +27,7 @@ from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.units import transfer
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
 
@@ -215,10 +216,10 @@ class Checkpointer:
                 integrity.write_file_list(self._dir / str(step))
             except OSError as error:  # the checkpoint itself is complete, with fingerprints
                 integrity.warn(f"the file list of step {step} could not be written: {error}")
-        rate = num_bytes / 1e9 / seconds
-        size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
         self._record("saved", step=step, bytes=num_bytes, seconds=seconds, loop_waited=held)
-        self._log(f"saved step {step}: {size}; the loop waited {held:.2f} s")
+        self._log(
+            f"saved step {step}: {transfer(num_bytes, seconds)}; the loop waited {held:.2f} s"
+        )
 
     def wait(self) -> None:
         """Wait for the current save, if any.

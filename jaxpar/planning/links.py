@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from jaxpar.config import Config, replace
-from jaxpar.planning import showing
 from jaxpar.planning.layouts import describe
 from jaxpar.planning.predict.communication import (
     Cluster,
@@ -20,6 +19,7 @@ from jaxpar.planning.predict.communication import (
 from jaxpar.planning.predict.hardware import network_of_speed
 from jaxpar.planning.predict.time import step_time
 from jaxpar.planning.ranking import Layout
+from jaxpar.runtime.tables import titled
 
 #: Speeds of the link, Gbit/s per GPU and direction.
 SPEEDS = (400.0, 100.0, 10.0)
@@ -75,4 +75,4 @@ def show(console: Console, layout: Layout, rows: Sequence[LinkRow]) -> None:
     ]
     title = f"Sum of gradients over replicas ({describe(layout.cfg)}): MB that a GPU sends in a "
     title += "step, and\nseconds of a step by the speed of the link between replicas, per GPU"
-    console.print(showing.titled(title, columns, cells))
+    console.print(titled(title, columns, cells))

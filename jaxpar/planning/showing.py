@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
@@ -23,6 +21,7 @@ from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
 from jaxpar.planning.whole_run import RunPart
+from jaxpar.runtime.tables import rich_table, titled
 from jaxpar.runtime.units import duration
 
 MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
@@ -49,21 +48,6 @@ def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
     for layout in layouts:
         found.setdefault(describe(layout.cfg), layout)
     return list(found.values())
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table of text; the first column is left-aligned, the others right-aligned."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns):
-        made.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
-def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
-    """Return a table below its title, which may be wider than the table."""
-    return Group(title, table(columns, rows))
 
 
 def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
@@ -243,7 +227,7 @@ def show_parts(console: Console, parts: Sequence[RunPart]) -> None:
             )
         )
     console.print("Sizes of the steps, on layout 1")
-    console.print(table([name.replace("_", " ") for name in columns], rows))
+    console.print(rich_table([name.replace("_", " ") for name in columns], rows))
     told = whole_run.in_words(parts)
     console.print(f"Whole run: {told}; without evaluation, checkpoints and failures")
 
@@ -277,7 +261,7 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
             cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
         rows.append(cells)
     columns = ["compiled without a GPU", "predicted GiB", "XLA's GiB", "error", "took"]
-    console.print(table(columns, rows))
+    console.print(rich_table(columns, rows))
 
 
 def show_lowered(console: Console, chosen: Sequence[Layout], steps: Sequence[LoweredStep]) -> None:
@@ -293,7 +277,7 @@ def show_lowered(console: Console, chosen: Sequence[Layout], steps: Sequence[Low
         for i, (layout, step) in enumerate(zip(chosen, steps, strict=False), 1)
     ]
     columns = ["lowered without a GPU", "trace,s", "lower,s", "MiB", "hash"]
-    console.print(table(columns, rows))
+    console.print(rich_table(columns, rows))
 
 
 def show_hardware(console: Console) -> None:

@@ -15,6 +15,12 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 1000**power:.{0 if power == 0 else 3 if power > 2 else 1}f} {unit}"
 
 
+def transfer(num_bytes: float, seconds: float) -> str:
+    """Format a transfer of files, always in GB to compare them: "0.061 GB in 0.2 s, 0.31 GB/s"."""
+    gigabytes = num_bytes / 1e9
+    return f"{gigabytes:.3f} GB in {seconds:.1f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
+
+
 def binary_size(num_bytes: float) -> str:
     """Format a number of bytes of memory in binary units: "348 B", "12.9 MiB", "87.6 GiB"."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxpar.config import ConfigError
+from jaxpar.runtime.units import transfer
 from jaxpar.stores import steps
 from jaxpar.stores.files import Changed
 from jaxpar.stores.lease import Lease
@@ -223,12 +224,10 @@ class Mirror(Uploader):
         behind = f"; {late} more waiting, {waiting['store_waiting_gb']:.3f} GB, "
         behind += f"the oldest for {waiting['store_waiting_seconds']:.0f} s"
         behind = behind if late else ""
-        rate = num_bytes / 1e9 / max(seconds, 1e-9)
-        size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
         with self._recording:
             if self._record is not None:
                 self._record("stored", step=step, bytes=num_bytes, seconds=seconds, waiting=late)
-        self._log(f"stored step {step}: {size}{behind}")
+        self._log(f"stored step {step}: {transfer(num_bytes, seconds)}{behind}")
 
     def _delete_outdated(self) -> None:
         assert self._complete is not None

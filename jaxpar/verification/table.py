@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import jax
 from rich.markup import escape
-from rich.table import Table
 
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
-from jaxpar.runtime import terminal
+from jaxpar.runtime import tables, terminal
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances
 from jaxpar.verification.options import VerifyOptions
@@ -73,7 +72,8 @@ def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
 
 
 def _print_rich(rows: Iterable[MeshRow], columns: Sequence[str]) -> list[MeshRow]:
-    console, table, done = terminal.console(), Table(*columns), []
+    console, done, each = terminal.console(), [], range(len(columns))
+    table = tables.rich_table(columns, left=each, wrapped=each)
     with console.status("compiling and running ...") as status:
         for row in rows:
             done.append(row)
@@ -85,10 +85,10 @@ def _print_rich(rows: Iterable[MeshRow], columns: Sequence[str]) -> list[MeshRow
 
 
 def _print_plain(rows: Iterable[MeshRow], columns: Sequence[str], width: int) -> list[MeshRow]:
-    line = f"{{:<{width}}}  {{:<15}}  {{:<18}}  {{:<25}}  {{:<25}}  {{}}".format
-    print(line(*columns), flush=True)
+    widths, each = (width, 15, 18, 25, 25, 0), range(len(columns))
+    print(tables.line(columns, widths, left=each), flush=True)
     done = []
     for row in rows:
         done.append(row)
-        print(line(*row.cells()), flush=True)
+        print(tables.line(row.cells(), widths, left=each), flush=True)
     return done

@@ -34,7 +34,7 @@ from jaxpar.runtime.files import json_output  # noqa: E402
 from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.processes import rendezvous  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
-from jaxpar.tools.bench.timing import Sustained, Timing, time_interleaved  # noqa: E402
+from jaxpar.runtime.timing import Sustained, Timing, time_interleaved  # noqa: E402
 from jaxpar.tools.bench.training import conditions  # noqa: E402
 from scripts.measure import attention_shapes as exactness  # noqa: E402
 from scripts.measure.attention_shapes import (  # noqa: E402

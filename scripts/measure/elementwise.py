@@ -25,7 +25,7 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
-from jaxpar.tools.bench.timing import Timing, time_interleaved
+from jaxpar.runtime.timing import Timing, time_interleaved
 from jaxpar.tools.bench.training import conditions
 
 #: Llama 3 8B (2407.21783), table 3.

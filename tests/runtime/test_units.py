@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.runtime.units import binary_size, duration, size
+from jaxpar.runtime.units import binary_size, duration, size, transfer
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,8 @@ def test_durations(seconds, text):
 def test_sizes(num_bytes, decimal, binary):
     assert size(num_bytes) == decimal
     assert binary_size(num_bytes) == binary
+
+
+def test_transfers():
+    assert transfer(61e6, 0.2) == "0.061 GB in 0.2 s, 0.30 GB/s"
+    assert transfer(0, 0) == "0.000 GB in 0.0 s, 0.00 GB/s"

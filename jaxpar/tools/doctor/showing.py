@@ -5,14 +5,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
 
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
-from jaxpar.planning.showing import table
 from jaxpar.runtime.gpus.nvml import GpuFacts
+from jaxpar.runtime.tables import rich_table, titled
+from jaxpar.runtime.timing import Spread
 from jaxpar.runtime.units import binary_size
 from jaxpar.tools.doctor.checks.findings import Finding
 from jaxpar.tools.doctor.checks.measured import Rates, expectations
@@ -22,7 +21,6 @@ from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.tools.doctor.measure.hosts import HostRow
 from jaxpar.tools.doctor.measure.latency import LatencyRow
 from jaxpar.tools.doctor.measure.links import Link
-from jaxpar.tools.doctor.measure.timing import Spread
 from jaxpar.tools.doctor.options import SECTIONS
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -39,11 +37,6 @@ MAIN_VERSIONS = (
 
 #: Most devices for which links are printed as a matrix.
 WIDEST_MATRIX = 16
-
-
-def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
-    """Return a table below its title, which may be wider than the table."""
-    return Group(f"  {title}", table(columns, rows))
 
 
 def heading(section: str, seconds: float) -> str:
@@ -76,7 +69,7 @@ def hardware(facts: HostFacts) -> list[Any]:
     if facts.gpus:
         columns = "GPU name GiB W,limit MHz,max °C ECC NVLinks NUMA".split()
         rows = [_gpu_cells(facts, gpu) for gpu in facts.gpus]
-        shown.append(table(columns, rows))
+        shown.append(rich_table(columns, rows))
     for port in facts.infiniband:
         shown.append(escape(f"  {port['card']}/{port['port']}: {port['state']}, {port['rate']}"))
     if facts.gpus:
@@ -128,7 +121,7 @@ def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
     lines = [(name, *(cell(name, axes) for axes in columns)) for name in names]
     sizes = " and ".join(dict.fromkeys(f"{row['elements']:,}" for row in rows))
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
-    return titled(f"mesh {mesh}; {dtypes}, shards of {sizes} elements", ["over", *columns], lines)
+    return titled(f"  mesh {mesh}; {dtypes}, shards of {sizes} elements", ["over", *columns], lines)
 
 
 def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
@@ -145,7 +138,7 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
             found = {kind: at[kind, size] for kind in kinds for size in step if (kind, size) in at}
             cells = (cell(found[kind]) if kind in found else "-" for kind in kinds)
             lines.append((binary_size(step[-1]), *cells))
-        return titled(title, ["size", *kinds], lines)
+        return titled(f"  {title}", ["size", *kinds], lines)
 
     return [
         made("µs per call, and how much slower the slowest batch is", _time),
@@ -166,7 +159,7 @@ def latency(rows: Sequence[LatencyRow]) -> Group:
         (binary_size(size), *(cell(at[size, *column]) for column in columns))
         for size in sorted({row.size for row in rows})
     ]
-    title = "µs per call, and how much slower the slowest batch is"
+    title = "  µs per call, and how much slower the slowest batch is"
     return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
 
 
@@ -183,7 +176,7 @@ def hosts(rows: Sequence[HostRow]) -> list[Group]:
         cells = [(_time(row), f"{row.bus / scale:,.1f}") for row in found]
         lines.append((kind, binary_size(found[-1].size), *itertools.chain(*cells)))
     columns = [text for way in ways for text in (f"µs {way}", unit)]
-    title = "bus bandwidth of each device, while all devices of a host communicate"
+    title = "  bus bandwidth of each device, while all devices of a host communicate"
     return [titled(title, ["", "size", *columns], lines)]
 
 
@@ -245,7 +238,7 @@ def _matrix(
         return f"[red]{text}[/red]" if speed < links_of.SLOW * median else text
 
     rows = [(str(a), *(cell(a, b) for b in range(devices))) for a in range(devices)]
-    return titled(title, ["", *map(str, range(devices))], rows)
+    return titled(f"  {title}", ["", *map(str, range(devices))], rows)
 
 
 def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Group:
@@ -258,9 +251,8 @@ def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Grou
         cells = [what, detail, f"{middle / scale:,.4g}", f"{low / scale:,.4g}", unit]
         rows.append((*cells, *_shares(gpu, what, middle)))
     columns = ["what", "size", "median", "slowest", "", "of data sheet", "of expected"]
-    made = table(columns, rows)
-    made.columns[1].justify = made.columns[4].justify = "left"
-    return Group("  per device, all devices measured at the same time", made)
+    title = "  per device, all devices measured at the same time"
+    return titled(title, columns, rows, left=(0, 1, 4))
 
 
 def _shares(gpu: Gpu | None, what: str, rate: float) -> tuple[str, str]:
@@ -274,10 +266,7 @@ def _shares(gpu: Gpu | None, what: str, rate: float) -> tuple[str, str]:
 
 def checklist(found: Iterable[tuple[str, Finding]]) -> Group:
     """Return the table of findings, each with its remedy."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    made.add_column("")
-    made.add_column("check", no_wrap=True)
-    made.add_column("found", overflow="fold")
+    rows = []
     for _, finding in found:
         style = STYLES[finding.status]
         said = escape(finding.said)
@@ -285,7 +274,8 @@ def checklist(found: Iterable[tuple[str, Finding]]) -> Group:
             said += f" [dim]({escape(finding.where)})[/dim]"
         if finding.remedy:
             said += f"\n-> {escape(finding.remedy)}"
-        made.add_row(f"[{style}]{finding.status}[/{style}]", escape(finding.check), said)
+        rows.append((f"[{style}]{finding.status}[/{style}]", escape(finding.check), said))
+    made = rich_table(["", "check", "found"], rows, left=(0, 1, 2), wrapped=(2,))
     return Group("\n[bold]checklist[/bold]", made)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.tools.profiling.table import align_columns
+from jaxpar.runtime.tables import indented
 from jaxpar.tools.profiling.trace.kernels import COMMUNICATION
 
 #: Rows of the table by scope.
@@ -93,4 +93,4 @@ def _table(rows: Sequence[dict[str, Any]], names: tuple[str, ...]) -> str:
         cells.append(
             (*(n or "-" for n in row["name"]), *shown, f"{row['difference']:+,.1f}", ratio)
         )
-    return align_columns(cells, left=tuple(range(len(names))))
+    return indented(cells, left=tuple(range(len(names))))

@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxpar.monitoring.hlo.text import Instruction, Module
 from jaxpar.monitoring.profiles.folder import ProfileFacts
+from jaxpar.runtime.tables import indented
 from jaxpar.runtime.units import binary_size
 from jaxpar.tools.profiling.hlo.memory import ProgramMemory
-from jaxpar.tools.profiling.table import align_columns, digits
+from jaxpar.tools.profiling.table import digits
 from jaxpar.tools.profiling.trace.kernels import family
 from jaxpar.tools.profiling.trace.scopes import place_of
 
@@ -60,7 +61,7 @@ def devices(profile: dict[str, Any]) -> str:
     names = ("step", "compute", "communication", "exposed", "idle")
     rows = [("device", *names)]
     rows += [(n, *(f"{ms[name]:,.1f}" for name in names)) for n, ms in each.items()]
-    return align_columns(rows) + "\n  " + straggler(profile)["words"]
+    return indented(rows) + "\n  " + straggler(profile)["words"]
 
 
 def straggler(profile: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _buffers(found: ProgramMemory, most: int) -> str:
     table: list[tuple[str, ...]] = [("at the peak", "share", "count", "pass", "scope", "result")]
     for key, total in sizes.most_common(most):
         table.append((binary_size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
-    return align_columns(table, left=(3, 4, 5))
+    return indented(table, left=(3, 4, 5))
 
 
 def _plot(found: ProgramMemory, module: Module | None) -> str:

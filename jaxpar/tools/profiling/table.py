@@ -1,8 +1,9 @@
 """Formats a breakdown as tables of milliseconds per step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from jaxpar.runtime.tables import indented
 from jaxpar.tools.profiling.trace.kernels import COMMUNICATION
 from jaxpar.tools.profiling.trace.scopes import PASSES, place_of
 
@@ -50,19 +51,6 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Align rows of cells in columns: those in `left` to the left, others to the right."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(["", *cells]).rstrip())
-    return "\n".join(lines)
-
-
 def _head(p: dict[str, Any]) -> str:
     ms, worst = p["ms"], p["worst_device_ms"]
     several = p["devices"] > 1
@@ -87,7 +75,7 @@ def _classes(p: dict[str, Any]) -> str:
         rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
     idle = p["ms"]["idle"]
     rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
-    return align_columns(rows, left=(0, 4))
+    return indented(rows, left=(0, 4))
 
 
 def _limits(p: dict[str, Any]) -> str:
@@ -100,7 +88,7 @@ def _limits(p: dict[str, Any]) -> str:
         text += f", at {digits(found['flops_per_second'] / 1e12)} TFLOP/s"
     if found["peak_share"]:
         text += f"; {found['peak_share']:.1%} of the bfloat16 peak over the step"
-    return f"{align_columns(rows)}\n\n{text}"
+    return f"{indented(rows)}\n\n{text}"
 
 
 def _launching(found: dict[str, Any], between_ms: float | None) -> str:
@@ -132,7 +120,7 @@ def _launching(found: dict[str, Any], between_ms: float | None) -> str:
     if between_ms and found["between_steps_late"] is not None:
         text = f"{between_ms:,.1f} ms, {found['between_steps_late']:.0%} until the host launched"
         rows.append(("between steps", text))
-    return align_columns(rows, left=(0, 1))
+    return indented(rows, left=(0, 1))
 
 
 def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
@@ -149,7 +137,7 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
                 "-" if size is None else f"{amount(size / row['ms'] * 1e3)}/s",
             )
         )
-    return align_columns(rows)
+    return indented(rows)
 
 
 def _scopes(p: dict[str, Any]) -> str:
@@ -166,7 +154,7 @@ def _scopes(p: dict[str, Any]) -> str:
     if p["unattributed_ms"] >= 0.05:
         shown.append(f"unattributed {p['unattributed_ms']:,.1f}")
     rows = _limits_of_scopes(p) if p["scopes"] else _classes_of_scopes(p, times)
-    return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + indented(rows, left=(0, 1))
 
 
 def _classes_of_scopes(
@@ -206,7 +194,7 @@ def _kernels(p: dict[str, Any]) -> str:
         place = " ".join(filter(None, place_of(k["scope"]))) if k["scope"] else "-"
         cells = (_cell(name, k.get(name)) for name in shown)
         rows.append((*numbers, *cells, place))
-    head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
+    head, *lines = indented(rows, left=(len(rows[0]) - 1,)).splitlines()
     below = ["  ".join(filter(None, _names(k))) for k in top]
     pairs = (
         text for line, name in zip(lines, below, strict=True) for text in (line, "    " + name)

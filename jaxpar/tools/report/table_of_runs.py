@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import is_address
+from jaxpar.runtime import tables
 from jaxpar.runtime.stages import stage
 from jaxpar.stores.fetching import for_reading, runs_at
 from jaxpar.tools.report import listing
@@ -59,15 +60,10 @@ def lines(shown: Sequence[listing.Summary]) -> list[str]:
     names, rows = listing.used_columns(shown)
     differs = [row.pop() if names[-1] == "differs" else "" for row in rows]
     names = [name for name in names if name != "differs"]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = zip(cells[1:], widths[1:], strict=True)
-        return "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in padded)]).rstrip()
-
-    made = [line(names)]
-    for row, more in zip(rows, differs, strict=True):
-        made += [line(row), *([f"    {more}"] if more else [])]
+    head, *of_runs = tables.lines([names, *rows])
+    made = [head]
+    for row, more in zip(of_runs, differs, strict=True):
+        made += [row, *([f"    {more}"] if more else [])]
     groups = listing.together(shown)
     if len(groups) > 1:
         made += ["", "These do not compare: they have other tokens or another objective."]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.runtime.tables import lines
 from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes
 from jaxpar.verification.options import FLAT
 
@@ -65,13 +66,4 @@ def table(found: Mapping[int, ActivationSizes], exponents: list[Growth], toleran
         rows.append(
             [one.kind, *sizes, f"{one.size:+.2f}", f"{one.change:+.2f}", one.verdict(tolerance)]
         )
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        first, *numbers, last = [
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(cells, wide, strict=True))
-        ]
-        return "  ".join((first, *numbers, last.strip())).rstrip()
-
-    return "\n".join(map(line, rows))
+    return "\n".join(lines(rows, left=(0, len(title) - 1)))

@@ -11,7 +11,7 @@ from jaxpar.kernels.attention import api, reference
 from jaxpar.kernels.attention.dispatch.capability import kind_of
 from jaxpar.kernels.attention.dispatch.measurements import parse
 from jaxpar.kernels.attention.mask import dense_mask
-from jaxpar.tools.bench import timing
+from jaxpar.runtime import timing
 from scripts.measure import attention_shapes as exactness
 from scripts.measure import attention_table as tuning
 from scripts.measure.attention_shapes import (

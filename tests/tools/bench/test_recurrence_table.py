@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.tools.bench import timing
+from jaxpar.runtime import timing
 from scripts.measure import recurrence_table as measure
 from tests.slow import slow
 

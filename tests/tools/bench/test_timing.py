@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.tools.bench import timing
+from jaxpar.runtime import timing
 
 
 def test_programs_take_turns(monkeypatch):

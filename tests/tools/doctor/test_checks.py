@@ -11,6 +11,7 @@ from jaxpar.config import Config
 from jaxpar.planning.predict.hardware import H200
 from jaxpar.runtime.gpus import nvml
 from jaxpar.runtime.gpus.nvml import GpuLoad
+from jaxpar.runtime.timing import Spread
 from jaxpar.tools.doctor.checks import gpu as gpu_checks
 from jaxpar.tools.doctor.checks import host, variables
 from jaxpar.tools.doctor.checks import measured as measured_checks
@@ -18,7 +19,6 @@ from jaxpar.tools.doctor.checks.findings import Finding, failed, merge_findings,
 from jaxpar.tools.doctor.facts import HostFacts, of_the_host, with_devices
 from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.tools.doctor.measure.links import Link
-from jaxpar.tools.doctor.measure.timing import Spread
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, h200s
 from tests.tools.doctor.hosts import facts_of, with_jax

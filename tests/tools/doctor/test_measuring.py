@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jaxpar.commands import read
 from jaxpar.config import ConfigError, ParallelConfig
+from jaxpar.runtime import timing
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.tools.doctor import meshes, showing
 from jaxpar.tools.doctor.checks import measured
@@ -21,7 +22,6 @@ from jaxpar.tools.doctor.measure import (
     hosts,
     latency,
     links,
-    timing,
     verification,
 )
 from jaxpar.tools.doctor.measure.verification import COLLECTIVES

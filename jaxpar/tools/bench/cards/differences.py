@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.tools.profiling.table import align_columns
+from jaxpar.runtime.tables import indented
 
 type Card = dict[str, Any]
 
@@ -86,7 +86,7 @@ def table(names: Sequence[str], cards: Sequence[Card]) -> str:
     if not found:
         return "The conditions are the same."
     rows = [("conditions that differ", *names), *((name, *row) for name, row in found.items())]
-    return align_columns(rows, left=range(len(names) + 1))
+    return indented(rows, left=range(len(names) + 1))
 
 
 def warnings(names: Sequence[str], cards: Sequence[Card]) -> list[str]:

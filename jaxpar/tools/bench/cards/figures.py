@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.runtime.tables import indented
 from jaxpar.tools.bench.cards.differences import one_line
-from jaxpar.tools.profiling.table import align_columns
 from jaxpar.tools.profiling.trace.kernels import CLASSES, KINDS
 
 type Card = dict[str, Any]
@@ -130,7 +130,7 @@ def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, li
     paths = [figure.path for figure in TRAINING]
     for name, card in zip(names, cards, strict=True):
         notes += left_out(name, card, paths)
-    return align_columns(rows), notes
+    return indented(rows), notes
 
 
 def _written(value: float | None, figure: CardFigure) -> str:

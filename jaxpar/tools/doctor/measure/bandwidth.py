@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.tools.doctor.measure.timing import Spread, time_calls
+from jaxpar.runtime.timing import Spread, time_calls
 from jaxpar.tools.doctor.progress import Tell, no_report
 
 #: The axis of the collectives, and that of groups of devices which call them at the same time.

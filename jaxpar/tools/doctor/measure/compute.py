@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.kernels.float8.quantize import FORWARD
 from jaxpar.runtime.gpus import nvml
 from jaxpar.runtime.gpus.nvml import GpuLoad
+from jaxpar.runtime.timing import Spread, time_batches, time_work, when_ready
 from jaxpar.tools.doctor.measure.bandwidth import DEVICES, one_axis
-from jaxpar.tools.doctor.measure.timing import Spread, when_ready
 from jaxpar.tools.doctor.progress import Tell, no_report
 
 _SPEC = PartitionSpec(DEVICES)
@@ -147,12 +147,8 @@ def _on_each(mesh: Mesh, function: Callable[..., Any], arguments: int) -> Callab
 def _each_device(program: Callable[[], jax.Array], repeats: int) -> list[Spread]:
     """Time a program on each local device, in order."""
     jax.block_until_ready(program())
-    times: dict[int, list[float]] = {}
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for device, at in when_ready(program()).items():
-            times.setdefault(device, []).append(at - began)
-    return [Spread.of(times[device.id]) for device in jax.local_devices()]
+    found = time_batches(program, repeats).devices
+    return [found[device.id] for device in jax.local_devices()]
 
 
 @dataclass(frozen=True)
@@ -230,25 +226,15 @@ def _transfers(repeats: int) -> Iterator[Rate]:
             yield Rate(what, f"{TRANSFER >> 20} MiB, {memory}", "bytes/s", rates)
 
 
-def _median_of(work: Callable[[], Any], repeats: int) -> float:
-    """Return the median seconds, without the first call."""
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
 def _put(host: np.ndarray, device: jax.Device, repeats: int) -> float:
-    return _median_of(lambda: jax.device_put(host, device).block_until_ready(), repeats)
+    return time_work(lambda: jax.device_put(host, device).block_until_ready(), repeats).median
 
 
 def _get(device: jax.Device, repeats: int) -> float:
     # An array remembers its copy on the host, so each is read once.
     zeros = jax.device_put(np.zeros(TRANSFER // 4, np.float32), device)
     arrays = iter([jax.block_until_ready(zeros + i) for i in range(repeats + 1)])
-    return _median_of(lambda: np.asarray(next(arrays)), repeats)
+    return time_work(lambda: np.asarray(next(arrays)), repeats).median
 
 
 def _pinned(device: jax.Device, repeats: int) -> tuple[float, float]:
@@ -258,7 +244,8 @@ def _pinned(device: jax.Device, repeats: int) -> tuple[float, float]:
     x = jax.device_put(jnp.ones(TRANSFER // 4, jnp.float32), here)
     y = jax.block_until_ready(jax.device_put(x, there))
     move = lambda array, to: jax.block_until_ready(jax.device_put(array, to))  # noqa: E731
-    return _median_of(lambda: move(y, here), repeats), _median_of(lambda: move(x, there), repeats)
+    to_device = time_work(lambda: move(y, here), repeats)
+    return to_device.median, time_work(lambda: move(x, there), repeats).median
 
 
 def by_place(rates: Sequence[Sequence[float]]) -> list[float]:

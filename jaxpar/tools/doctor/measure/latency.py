@@ -17,8 +17,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.monitoring.hlo.text import parse
+from jaxpar.runtime.timing import Spread, time_calls
 from jaxpar.tools.doctor.measure import bandwidth
-from jaxpar.tools.doctor.measure.timing import Spread, time_calls
 from jaxpar.tools.doctor.progress import Tell, no_report
 
 #: Collectives for which XLA has a kernel.

@@ -16,8 +16,8 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxpar.runtime.timing import time_calls
 from jaxpar.tools.doctor.measure.bandwidth import DEVICES, KINDS, compile_repeated, numbers
-from jaxpar.tools.doctor.measure.timing import time_calls
 from jaxpar.tools.doctor.progress import Tell, no_report
 
 type Pair = tuple[int, int]
