@@ -4,7 +4,6 @@ The memory is allocated once, on a thread, before the first save needs it.
 """
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from jaxpar.checkpoint import integrity
 from jaxpar.runtime.gpus.host_copies import CudaError, copy_to_host, pin
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
+from jaxpar.sharding.grid import Box, boxes_of, volume
 
 #: Bytes of pages that are made present at a time, without Python's lock.
 PIECE = 64 << 20
@@ -26,9 +26,6 @@ PINNED_FROM = 1 << 20
 
 #: Alignment of host memory: a page. JAX shares memory with a NumPy array that is aligned to 64.
 ALIGNMENT = 4096
-
-#: An index of an array, in numbers: which part of it a device holds.
-type Part = tuple[tuple[int, int], ...]
 
 
 class HostCopy:
@@ -42,7 +39,7 @@ class HostCopy:
         """Args:     like: the state, or abstract arrays with shardings. Allocates nothing yet."""
         self._like = jax.tree.leaves(like)
         self._hosts = _host_devices(self._like)
-        self._memory: dict[tuple[int, Part], np.ndarray] = {}
+        self._memory: dict[tuple[int, Box], np.ndarray] = {}
         self._unpin: list[Callable[[], None]] = []
         self._go, self._busy, self._ended = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
@@ -65,7 +62,7 @@ class HostCopy:
         try:
             self._check_room()
             for number, x in enumerate(self._like):
-                for part in _parts(x):
+                for part in boxes_of(x.shape, x.sharding):
                     self._go.wait()
                     with self._busy:
                         if self._ended:
@@ -80,7 +77,7 @@ class HostCopy:
         missing = [
             _num_bytes(x, part)
             for number, x in enumerate(self._like)
-            for part in _parts(x)
+            for part in boxes_of(x.shape, x.sharding)
             if (number, part) not in self._memory
         ]
         needed, limit = sum(missing), host_memory() // peers.processes_here()
@@ -88,7 +85,7 @@ class HostCopy:
             text = f"a copy of the state needs {needed / 1e9:.1f} GB of host memory for each of "
             raise MemoryError(f"{text}the processes here, which have {limit / 1e9:.1f} GB each")
 
-    def _allocate(self, x: Any, part: Part) -> np.ndarray:
+    def _allocate(self, x: Any, part: Box) -> np.ndarray:
         """Return memory for a part of an array, present and pinned.
 
         Raises:   MemoryError.
@@ -131,7 +128,7 @@ class HostCopy:
         pairs, copies = [], []
         for number, x in enumerate(leaves):
             shards, views = {shard.device: shard.data for shard in x.addressable_shards}, []
-            for part, devices in _parts(x).items():
+            for part, devices in boxes_of(x.shape, x.sharding).items():
                 memory, source = self._memory[number, part], shards[devices[0]]
                 pairs.append((source, memory))
                 view = memory.view(x.dtype).reshape(source.shape)
@@ -196,17 +193,8 @@ def copied_by_xla(tree: Any) -> Any:
     return jax.block_until_ready(jax.device_put(tree, to))
 
 
-def _parts(x: Any) -> dict[Part, list[jax.Device]]:
-    """Return the parts of an array that devices of this process hold, each with its devices."""
-    found: dict[Part, list[jax.Device]] = {}
-    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
-        bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
-        found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)
-    return found
-
-
-def _num_bytes(x: Any, part: Part) -> int:
-    return math.prod(end - begin for begin, end in part) * x.dtype.itemsize
+def _num_bytes(x: Any, part: Box) -> int:
+    return volume(part) * x.dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> np.ndarray:
