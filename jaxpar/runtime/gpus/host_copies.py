@@ -89,9 +89,7 @@ class PinnedMemory:
     """Host memory with all its pages present, and pinned where that helps."""
 
     def __init__(self, content: np.ndarray, device: jax.Device | None = None):
-        """Args:     content: from `allocated`, or a mapped file. device: memory is pinned for
-        this one, if it is a GPU.
-        """
+        """Args:     content: from `allocated`, or a mapped file. device: a GPU to pin it for."""
         self.content = content
         for start in range(0, content.nbytes, PIECE):
             content[start : start + PIECE : ALIGNMENT] = 0
