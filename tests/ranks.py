@@ -1,5 +1,6 @@
 """Runs of several processes for tests: launched, watched, and made to fail on purpose."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.monitoring.recent_steps import read_recent
-from jaxpar.runtime.processes.launcher import reserve_port
+from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,8 +146,8 @@ def children_of(pid: int) -> list[int]:
 
 def free_port() -> int:
     """A port of this host that nobody listens on."""
-    with reserve_port() as port:
-        return port
+    with contextlib.closing(FreePort("127.0.0.1")) as port:
+        return port.number
 
 
 #: Where a process's time of start lies in `stat_of`.

@@ -4,9 +4,8 @@ The memory is allocated once, on a thread, before the first save needs it.
 """
 
 import contextlib
-import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,21 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpar.checkpoint import integrity
-from jaxpar.runtime.gpus.host_copies import CudaError, copy_to_host, pin
+from jaxpar.runtime.gpus.host_copies import CudaError, PinnedMemory, allocated, copy_to_host
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
-
-#: Bytes of pages that are made present at a time, without Python's lock.
-PIECE = 64 << 20
-
-#: Smaller memory is not pinned.
-PINNED_FROM = 1 << 20
-
-#: Alignment of host memory: a page. JAX shares memory with a NumPy array that is aligned to 64.
-ALIGNMENT = 4096
-
-#: An index of an array, in numbers: which part of it a device holds.
-type Part = tuple[tuple[int, int], ...]
+from jaxpar.sharding.grid import Box, boxes_of, volume
 
 
 class HostCopy:
@@ -42,8 +30,7 @@ class HostCopy:
         """Args:     like: the state, or abstract arrays with shardings. Allocates nothing yet."""
         self._like = jax.tree.leaves(like)
         self._hosts = _host_devices(self._like)
-        self._memory: dict[tuple[int, Part], np.ndarray] = {}
-        self._unpin: list[Callable[[], None]] = []
+        self._memory: dict[tuple[int, Box], PinnedMemory] = {}
         self._go, self._busy, self._ended = threading.Event(), threading.Lock(), False
         self._thread: threading.Thread | None = None
         self._failure: MemoryError | None = None
@@ -65,13 +52,13 @@ class HostCopy:
         try:
             self._check_room()
             for number, x in enumerate(self._like):
-                for part in _parts(x):
+                for part in boxes_of(x.shape, x.sharding):
                     self._go.wait()
                     with self._busy:
                         if self._ended:
                             return
                         if (number, part) not in self._memory:
-                            self._memory[number, part] = self._allocate(x, part)
+                            self._memory[number, part] = _memory_for(x, part)
         except MemoryError as failure:  # the save itself will report it
             self._failure = failure
 
@@ -80,27 +67,13 @@ class HostCopy:
         missing = [
             _num_bytes(x, part)
             for number, x in enumerate(self._like)
-            for part in _parts(x)
+            for part in boxes_of(x.shape, x.sharding)
             if (number, part) not in self._memory
         ]
         needed, limit = sum(missing), host_memory() // peers.processes_here()
         if needed > limit:
             text = f"a copy of the state needs {needed / 1e9:.1f} GB of host memory for each of "
             raise MemoryError(f"{text}the processes here, which have {limit / 1e9:.1f} GB each")
-
-    def _allocate(self, x: Any, part: Part) -> np.ndarray:
-        """Return memory for a part of an array, present and pinned.
-
-        Raises:   MemoryError.
-        """
-        memory = _aligned(_num_bytes(x, part))
-        for start in range(0, memory.nbytes, PIECE):
-            memory[start : start + PIECE : ALIGNMENT] = 0
-        device = min(x.sharding.addressable_devices, key=lambda device: device.id)
-        if device.platform == "gpu" and memory.nbytes >= PINNED_FROM:
-            with contextlib.suppress(CudaError):  # then the copy is slower
-                self._unpin.append(pin(memory, device))
-        return memory
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,8 +104,8 @@ class HostCopy:
         pairs, copies = [], []
         for number, x in enumerate(leaves):
             shards, views = {shard.device: shard.data for shard in x.addressable_shards}, []
-            for part, devices in _parts(x).items():
-                memory, source = self._memory[number, part], shards[devices[0]]
+            for part, devices in boxes_of(x.shape, x.sharding).items():
+                memory, source = self._memory[number, part].content, shards[devices[0]]
                 pairs.append((source, memory))
                 view = memory.view(x.dtype).reshape(source.shape)
                 views += [(device, view) for device in devices]
@@ -157,15 +130,14 @@ class HostCopy:
         self._ended = True
         self._go.set()
         self._wait()
-        thread = threading.Thread(target=self._unpin_all)
+        thread = threading.Thread(target=self._close_all)
         thread.start()
         thread.join()
         self._memory.clear()
 
-    def _unpin_all(self) -> None:
-        while self._unpin:
-            with contextlib.suppress(CudaError):
-                self._unpin.pop()()
+    def _close_all(self) -> None:
+        for memory in self._memory.values():
+            memory.close()
 
 
 def copied_in_all(host: HostCopy, tree: Any) -> Any:
@@ -196,24 +168,14 @@ def copied_by_xla(tree: Any) -> Any:
     return jax.block_until_ready(jax.device_put(tree, to))
 
 
-def _parts(x: Any) -> dict[Part, list[jax.Device]]:
-    """Return the parts of an array that devices of this process hold, each with its devices."""
-    found: dict[Part, list[jax.Device]] = {}
-    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
-        bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
-        found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)
-    return found
+def _memory_for(x: Any, part: Box) -> PinnedMemory:
+    """Return memory for a part of an array. Raises:   MemoryError."""
+    device = min(x.sharding.addressable_devices, key=lambda device: device.id)
+    return PinnedMemory(allocated(_num_bytes(x, part)), device)
 
 
-def _num_bytes(x: Any, part: Part) -> int:
-    return math.prod(end - begin for begin, end in part) * x.dtype.itemsize
-
-
-def _aligned(num_bytes: int) -> np.ndarray:
-    """Return host memory, uint8 [num_bytes], that begins on a page."""
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % ALIGNMENT
-    return raw[begin : begin + num_bytes]
+def _num_bytes(x: Any, part: Box) -> int:
+    return volume(part) * x.dtype.itemsize
 
 
 def _host_devices(leaves: list[Any]) -> dict[jax.Device, jax.Device] | None:

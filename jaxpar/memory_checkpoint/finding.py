@@ -18,7 +18,6 @@ from jaxpar.checkpoint.saved import Saved, saved_of, starting_step
 from jaxpar.config import Config
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.data.skips import SkippedBatches, read_skipped
-from jaxpar.memory_checkpoint.boxes import Box, covers
 from jaxpar.memory_checkpoint.client import HostLost, PieceClient
 from jaxpar.memory_checkpoint.piece_file import (
     ArrayType,
@@ -31,6 +30,7 @@ from jaxpar.memory_checkpoint.piece_file import (
 )
 from jaxpar.memory_checkpoint.places import Group, MemoryPlace, complete_files, read_name
 from jaxpar.runtime.processes import peers
+from jaxpar.sharding.grid import Box, covers
 
 #: Hosts that are asked at a time.
 AT_A_TIME = 32
@@ -186,9 +186,9 @@ def missing_parts(indices: Iterable[PieceIndex]) -> list[str]:
         for piece in index.pieces:
             boxes.setdefault(piece.array, set()).add(piece.box)
     # The pieces of one copy are shards of one mesh: equal, or without a common element.
-    whole = [tuple((0, size) for size in array.shape) for array in arrays]
+    whole = [tuple(slice(0, size) for size in array.shape) for array in arrays]
     return [
         array.name
         for number, (array, box) in enumerate(zip(arrays, whole, strict=True))
-        if not covers(sorted(boxes.get(number, ())), box)
+        if not covers(boxes.get(number, ()), box)
     ]

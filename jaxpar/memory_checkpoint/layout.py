@@ -1,14 +1,14 @@
 """Which pieces of the state each process writes: every part that its host holds, once a host."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxpar.memory_checkpoint.boxes import Box
 from jaxpar.memory_checkpoint.piece_file import ArrayType, PieceIndex, place_pieces
 from jaxpar.sharding.fingerprint import named_leaves
+from jaxpar.sharding.grid import Box, boxes_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def pieces_of(
     single, shared = list[tuple[int, Box]](), list[tuple[int, Box]]()
     for number, (name, x) in enumerate(named_leaves(tree).items()):
         arrays.append(ArrayType(name, str(x.dtype), tuple(x.shape)))
-        for box, devices in boxes_of(x).items():
+        for box, devices in boxes_of(tuple(x.shape), x.sharding, everywhere=True).items():
             processes = {process_of(device) for device in devices}
             here = [one for one in processes if hosts[one] == hosts[process]]
             if not here or min(here) != process:
@@ -58,21 +58,6 @@ def pieces_of(
             (single if held <= copies else shared).append((number, box))
     index = lambda parts: place_pieces(arrays, parts, size_of)  # noqa: E731
     return ProcessPieces(index(single), index(shared), source)
-
-
-def boxes_of(x: Any, devices: Set[jax.Device] | None = None) -> dict[Box, list[jax.Device]]:
-    """Return the parts of an array that devices hold, each with its devices.
-
-    Args:     x: an array, or an abstract one with a sharding. devices: None: those of all
-              processes.
-    """
-    found: dict[Box, list[jax.Device]] = {}
-    for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
-        if devices is not None and device not in devices:
-            continue
-        bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
-        found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)
-    return found
 
 
 def size_of(dtype: str) -> int:

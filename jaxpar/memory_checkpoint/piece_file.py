@@ -27,8 +27,8 @@ from msgspec import Meta
 from jaxpar.config import declared
 from jaxpar.config.declared import Count, Name
 from jaxpar.config.json_reader import UnreadableJson
-from jaxpar.memory_checkpoint.boxes import Box
 from jaxpar.memory_checkpoint.client import PieceClient
+from jaxpar.sharding.grid import Box, extent
 
 #: Bytes that a checksum is of, and that a reader reads at least.
 BLOCK = 1 << 20
@@ -65,13 +65,19 @@ class ArrayPiece:
 
     array: Count
     """Index into `PieceIndex.arrays`."""
-    box: Box
+    edges: tuple[tuple[int, int], ...]
+    """Begin and end of its box in each dim."""
     begin: Count
+
+    @property
+    def box(self) -> Box:
+        """The part of the array."""
+        return tuple(slice(*edges) for edges in self.edges)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        return tuple(end - begin for begin, end in self.box)
+        return extent(self.box)
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,8 @@ class PieceIndex:
             if piece.array >= len(self.arrays):
                 raise ValueError("a piece is of no array")
             shape = self.arrays[piece.array].shape
-            within = (0 <= b <= e <= n for (b, e), n in zip(piece.box, shape, strict=False))
-            if len(piece.box) != len(shape) or not all(within) or piece.begin > self.num_bytes:
+            within = (0 <= b <= e <= n for (b, e), n in zip(piece.edges, shape, strict=False))
+            if len(piece.edges) != len(shape) or not all(within) or piece.begin > self.num_bytes:
                 raise ValueError(f"a piece of {self.arrays[piece.array].name} is outside it")
 
 
@@ -107,7 +113,8 @@ def place_pieces(
     """
     pieces, at = [], 0
     for number, box in parts:
-        pieces.append(piece := ArrayPiece(number, box, at))
+        edges = tuple((part.start, part.stop) for part in box)
+        pieces.append(piece := ArrayPiece(number, edges, at))
         at += math.prod(piece.shape) * sizes(arrays[number].dtype)
         at += -at % ALIGNMENT
     return PieceIndex(tuple(arrays), tuple(pieces), at)
@@ -207,8 +214,8 @@ class StoredPieces:
         rows = piece.shape[0] if piece.shape else 1
         row = math.prod(piece.shape[1:]) * size
         first, last = 0, rows
-        if box and piece.box:
-            first, last = (edge - piece.box[0][0] for edge in box[0])
+        if box and piece.edges:
+            first, last = (edge - piece.edges[0][0] for edge in (box[0].start, box[0].stop))
         if piece.begin + rows * row > self.index.num_bytes:
             raise DamagedPieces(f"a piece in {self.where} is longer than the file")
         content = self._bytes(piece.begin + first * row, piece.begin + last * row)

@@ -13,12 +13,11 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.loading import agree, restore_from, verify
 from jaxpar.config import Config
-from jaxpar.memory_checkpoint.boxes import Box, covers, intersection, slices, volume
 from jaxpar.memory_checkpoint.finding import FoundCopy, Hosts
-from jaxpar.memory_checkpoint.layout import boxes_of
 from jaxpar.memory_checkpoint.piece_file import ArrayPiece, DamagedPieces, StoredPieces
 from jaxpar.memory_checkpoint.places import MemoryPlace
 from jaxpar.sharding.fingerprint import named_leaves
+from jaxpar.sharding.grid import Box, boxes_of, covers, extent, intersection, volume, within
 from jaxpar.step.state import TrainState
 
 #: Arrays that are assembled at a time.
@@ -72,7 +71,7 @@ def _assembled(target: Any, pieces: "CopiedPieces") -> Any:
 def _on_devices(x: Any, parts: dict[Box, np.ndarray]) -> jax.Array:
     """Return the array that x describes, of its parts on the host."""
     shards = []
-    for box, devices in boxes_of(x, x.sharding.addressable_devices).items():
+    for box, devices in boxes_of(x.shape, x.sharding).items():
         for device in devices:
             to = SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind)
             shards.append(jax.device_put(parts[box], to, may_alias=False))
@@ -108,7 +107,7 @@ class CopiedPieces:
         Args:     x: the array, abstract, with a sharding.
         Raises:   LostPieces.
         """
-        boxes = list(boxes_of(x, x.sharding.addressable_devices))
+        boxes = list(boxes_of(x.shape, x.sharding))
         while True:
             chosen = self._covering(name, boxes)
             try:
@@ -156,10 +155,10 @@ class CopiedPieces:
             if piece.box == box:
                 return rows.reshape(piece.shape)
             if not whole.size:
-                whole = np.empty([end - begin for begin, end in box], dtype)
+                whole = np.empty(extent(box), dtype)
             first = (common[0], *piece.box[1:])
-            values = rows.reshape([end - begin for begin, end in first])
-            whole[slices(common, box)] = values[slices(common, first)]
+            values = rows.reshape(extent(first))
+            whole[within(common, box)] = values[within(common, first)]
         return whole
 
     def _rows(self, file: str, piece: ArrayPiece, size: int, box: Box) -> np.ndarray:

@@ -1,9 +1,7 @@
 """The memory of one copy: files of this host, mapped, to which devices copy pieces directly."""
 
-import contextlib
 import mmap
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.checkpoint.copies import ALIGNMENT, PIECE, PINNED_FROM
 from jaxpar.memory_checkpoint import piece_file
 from jaxpar.memory_checkpoint.layout import ProcessPieces
 from jaxpar.memory_checkpoint.places import OWN, PARTIAL, Group, PieceFile
-from jaxpar.runtime.gpus.host_copies import CudaError, copy_to_host, pin
+from jaxpar.runtime.gpus.host_copies import (
+    CudaError,
+    PinnedMemory,
+    copy_by_numpy,
+    copy_to_host,
+)
 from jaxpar.sharding.fingerprint import named_leaves
 
 
@@ -48,9 +50,8 @@ class Slot:
         self._allocated = threads.submit(self._allocate)
 
     def _allocate(self) -> None:
-        local = jax.local_devices()[0]
         for file in self._files:
-            file.allocate(local if local.platform == "gpu" else None)
+            file.allocate(jax.local_devices()[0])
 
     def wait(self) -> None:
         """Wait until the memory is there, or has failed."""
@@ -90,15 +91,14 @@ class Slot:
         for index, file in zip(self._indices, self._files, strict=True):
             for piece in index.pieces:
                 source = shards[piece.array][self._pieces.devices[piece.array, piece.box]]
-                memory = file.memory[piece.begin : piece.begin + source.nbytes]
+                memory = file.memory.content[piece.begin : piece.begin + source.nbytes]
                 kind = leaves[piece.array].sharding.memory_kind
                 (on_host if kind == "pinned_host" else on_devices).append((source, memory))
         try:
             copy_to_host(on_devices)
         except CudaError:
             on_host += on_devices
-        for array, memory in on_host:
-            np.copyto(memory.view(array.dtype).reshape(array.shape), np.asarray(array))
+        copy_by_numpy(on_host)
 
     def complete(self, group: Group, about: dict[str, Any]) -> list[Path]:
         """Write the index of each file, and give it the name of its copy.
@@ -124,21 +124,16 @@ class MappedFile:
     def __init__(self, path: Path, num_bytes: int):
         self.own_path = self.path = path
         self._num_bytes, self._fd = num_bytes, -1
-        self._unpin: Callable[[], None] | None = None
-        self.memory = np.empty(0, np.uint8)
+        self.memory = PinnedMemory(np.empty(0, np.uint8))
 
-    def allocate(self, gpu: jax.Device | None) -> None:
+    def allocate(self, device: jax.Device) -> None:
         """Make the file, with all its pages. Raises:   OSError when there is no room."""
         self.close()
         self._fd = os.open(self.own_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         os.posix_fallocate(self._fd, 0, self._num_bytes)
         self.path = self.own_path
-        self.memory = np.frombuffer(mmap.mmap(self._fd, self._num_bytes), np.uint8)
-        for start in range(0, self._num_bytes, PIECE):  # without Python's lock
-            self.memory[start : start + PIECE : ALIGNMENT] = 0
-        if gpu is not None and self._num_bytes >= PINNED_FROM:
-            with contextlib.suppress(CudaError):  # then the copy is slower
-                self._unpin = pin(self.memory, gpu)
+        content = np.frombuffer(mmap.mmap(self._fd, self._num_bytes), np.uint8)
+        self.memory = PinnedMemory(content, device)
 
     def rename(self, path: Path) -> None:
         """Rename the file. Raises:   OSError when it is gone."""
@@ -148,16 +143,12 @@ class MappedFile:
 
     def write_index(self, index: piece_file.PieceIndex, about: dict[str, Any]) -> None:
         """Write the index of the pieces in memory behind them. Raises:   OSError."""
-        sums = piece_file.checksums(memoryview(self.memory))
+        sums = piece_file.checksums(memoryview(self.memory.content))
         piece_file.write_index(self._fd, piece_file.with_content(index, sums, about))
 
     def close(self) -> None:
         """Unmap the file, and delete it unless it is complete."""
-        if self._unpin is not None:
-            with contextlib.suppress(CudaError):
-                self._unpin()
-            self._unpin = None
-        self.memory = np.empty(0, np.uint8)
+        self.memory.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

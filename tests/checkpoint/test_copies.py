@@ -81,7 +81,7 @@ def slow_memory(state, monkeypatch):
         assert go_on.acquire(timeout=HANG)
         return np.empty(num_bytes, np.uint8)
 
-    monkeypatch.setattr(copies, "_aligned", slow)
+    monkeypatch.setattr(copies, "allocated", slow)
     return HostCopy(state), begun, go_on, count
 
 
@@ -123,7 +123,7 @@ def test_without_memory_the_save_says_so(state, monkeypatch):
     def refuse(num_bytes: int) -> np.ndarray:
         raise MemoryError
 
-    monkeypatch.setattr(copies, "_aligned", refuse)
+    monkeypatch.setattr(copies, "allocated", refuse)
     with HostCopy(state) as host:
         host.begin()
         with pytest.raises(MemoryError):

@@ -24,7 +24,6 @@ from jaxpar.data.skips import SkippedBatches, read_skipped, write_skipped
 from jaxpar.data.stream import index as stream_index
 from jaxpar.data.teacher_cache.cache import About, about_to_json, read_about
 from jaxpar.memory_checkpoint import finding, messages
-from jaxpar.memory_checkpoint.boxes import Box
 from jaxpar.memory_checkpoint.piece_file import (
     ArrayType,
     DamagedPieces,
@@ -122,7 +121,7 @@ def piece_file(folder: Path) -> Path:
     for kind in (OWN, MIRRORED):
         (folder / kind).mkdir(parents=True)
     file = folder / OWN / "step_0000000010.0123abcd.0.0.single"
-    box: Box = ((0, 3), (0, 4))
+    box = (slice(0, 3), slice(0, 4))
     index = place_pieces([ArrayType("params/a", "float32", (3, 4))], [(0, box)], lambda _: 4)
     content = np.arange(16, dtype=np.float32).tobytes()[: index.num_bytes].ljust(index.num_bytes)
     with open(file, "w+b") as opened:

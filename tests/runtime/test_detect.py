@@ -4,6 +4,7 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime.processes import detect
+from jaxpar.runtime.processes.addresses import is_loopback
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -227,5 +228,5 @@ def test_one_source_can_be_named():
     "host", ["127.0.0.1", "127.0.1.1", "::1", "localhost", "localhost.localdomain"]
 )
 def test_loopback_addresses(host):
-    assert detect.is_loopback(host)
-    assert not detect.is_loopback("10.0.0.1") and not detect.is_loopback("node-0.local")
+    assert is_loopback(host)
+    assert not is_loopback("10.0.0.1") and not is_loopback("node-0.local")

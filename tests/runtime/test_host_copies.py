@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.runtime.gpus import host_copies
-from jaxpar.runtime.gpus.host_copies import CudaError, copy_from_gpus, pin
+from jaxpar.runtime.gpus.host_copies import CudaError, PinnedMemory, allocated, copy_from_gpus, pin
 
 
 class Driver:
@@ -72,3 +72,28 @@ def test_memory_is_pinned_and_unpinned(driver, devices):
     driver("cuMemHostRegister_v2")
     with pytest.raises(CudaError):
         pin(memory, devices[0])
+
+
+class Gpu:
+    """A GPU of this process."""
+
+    platform, local_hardware_id = "gpu", 0
+
+
+@pytest.mark.parametrize("size", [host_copies.PINNED_FROM, 4096])
+def test_large_memory_is_present_and_pinned_until_it_is_closed(driver, size):
+    made, content = driver(), allocated(size)
+    memory = PinnedMemory(content, Gpu())
+    assert memory.content is content and content.ctypes.data % host_copies.ALIGNMENT == 0
+    memory.close()
+    memory.close()
+    pinned = ["cuMemHostRegister_v2", "cuMemHostUnregister"] if size > 4096 else []
+    assert [name for name in made.calls if name.startswith("cuMemHost")] == pinned
+    assert not memory.content.size
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(driver):
+    made = driver("cuMemHostRegister_v2")
+    memory = PinnedMemory(allocated(host_copies.PINNED_FROM), Gpu())
+    memory.close()
+    assert "cuMemHostUnregister" not in made.calls

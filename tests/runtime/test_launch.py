@@ -22,6 +22,7 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
+from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.children import Failure, LastWords, failure_of
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.training import loop, start
@@ -40,7 +41,9 @@ def python(code: str, *args: str) -> subprocess.Popen:
 
 def test_a_reserved_port_is_nobody_elses_but_the_coordinators():
     with contextlib.ExitStack() as held:
-        ports = [held.enter_context(processes_launcher.reserve_port()) for _ in range(200)]
+        ports = [
+            held.enter_context(contextlib.closing(FreePort("127.0.0.1"))).number for _ in range(200)
+        ]
         assert len(set(ports)) == len(ports)
         taken, like_grpc = (held.enter_context(socket.socket()) for _ in range(2))
         with pytest.raises(OSError):

@@ -34,8 +34,8 @@ def host_has(monkeypatch):
 
     def has(names: dict[str, list[str]], own: set[str]) -> None:
         monkeypatch.delenv(BIND_ADDRESS, raising=False)
-        monkeypatch.setattr(listening, "_addresses", lambda host, flags=0: names.get(host, []))
-        monkeypatch.setattr(listening, "_is_here", lambda address: address in own)
+        monkeypatch.setattr(listening, "resolved", lambda host, flags=0: names.get(host, []))
+        monkeypatch.setattr(listening, "is_here", lambda address: address in own)
 
     return has
 

@@ -46,7 +46,7 @@ from jaxpar.model.mup.widths import standard
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.new_folder import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
-from jaxpar.sharding.grid import grid
+from jaxpar.sharding.grid import extent, grid, volume
 
 #: Keys of config.json with the same meaning in every family, which no field of jaxpar sets.
 OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
@@ -239,9 +239,9 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
         values = arrays.read(entry.path, box)
         found.add(values, [part.start for part in box])
         box = tuple(slice(p.start, min(p.stop, n)) for p, n in zip(box, shape, strict=True))
-        if any(part.start >= part.stop for part in box):
+        if not volume(box):
             continue
-        values = values[tuple(slice(0, part.stop - part.start) for part in box)]
+        values = values[tuple(map(slice, extent(box)))]
         for place, name, part in tensors_in(entry, sizes, box, writable):
             with np.errstate(over="ignore"):
                 assign(part, values[place])

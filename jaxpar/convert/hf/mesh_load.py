@@ -1,6 +1,5 @@
 """Loads a published folder onto a mesh without a checkpoint. Each host reads only its shards."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxpar.config import Config, ConfigError, value_of
 from jaxpar.convert.hf.importing import PublishedModel
 from jaxpar.convert.hf.tensor_layout import Entry, read_box, shape_of
 from jaxpar.runtime.progress import Meter, meter
-from jaxpar.sharding.grid import Box
+from jaxpar.sharding.grid import boxes_of, volume
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, abstract_logical, to_running
 
@@ -51,7 +50,7 @@ def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Met
     """Load a parameter shard by shard: read it once, put it on all its devices, and free it."""
     shape = shape_of(entry.ours, source.sizes)
     placed: list[jax.Array] = []
-    for box, devices in shards_here(shape, to):
+    for box, devices in boxes_of(shape, to).items():
         values = read_box(entry, source.sizes, box, source.tensors.open)
         placed += [jax.device_put(values, device) for device in devices]
         jax.block_until_ready(placed)
@@ -59,17 +58,7 @@ def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Met
     return jax.make_array_from_single_device_arrays(shape, to, placed)
 
 
-def shards_here(shape: tuple[int, ...], to: NamedSharding) -> list[tuple[Box, list[jax.Device]]]:
-    """Return the distinct shards of an array on this process's devices, each with its devices."""
-    found: dict[str, tuple[Box, list[jax.Device]]] = {}
-    for device, index in to.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
-        found.setdefault(str(box), (box, []))[1].append(device)
-    return list(found.values())
-
-
 def _bytes_here(source: PublishedModel, entry: Entry, to: NamedSharding) -> int:
     """Return the size of these shards, in bytes."""
     shape = shape_of(entry.ours, source.sizes)
-    return sum(4 * math.prod(s.stop - s.start for s in box) for box, _ in shards_here(shape, to))
+    return sum(4 * volume(box) for box in boxes_of(shape, to))

@@ -50,7 +50,7 @@ from jaxpar.config.layout.layer_kinds import (
     kinds,
     of_kind,
 )
-from jaxpar.sharding.grid import Box, grid
+from jaxpar.sharding.grid import Box, extent, grid
 
 #: Tile sizes of the dimensions contiguous in the source and the destination: 64 KB of float32.
 TILE = 256, 64
@@ -230,7 +230,7 @@ def tensors_in(
     Yields:   (index in the box, name, view with the inner dimensions of the box).
     """
     n = len(entry.stacked)
-    for place in np.ndindex(*(s.stop - s.start for s in box[:n])):
+    for place in np.ndindex(extent(box[:n])):
         at = tuple(s.start + i for s, i in zip(box, place, strict=False))
         name = tensor_name(entry, at)
         yield place, name, _view(as_ours(open_tensor(name), entry, sizes), box[n:])
@@ -240,7 +240,7 @@ def read_box(
     entry: Entry, sizes: Sizes, box: Box, open_tensor: Callable[[str], np.ndarray]
 ) -> np.ndarray:
     """Read a box of a parameter as float32 from tensors; exact for dtypes of up to 32 bits."""
-    out = np.empty([s.stop - s.start for s in box], np.float32)
+    out = np.empty(extent(box), np.float32)
     for place, _, part in tensors_in(entry, sizes, box, open_tensor):
         assign(_view(out, place), part)
     return out

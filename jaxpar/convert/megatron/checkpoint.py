@@ -26,7 +26,7 @@ from jaxpar.convert.megatron.pickle_tree import (
 )
 from jaxpar.convert.megatron.torch_zip import Span, open_tensor, read_object
 from jaxpar.convert.safetensors_file import DTYPES
-from jaxpar.sharding.grid import Box
+from jaxpar.sharding.grid import Box, extent, intersection, volume, within
 
 LATEST_FILE, METADATA_FILE = "latest_checkpointed_iteration.txt", ".metadata"
 COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
@@ -71,7 +71,7 @@ class Sharded:
 
         Raises:   ConfigError that names the tensor and the file of a damaged piece.
         """
-        shape = tuple(s.stop - s.start for s in box)
+        shape = extent(box)
         out, filled = None, 0
         for piece, here, there in self._in(box):
             part = _open(self, piece)[there]
@@ -87,12 +87,11 @@ class Sharded:
     def _in(self, box: Box) -> Iterator[tuple[TensorPiece, Box, Box]]:
         """Yield the pieces of a box: the part in the box, and the part in the piece."""
         for piece in self.pieces:
-            dims = [*zip(box, piece.offsets, piece.shape, strict=True)]
-            both = [(max(s.start, at), min(s.stop, at + n), s.start, at) for s, at, n in dims]
-            if all(start < stop for start, stop, _, _ in both):
-                here = [slice(start - a, stop - a) for start, stop, a, _ in both]
-                there = [slice(start - at, stop - at) for start, stop, _, at in both]
-                yield piece, tuple(here), tuple(there)
+            dims = zip(piece.offsets, piece.shape, strict=True)
+            whole = tuple(slice(at, at + n) for at, n in dims)
+            common = intersection(box, whole)
+            if volume(common):
+                yield piece, within(common, box), within(common, whole)
 
 
 def _open(tensor: Sharded, piece: TensorPiece) -> np.ndarray:

@@ -5,6 +5,7 @@ in one by one while it pins them (1 to 2.5 GB/s), and holds up all other use of 
 Memory whose pages are there already is pinned at 44 GB/s (docs/experiments/checkpoints.md).
 """
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
@@ -13,6 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
+
+#: Bytes of pages that are made present at a time, without Python's lock.
+PIECE = 64 << 20
+
+#: Smaller memory is not pinned.
+PINNED_FROM = 1 << 20
+
+#: Alignment of host memory: a page. JAX shares memory with a NumPy array that is aligned to 64.
+ALIGNMENT = 4096
 
 #: Flags of the driver: memory pinned for all contexts; a stream that waits for no other.
 _PORTABLE, _NON_BLOCKING = 1, 1
@@ -68,6 +78,35 @@ def pin(memory: np.ndarray, device: jax.Device) -> Callable[[], None]:
     return unpin
 
 
+def allocated(num_bytes: int) -> np.ndarray:
+    """Return host memory, uint8 [num_bytes], that begins on a page. Raises:   MemoryError."""
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + num_bytes]
+
+
+class PinnedMemory:
+    """Host memory with all its pages present, and pinned where that helps."""
+
+    def __init__(self, content: np.ndarray, device: jax.Device | None = None):
+        """Args:     content: from `allocated`, or a mapped file. device: a GPU to pin it for."""
+        self.content = content
+        for start in range(0, content.nbytes, PIECE):
+            content[start : start + PIECE : ALIGNMENT] = 0
+        self._unpin: Callable[[], None] | None = None
+        if device and device.platform == "gpu" and content.nbytes >= PINNED_FROM:
+            with contextlib.suppress(CudaError):  # then copies are slower
+                self._unpin = pin(content, device)
+
+    def close(self) -> None:
+        """Unpin it, on a thread that does not use JAX, and free it once no array is in it."""
+        if self._unpin is not None:
+            with contextlib.suppress(CudaError):
+                self._unpin()
+            self._unpin = None
+        self.content = np.empty(0, np.uint8)
+
+
 def copy_from_gpus(pairs: Iterable[tuple[jax.Array, np.ndarray]]) -> None:
     """Copy arrays to the host, from all GPUs at once. Blocks until done.
 
@@ -90,7 +129,12 @@ def copy_to_host(pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
     """
     if jax.default_backend() == "gpu":
         copy_from_gpus(pairs)
-        return
+    else:
+        copy_by_numpy(pairs)
+
+
+def copy_by_numpy(pairs: Iterable[tuple[jax.Array, np.ndarray]]) -> None:
+    """Copy arrays of any memory to the host, one after the other. Args as `copy_to_host`."""
     for array, memory in pairs:
         np.copyto(memory.view(array.dtype).reshape(array.shape), np.asarray(array))
 

@@ -13,16 +13,14 @@ the places with JAX's where JAX has them.
 """
 
 import contextlib
-import ipaddress
-import re
 from dataclasses import replace
 
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.numerals import only_digits
+from jaxpar.runtime.processes.addresses import is_loopback, split
 from jaxpar.runtime.processes.place import Environment, NotANumber, ProcessPlace
 from jaxpar.runtime.processes.sources import LAUNCHED, NUM_HOSTS, SOURCES, launched
 
-__all__ = ["LAUNCHED", "NUM_HOSTS", "Environment", "ProcessPlace", "detect", "is_loopback"]
+__all__ = ["LAUNCHED", "NUM_HOSTS", "Environment", "ProcessPlace", "detect"]
 
 
 def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
@@ -52,14 +50,6 @@ def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
         return None
     _check(found)
     return found
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is that of the local host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.partition(".")[0] == "localhost"
 
 
 def _from_flags(cfg: Config, env: Environment) -> ProcessPlace:
@@ -154,8 +144,8 @@ def _check(c: ProcessPlace) -> None:
         fix = f"set process 0's host: {flag('cluster.coordinator')} HOST:1234"
         raise ConfigError("environment", f"{c.source}: {told}", rule, fix)
     host, _, port = c.coordinator.rpartition(":")
-    bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # on which JAX would crash
-    if bare or not host or not only_digits(port) or not 0 < int(port[:9]) < 1 << 16:
+    if split(c.coordinator) is None:
+        bare = ":" in host and split(f"{host}:1") is None  # on which JAX would crash
         rule = "is not host:port" + "; an IPv6 address needs brackets" * bare
         like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
         fix = f"use {flag('cluster.coordinator', like)}"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
-from jaxpar.runtime.processes.detect import ProcessPlace, is_loopback
-from jaxpar.runtime.processes.hosts.addresses import address_towards
+from jaxpar.runtime.processes.addresses import address_towards, is_loopback
+from jaxpar.runtime.processes.place import ProcessPlace
 
 #: Names an interface to listen on, as for PyTorch.
 INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -3,11 +3,10 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
 from jaxpar.runtime.processes.launch_options import LaunchOptions
@@ -110,8 +110,8 @@ class Launcher:
 
     def attempt(self, resumed: bool) -> dict[int, int]:
         """Start all processes and wait until they end. Returns:  as `Children.wait`."""
-        with reserve_port() as port:
-            return self.started(f"127.0.0.1:{port}", resumed).wait()
+        with contextlib.closing(FreePort("127.0.0.1")) as port:
+            return self.started(f"127.0.0.1:{port.number}", resumed).wait()
 
     def started(self, coordinator: str, resumed: bool) -> Children:
         """Start all processes, which connect to the first one as their coordinator."""
@@ -212,16 +212,3 @@ def newest_checkpoint(run_dir: Path) -> int:
     places = "checkpoints/*", "shards/*/checkpoints/*"
     names = [p.name for place in places for p in run_dir.glob(place) if p.name.isdigit()]
     return max(map(int, names), default=-1)
-
-
-@contextlib.contextmanager
-def reserve_port() -> Iterator[int]:
-    """Reserve a free port of this host for the duration of the block.
-
-    The port is bound without listening. The coordinator can listen on it, since gRPC also sets
-    SO_REUSEPORT.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]

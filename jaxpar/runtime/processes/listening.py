@@ -9,8 +9,15 @@ import os
 import socket
 import sys
 
-from jaxpar.runtime.processes.detect import ProcessPlace, is_loopback
+from jaxpar.runtime.processes.addresses import (
+    bind_error,
+    is_here,
+    is_loopback,
+    joined,
+    resolved,
+)
 from jaxpar.runtime.processes.peers import PeersMissing
+from jaxpar.runtime.processes.place import ProcessPlace
 
 #: JAX's variable for the address to listen on, which is used as it is.
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -31,14 +38,13 @@ def bind_address(cluster: ProcessPlace) -> str | None:
         return os.environ[BIND_ADDRESS]
     if is_loopback(cluster.host):
         return cluster.coordinator
-    found = _addresses(cluster.host)
-    own = [address for address in found if _is_here(address)]
+    found = resolved(cluster.host)
+    own = [address for address in found if is_here(address)]
     reached = own if cluster.num_hosts == 1 else [one for one in own if not is_loopback(one)]
     if not reached:
         return None
-    port = cluster.coordinator.rpartition(":")[2]
-    one = f"[{reached[0]}]:{port}" if ":" in reached[0] else f"{reached[0]}:{port}"
-    return cluster.coordinator if len(reached) == len(found) else one
+    port = int(cluster.coordinator.rpartition(":")[2])
+    return cluster.coordinator if len(reached) == len(found) else joined(reached[0], port)
 
 
 def warn_if_open(cluster: ProcessPlace, bound: str | None) -> None:
@@ -52,34 +58,6 @@ def warn_if_open(cluster: ProcessPlace, bound: str | None) -> None:
         print(told, file=sys.stderr, flush=True)
 
 
-def _addresses(host: str | None, flags: int = 0) -> list[str]:
-    """Return the addresses of a name, without duplicates; empty if it is unknown."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _is_here(address: str) -> bool:
-    """Return whether an address is one of this host."""
-    return _bind_error(address, 0) != errno.EADDRNOTAVAIL
-
-
-def _bind_error(address: str, port: int) -> int:
-    """Try to bind an address, and return the number of the error; 0 if it worked."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the coordinator does, since `jaxpar.launch` reserves the port with this option.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind((address, port))
-    except OSError as error:
-        return error.errno or errno.EADDRNOTAVAIL
-    return 0
-
-
 def check_free(cluster: ProcessPlace, bound: str | None) -> None:
     """Check that no other program uses the coordinator's port, on which JAX would crash.
 
@@ -87,8 +65,8 @@ def check_free(cluster: ProcessPlace, bound: str | None) -> None:
     Raises:   PortTaken.
     """
     host, _, port = (bound or cluster.coordinator).rpartition(":")
-    found = _addresses(host.strip("[]")) if bound else _addresses(None, socket.AI_PASSIVE)
-    if any(_bind_error(address, int(port)) == errno.EADDRINUSE for address in found):
+    found = resolved(host.strip("[]")) if bound else resolved(None, socket.AI_PASSIVE)
+    if any(bind_error(address, int(port)) == errno.EADDRINUSE for address in found):
         fix = "end it, or use another --cluster.coordinator HOST:PORT in all processes"
         told = f"{cluster}: another program on this host uses port {port}. Fix: {fix}"
         raise PortTaken(told)

@@ -16,7 +16,8 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
 from jaxpar.runtime.processes import gloo, mtls
-from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
+from jaxpar.runtime.processes.addresses import is_loopback, resolved
+from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
 from jaxpar.runtime.processes.networks.choosing import between_hosts
 from jaxpar.runtime.processes.own_gpus import check_own, identities, local_gpus, taken
@@ -168,10 +169,9 @@ def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
 def _check_reachable(cluster: ProcessPlace) -> None:
     """Raise ConfigError if the coordinator's name resolves to this host."""
     path, fix = "cluster.coordinator", f"use another name: {flag('cluster.coordinator')}"
-    try:
-        found = socket.getaddrinfo(cluster.host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    found = resolved(cluster.host)
+    if not found:
         return  # perhaps not known yet, as names of new pods; connecting retries for longer
-    if all(is_loopback(str(address[4][0])) for address in found) and not is_loopback(cluster.host):
-        rule = f"is the loopback address {found[0][4][0]} on {socket.gethostname()}"
+    if all(map(is_loopback, found)) and not is_loopback(cluster.host):
+        rule = f"is the loopback address {found[0]} on {socket.gethostname()}"
         raise ConfigError(path, cluster.coordinator, rule, fix)

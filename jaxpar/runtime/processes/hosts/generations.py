@@ -22,7 +22,7 @@ from jaxpar.config import declared
 from jaxpar.config.declared import Count, Misshapen, Name, Port
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.numerals import only_digits
-from jaxpar.runtime.processes.hosts.addresses import joined
+from jaxpar.runtime.processes.addresses import joined
 from jaxpar.runtime.processes.hosts.link import MAX_BYTES
 
 #: A step of the run; -1: none.

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.printable import printable
-from jaxpar.runtime.processes.hosts.addresses import FreePort
+from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.hosts.generations import Host, StoreView, view
 from jaxpar.runtime.processes.hosts.liveness import Liveness
 from jaxpar.runtime.processes.hosts.store import Read, Store
@@ -76,7 +76,7 @@ class Membership:
 
     def new_port(self) -> None:
         """Offer another port, once the earlier one has been used."""
-        self._held.release()
+        self._held.close()
         self._held = FreePort(self.own.address)
         self.say(port=self._held.number)
 
@@ -165,4 +165,4 @@ class Membership:
     def close(self) -> None:
         """End the connection."""
         self.store.close()
-        self._held.release()
+        self._held.close()

@@ -6,8 +6,8 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_SECONDS
 from jaxpar.config.validate import resolve
-from jaxpar.runtime.processes.detect import is_loopback
-from jaxpar.runtime.processes.hosts import addresses
+from jaxpar.runtime.processes import addresses
+from jaxpar.runtime.processes.addresses import is_loopback
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 
 #: The most hosts of a run.

@@ -13,9 +13,9 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import mtls
+from jaxpar.runtime.processes.addresses import is_here, is_loopback, joined, resolved, split
 from jaxpar.runtime.processes.children import POLL_SECONDS
-from jaxpar.runtime.processes.detect import is_loopback
-from jaxpar.runtime.processes.hosts import addresses, options
+from jaxpar.runtime.processes.hosts import options
 from jaxpar.runtime.processes.hosts.agent import Agent
 from jaxpar.runtime.processes.hosts.copies import Copies, MakesServer
 from jaxpar.runtime.processes.hosts.membership import Membership
@@ -41,7 +41,7 @@ def serve(asked: ServeOptions, on_signals: OnSignals) -> int:
     if bound is None:
         rule, fix = "is not this host", "use one of its names or addresses"
         raise ConfigError("--serve-rendezvous", asked.address, rule, fix)
-    service = Service(addresses.joined(bound, port))
+    service = Service(joined(bound, port))
     if not service.wait_until_serving():
         raise RunError(f"--serve-rendezvous {asked.address}: port {port} is in use")
     report(f"serving the rendezvous {asked.address}, on {service.address}")
@@ -132,7 +132,7 @@ def _served_here(asked: LaunchOptions) -> Service | None:
     bound = _bound(host)
     if bound is None:
         return None
-    service = Service(addresses.joined(bound, port))
+    service = Service(joined(bound, port))
     if service.wait_until_serving():
         report(f"serving the rendezvous on {service.address}")
         return service
@@ -143,7 +143,7 @@ def _served_here(asked: LaunchOptions) -> Service | None:
 
 def _bound(host: str) -> str | None:
     """Return the address of this host to listen on; None if `host` is another one."""
-    here = [one for one in addresses.resolved(host) if addresses.is_here(one)]
+    here = [one for one in resolved(host) if is_here(one)]
     if not here:
         return None
     seen = [one for one in here if not is_loopback(one)]
@@ -167,6 +167,6 @@ def _linger(membership: Membership, asked: LaunchOptions) -> None:
 
 
 def _split(address: str) -> tuple[str, int]:
-    found = addresses.split(address)
+    found = split(address)
     assert found is not None  # checked with the command line
     return found

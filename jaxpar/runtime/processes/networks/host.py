@@ -5,10 +5,11 @@ They are read from files of the kernel below a root, which tests replace.
 
 import ipaddress
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from jaxpar.runtime.processes.addresses import resolved
 
 #: Folders in which the vendors install NCCL's plugins, by the network.
 #: Sources: AWS, "Get started with EFA and NCCL"; the manifests of GoogleCloudPlatform's
@@ -98,7 +99,7 @@ def read(coordinator: str, env: Mapping[str, str], root: Path = Path("/")) -> Ho
         opens=any((root / "dev/infiniband").glob("uverbs*")),
         interfaces=list(_interfaces(root)),
         routed=sorted({name for _, name, _ in routes} - {"lo"}),
-        control=interface_towards(_addresses(coordinator), routes),
+        control=interface_towards(resolved(coordinator) if coordinator else [], routes),
         plugins=plugins,
         loadable=[name for name, folder in plugins.items() if folder in searched],
     )
@@ -169,16 +170,6 @@ def interface_towards(addresses: list[str], routes: list[Route]) -> str:
         if fitting:
             return min(fitting, key=lambda route: (-route[0].prefixlen, route[2]))[1]
     return ""
-
-
-def _addresses(host: str) -> list[str]:
-    if not host:
-        return []
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []  # a name that is not known yet
-    return [str(address[4][0]).partition("%")[0] for address in found]
 
 
 def _plugins(root: Path) -> Iterator[tuple[str, str]]:
