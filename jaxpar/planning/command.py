@@ -45,6 +45,7 @@ from jaxpar.planning.predict.teacher import check_teacher
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime import terminal
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 
 #: Columns that the ranking needs, even if the output is not a terminal.
@@ -98,7 +99,8 @@ def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> As
     budget.check_price("--spot-price", options.spot_price, options.tokens)
     checks.check_questions(options)
     checks.check_compiled(options)
-    checks.check_file(options.write)
+    file = options.write or None
+    check_file("--write", file, endings=(".py",), new=True, in_existing_folder=True)
     cluster = cluster_of(options)
     cfg = options.config.checked(model_from=model_from)
     check_teacher(cfg)
