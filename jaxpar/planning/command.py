@@ -45,6 +45,7 @@ from jaxpar.planning.predict.teacher import check_teacher
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime import terminal
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 
@@ -220,8 +221,9 @@ def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
     path = Path(asked.options.write)
     where = showing.hardware_in_words(plan.cluster)
     said = f"{asked.name} on {where}, written by python -m jaxpar.plan."
+    text = override.config_file(asked.name, asked.base, layout.cfg, said)
     try:
-        path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
+        atomic.write(path, text.encode())
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError("--write", str(path), rule, "choose another folder") from error
