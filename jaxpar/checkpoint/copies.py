@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxpar.checkpoint import integrity
 from jaxpar.runtime.gpus.host_copies import CudaError, PinnedMemory, allocated, copy_to_host
 from jaxpar.runtime.host_memory import host_memory
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.grid import Box, boxes_of, volume
 
@@ -113,7 +113,7 @@ class HostCopy:
         try:
             copy_to_host(pairs)
         except CudaError as error:
-            integrity.warn(f"saves are slower, since {error}: XLA copies the state to the host")
+            warn(f"saves are slower, since {error}: XLA copies the state to the host")
             self._hosts = None
             return copied_by_xla(tree)
         return jax.tree.unflatten(structure, [_on_host(*each, self._hosts) for each in copies])

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -297,8 +296,3 @@ def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
     shutil.move(step_folder, to)
     to.with_name(to.name + ".txt").write_text(why + "\n", encoding="utf-8")
     return to
-
-
-def warn(text: str) -> None:
-    """Print a warning to standard error."""
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)

@@ -31,6 +31,7 @@ from jaxpar.checkpoint.saved import (
 )
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.optimizer import loss_scale
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
 from jaxpar.step.diloco.trainers import num_trainers
@@ -91,7 +92,7 @@ def _without_metadata(cfg: Config, before: int) -> dict[int, Damaged]:
 def _set_aside(cfg: Config, step: int, why: Damaged, instead: str) -> None:
     if jax.process_index() == 0:
         place = integrity.set_aside(cfg.run.dir, folder(cfg.run.dir) / str(step), str(why))
-        integrity.warn(f"{why}\n           It was moved to {place}; {instead}.")
+        warn(f"{why}\n           It was moved to {place}; {instead}.")
 
 
 def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
@@ -192,7 +193,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     first = jax.process_index() == 0
     agree(where, integrity.file_damage(step_folder) if first else [])
     for name in integrity.extra_files(step_folder) if first else []:
-        integrity.warn(f"{where}: {name} does not belong to this checkpoint, and is ignored")
+        warn(f"{where}: {name} does not belong to this checkpoint, and is ignored")
     loaded, damage = None, []
     try:
         with integrity.reading_checkpoint(where):

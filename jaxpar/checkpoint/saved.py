@@ -23,6 +23,7 @@ from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values
 from jaxpar.data.skips import Range
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 
 #: Fields of the model that may change when a run resumes.
@@ -228,7 +229,7 @@ def first_whole[S, T](
         except integrity.Damaged as error:
             found[at] = error.damage
             if at != steps[-1] and peers.rank() == 0:
-                integrity.warn(f"{error}. {instead}; nothing was moved.")
+                warn(f"{error}. {instead}; nothing was moved.")
     raise none_whole(run_dir, found)
 
 

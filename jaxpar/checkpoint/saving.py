@@ -26,6 +26,7 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.units import transfer
 from jaxpar.sharding.fingerprint import fingerprints
@@ -196,7 +197,7 @@ class Checkpointer:
             return
         if gone:
             steps = ", ".join(map(str, gone))
-            integrity.warn(f"checkpoints of {self._dir} were deleted during the run: step {steps}")
+            warn(f"checkpoints of {self._dir} were deleted during the run: step {steps}")
         self._orbax.reload()
 
     def _finish(self, saving: Any, copy: Any, step: int, began: float, held: float) -> None:
@@ -215,7 +216,7 @@ class Checkpointer:
             try:
                 integrity.write_file_list(self._dir / str(step))
             except OSError as error:  # the checkpoint itself is complete, with fingerprints
-                integrity.warn(f"the file list of step {step} could not be written: {error}")
+                warn(f"the file list of step {step} could not be written: {error}")
         self._record("saved", step=step, bytes=num_bytes, seconds=seconds, loop_waited=held)
         self._log(
             f"saved step {step}: {transfer(num_bytes, seconds)}; the loop waited {held:.2f} s"
@@ -275,7 +276,7 @@ class Checkpointer:
             more = f"{self._failures} in a row, {allowed} allowed"
             detail = errors_file(self._cfg.run.dir)
             at = f" Details: {detail}" if detail.is_file() else ""
-            integrity.warn(f"{text}\n           Training continues without it ({more}).{at}")
+            warn(f"{text}\n           Training continues without it ({more}).{at}")
 
     def _sweep(self) -> None:
         """Delete the files of failed saves. Called repeatedly, because they may still be writing.

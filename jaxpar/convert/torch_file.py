@@ -14,12 +14,11 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
-from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
 from jaxpar.convert.safetensors_file import Stored, create_file
-from jaxpar.runtime.files import atomic
-from jaxpar.runtime.files.new_folder import require_place, require_space
+from jaxpar.runtime.files import atomic, outputs
+from jaxpar.runtime.files.new_folder import require_space
 from jaxpar.runtime.progress import meter
 
 #: Allowed suffixes of the file's name.
@@ -28,16 +27,9 @@ ENDINGS = (".pt", ".pth")
 
 def check_file(file: Path) -> None:
     """Raises:   ConfigError for a file that cannot be written, or has another suffix."""
-    check_path("FILE", str(file), "use a new file")
-    if file.suffix not in ENDINGS:
-        rule, better = f"must end in {' or '.join(ENDINGS)}", file / "model.pt"
-        if file.name and not file.is_dir():
-            better = file.with_suffix(".pt")
-        raise ConfigError("FILE", str(file), rule, f"use {better}")
-    for path in (file, file.with_suffix(".json")):
-        if path.exists():
-            raise ConfigError("FILE", str(path), "already exists", "use a new file")
-    require_place("FILE", file)
+    outputs.check_file("FILE", str(file), "model.pt", endings=ENDINGS, new=True)
+    if (about := file.with_suffix(".json")).exists():
+        raise ConfigError("FILE", str(about), "already exists", "use a new file")
 
 
 def require_torch() -> None:

@@ -16,6 +16,8 @@ from jaxpar.inference.load import LoadedModel, load, load_params_of
 from jaxpar.inference.options import EvaluateOptions
 from jaxpar.inference.text_loss import text_loss
 from jaxpar.runtime import hub
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
 
@@ -41,21 +43,7 @@ def check(options: EvaluateOptions) -> None:
             raise ConfigError(f"--{name}", value, rule, "remove the option")
     place = rendezvous.detect_peers()
     if options.output is not None and (place is None or place.process_id == 0):  # which writes it
-        _check_output(options.output)
-
-
-def _check_output(name: str) -> None:
-    """Raises:   ConfigError for a file that could not be written at the end."""
-    path = Path(name)
-    if path.is_dir():
-        fix = f"use --output {path / 'results.json'}"
-        raise ConfigError("--output", name, "is a folder, not a file", fix)
-    folder = path.parent
-    if not folder.is_dir():
-        rule, fix = "is in a folder that does not exist", "create the folder first"
-        raise ConfigError("--output", name, rule, fix)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError("--output", name, "cannot be written", "use a file that you can write to")
+        check_file("--output", options.output, "results.json", in_existing_folder=True)
 
 
 def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
@@ -97,7 +85,7 @@ def _evaluate(
         results |= _on_tasks(options, model, known, log)
     if options.output is not None and peers.rank() == 0:
         text = json.dumps(results, indent=2, default=str)
-        Path(options.output).write_text(text + "\n", "utf-8")
+        atomic.write(options.output, (text + "\n").encode())
     return results
 
 

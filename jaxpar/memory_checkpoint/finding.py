@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.saved import Saved, saved_of, starting_step
 from jaxpar.config import Config
 from jaxpar.config.json_reader import UnreadableJson
@@ -29,6 +28,7 @@ from jaxpar.memory_checkpoint.piece_file import (
     StoredPieces,
 )
 from jaxpar.memory_checkpoint.places import Group, MemoryPlace, complete_files, read_name
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.grid import Box, covers
 
@@ -90,7 +90,7 @@ class Hosts:
         try:
             return self._client(host).files()
         except HostLost as error:
-            integrity.warn(f"copies in memory: host {host} does not answer: {error}")
+            warn(f"copies in memory: host {host} does not answer: {error}")
             return {}
 
     def _client(self, host: int) -> PieceClient:
@@ -110,7 +110,7 @@ class Hosts:
             try:
                 yield from (StoredPieces(source) for source in self._sources(name, host))
             except (DamagedPieces, OSError) as error:
-                integrity.warn(f"copies in memory: {error}; this file is not used")
+                warn(f"copies in memory: {error}; this file is not used")
 
     def _sources(self, name: str, host: int) -> Iterator[ByteSource]:
         file = read_name(name)
@@ -149,7 +149,7 @@ def _look(cfg: Config, place: MemoryPlace) -> list[FoundCopy]:
             if saved is None:
                 continue  # a warning names each file that is not intact
             if why := _unfit(cfg, group, indices, saved):
-                integrity.warn(f"the copy of step {group.step} in memory is not used: {why}")
+                warn(f"the copy of step {group.step} in memory is not used: {why}")
                 continue
             found.append(FoundCopy(group, saved, {name: tuple(names[name]) for name in whole}))
     return found
@@ -161,7 +161,7 @@ def _described(files: Iterable[StoredPieces]) -> Iterator[tuple[PieceIndex, Save
         try:
             yield file.index, saved_of(file.index.about, f"the metadata in {file.where}")
         except UnreadableJson as error:
-            integrity.warn(f"copies in memory: {error}; this file is not used")
+            warn(f"copies in memory: {error}; this file is not used")
 
 
 def _unfit(cfg: Config, group: Group, indices: list[PieceIndex], saved: Saved) -> str:

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.loading import agree, restore_from, verify
 from jaxpar.config import Config
 from jaxpar.memory_checkpoint.finding import FoundCopy, Hosts
 from jaxpar.memory_checkpoint.piece_file import ArrayPiece, DamagedPieces, StoredPieces
 from jaxpar.memory_checkpoint.places import MemoryPlace
+from jaxpar.runtime.messages import warn
 from jaxpar.sharding.fingerprint import named_leaves
 from jaxpar.sharding.grid import Box, boxes_of, covers, extent, intersection, volume, within
 from jaxpar.step.state import TrainState
@@ -166,5 +166,5 @@ class CopiedPieces:
         try:
             return opened.read(piece, size, box)
         except (DamagedPieces, OSError) as error:
-            integrity.warn(f"copies in memory: {error}; this file is not used")
+            warn(f"copies in memory: {error}; this file is not used")
             raise _FileLost(file, opened) from error

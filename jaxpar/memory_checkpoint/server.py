@@ -31,6 +31,7 @@ from jaxpar.memory_checkpoint.messages import (
     Proof,
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, PARTIAL, complete_files, read_name
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes.children import end_with_parent
 from jaxpar.runtime.processes.token import RunToken
 
@@ -138,7 +139,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Say in one line that a conversation has failed."""
         error = sys.exception()
-        print(f"WARNING    piece server: {type(error).__name__}: {error}", file=sys.stderr)
+        warn(f"piece server: {type(error).__name__}: {error}")
 
 
 class _Conversation(socketserver.StreamRequestHandler):

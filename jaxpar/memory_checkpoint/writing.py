@@ -31,6 +31,7 @@ from jaxpar.memory_checkpoint.places import (
 from jaxpar.memory_checkpoint.room import AT_A_TIME, CopyPlan, free_bytes
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
@@ -184,7 +185,7 @@ class MemoryCheckpointer:
         return sent
 
     def _tell(self, step: int, reason: str) -> None:
-        integrity.warn(f"the copy of step {step} in memory: {reason}")
+        warn(f"the copy of step {step} in memory: {reason}")
         self.record("copy failed", step=step, error=reason[:500])
 
     def _next_slot(self) -> tuple[Slot | None, str]:
@@ -248,7 +249,7 @@ class MemoryCheckpointer:
             slot.drop()
         except OSError as error:  # somebody has deleted its files
             slot.begin_again(self._threads)
-            integrity.warn(f"files of a copy of the state in memory are gone: {error}")
+            warn(f"files of a copy of the state in memory are gone: {error}")
 
     def forget(self) -> None:
         """Delete all copies: the run goes back to a step before them, and continues otherwise."""

@@ -1,8 +1,5 @@
 """Checks the options of `python -m jaxpar.plan` before it plans."""
 
-import shlex
-from pathlib import Path
-
 from jaxpar.config import ConfigError
 from jaxpar.planning.options import DEFAULT_TOP, EXPERT_IMBALANCE, MAX_GPUS, PlanOptions
 
@@ -57,24 +54,3 @@ def check_compiled(options: PlanOptions) -> None:
         if asked > shown:
             rule = f"must be at most {shown}, the number of layouts shown"
             raise ConfigError(option, asked, rule, f"use {option} {shown} or --top {asked}")
-
-
-def check_file(name: str) -> None:
-    """Check the file of --write.
-
-    Raises:   ConfigError if it does not end in .py, exists, or its folder does not exist.
-    """
-    if not name:
-        return
-    path = Path(name)
-    if path.suffix != ".py":
-        raise ConfigError(
-            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
-        )
-    if path.exists():
-        raise ConfigError(
-            "--write", name, "already exists", "choose another name or remove the file"
-        )
-    if not path.parent.is_dir():
-        rule = f"needs the folder {path.parent}, which does not exist"
-        raise ConfigError("--write", name, rule, "choose an existing folder")

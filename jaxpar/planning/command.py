@@ -45,6 +45,8 @@ from jaxpar.planning.predict.teacher import check_teacher
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime import terminal
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 
 #: Columns that the ranking needs, even if the output is not a terminal.
@@ -98,7 +100,8 @@ def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> As
     budget.check_price("--spot-price", options.spot_price, options.tokens)
     checks.check_questions(options)
     checks.check_compiled(options)
-    checks.check_file(options.write)
+    file = options.write or None
+    check_file("--write", file, endings=(".py",), new=True, in_existing_folder=True)
     cluster = cluster_of(options)
     cfg = options.config.checked(model_from=model_from)
     check_teacher(cfg)
@@ -218,8 +221,9 @@ def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
     path = Path(asked.options.write)
     where = showing.hardware_in_words(plan.cluster)
     said = f"{asked.name} on {where}, written by python -m jaxpar.plan."
+    text = override.config_file(asked.name, asked.base, layout.cfg, said)
     try:
-        path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
+        atomic.write(path, text.encode())
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError("--write", str(path), rule, "choose another folder") from error

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxpar.runtime.files import atomic
-from jaxpar.stores.objects import warn
+from jaxpar.runtime.messages import warn
 
 #: Errors of a folder that this user may not write to.
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -16,10 +16,11 @@ from jaxpar.config.rules.paths import is_address, is_prefix, local_folder, read_
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.run_lock import RunLock
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.units import size
 from jaxpar.stores import steps
 from jaxpar.stores.files import download_files
-from jaxpar.stores.objects import Altered, Missing, Objects, OddName, warn
+from jaxpar.stores.objects import Altered, Missing, Objects, OddName
 from jaxpar.stores.parts import GROWING, joined, length, ranges
 from jaxpar.stores.sessions import NAME as SESSION
 from jaxpar.stores.sessions import last_session, note, require_same_run, sessions_of

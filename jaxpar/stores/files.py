@@ -4,7 +4,8 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpar.stores.objects import Found, Missing, Objects, can_be_named, warn
+from jaxpar.runtime.messages import warn
+from jaxpar.stores.objects import Found, Missing, Objects, can_be_named
 from jaxpar.stores.parts import GROWING
 from jaxpar.stores.sessions import NAME as SESSION
 from jaxpar.stores.steps import COMPLETE, SHARDS, STEPS

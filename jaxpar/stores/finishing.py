@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.stores import steps
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.objects import Altered, Objects, warn
+from jaxpar.stores.objects import Altered, Objects
 from jaxpar.stores.sessions import last_session, sessions_of
 from jaxpar.stores.shards import ProcessShards, ShardLayout, complete, save_name
 

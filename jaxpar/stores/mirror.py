@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxpar.config import ConfigError
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.units import transfer
 from jaxpar.stores import steps
 from jaxpar.stores.files import Changed
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.objects import Altered, Missing, Objects, OddName, StoreError, warn
+from jaxpar.stores.objects import Altered, Missing, Objects, OddName, StoreError
 from jaxpar.stores.parts import GROWING, Growing
 from jaxpar.stores.sessions import begin_session, last_session, sessions_of
 from jaxpar.stores.uploading import Uploader

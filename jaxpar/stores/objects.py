@@ -14,7 +14,6 @@ import hashlib
 import os
 import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -322,11 +321,6 @@ class Objects:
 
     def _refused(self, rule: str, fix: str) -> ConfigError:
         return ConfigError(self._field, str(self.address), rule, fix)
-
-
-def warn(text: str) -> None:
-    """Print a warning to standard error."""
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)
 
 
 def _found(about: Any) -> Found:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.messages import warn
 from jaxpar.stores.objects import (
     Altered,
     Conflict,
@@ -27,7 +28,6 @@ from jaxpar.stores.objects import (
     StoreError,
     can_be_named,
     content_of,
-    warn,
 )
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.

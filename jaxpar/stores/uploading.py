@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from jaxpar.runtime.exit_codes import EXIT_NOT_STORED, RunError
 from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.stores.objects import Objects, warn
+from jaxpar.runtime.messages import warn
+from jaxpar.stores.objects import Objects
 
 #: Seconds between two looks at the folder.
 LOOK_SECONDS = 1.0

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint.integrity import warn
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import RunLocked
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.program import end_with
 from jaxpar.training.between_steps import BetweenSteps

@@ -3,12 +3,12 @@
 Someone may delete the folder, or files in it, while the run writes there.
 """
 
-import sys
 from pathlib import Path
 
 from jaxpar.runtime import watchdog
 from jaxpar.runtime.files import append, atomic
 from jaxpar.runtime.files.run_lock import RunLock, RunLocked
+from jaxpar.runtime.messages import warn
 from jaxpar.stores.lease import Lease
 
 
@@ -62,5 +62,4 @@ class RunRecords:
                 how = f"and cannot be written again: {error.strerror}"
             else:
                 how = "it was written again"
-            text = f"WARNING    {path} was deleted during the run; {how}"
-            print(text, file=sys.stderr, flush=True)
+            warn(f"{path} was deleted during the run; {how}")

@@ -175,7 +175,7 @@ def test_texts_are_written_alike_in_batches_of_any_size(finished):
         (["--tasks", "choices", "--batch-size", "0"], "must be at least 1"),
         (["--tasks", "choices", "--limit", "0"], "--limit = 0: must be at least 1"),
         (["--tasks", "choices", "--num-fewshot", "-1"], "--num-fewshot = -1: must be at least 0"),
-        (["--tasks", "choices", "--output", "nowhere/x.json"], "folder that does not exist"),
+        (["--tasks", "choices", "--output", "nowhere/x.json"], "needs the folder nowhere, which"),
         (["--tasks", "choices", "--output", "."], r"--output = '\.': is a folder, not a file"),
     ],
 )
@@ -199,7 +199,9 @@ def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
     inference_evaluate.check(options)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
-    with pytest.raises(ConfigError, match=r"--output = .*folder that does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"--output = .*needs the folder nowhere, which does not exist"
+    ):
         inference_evaluate.check(options)
 
 

@@ -3,13 +3,13 @@
 import errno
 import os
 import shutil
-import sys
 import time
 import weakref
 from io import RawIOBase
 from pathlib import Path
 
 from jaxpar.config.rules.paths import absolute
+from jaxpar.runtime.messages import warn
 
 #: Errors of a disk that is full, over quota or failing. Other errors are raised.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -67,7 +67,7 @@ class Lines:
         if len(self._waiting) > MAX_WAITING_BYTES:
             latest = self._waiting[-MAX_WAITING_BYTES:].partition(b"\n")[2]
             self._waiting = b"\n" + latest if self._cut else latest
-            self._warn("has no disk space; its oldest waiting lines are lost")
+            warn(f"{self._path} has no disk space; its oldest waiting lines are lost")
         try:
             while self._waiting:
                 written = self._file.write(self._waiting)
@@ -78,7 +78,8 @@ class Lines:
             if error.errno not in FULL:
                 raise
             if not self._failing:
-                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
+                why = f"cannot be written ({error.strerror})"
+                warn(f"{self._path} {why}; its lines wait in memory")
             self._failing = True
 
     def _open_again_if_deleted(self) -> None:
@@ -102,10 +103,11 @@ class Lines:
                 shutil.copyfileobj(before, self._file)
                 self._end_a_truncated_line()
         except OSError as error:
-            self._warn(f"was deleted during the run, and not all can be written again: {error}")
+            why = f"not all can be written again: {error}"
+            warn(f"{self._path} was deleted during the run, and {why}")
         else:
             how = "deleted during the run; its lines were written again"
-            self._warn(f"was {how if deleted else 'replaced during the run'}")
+            warn(f"{self._path} was {how if deleted else 'replaced during the run'}")
         if self._file is not before:
             before.close()
 
@@ -117,11 +119,8 @@ class Lines:
         """Write the waiting lines if possible, and close the file."""
         self.write("")
         if lost := self._waiting.lstrip(b"\n").count(b"\n"):
-            self._warn(f"is missing its last {lost} lines")
+            warn(f"{self._path} is missing its last {lost} lines")
         self._file.close()
-
-    def _warn(self, what: str) -> None:
-        print(f"WARNING    {self._path} {what}", file=sys.stderr, flush=True)
 
 
 #: All open files of this process.

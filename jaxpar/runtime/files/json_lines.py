@@ -1,11 +1,11 @@
 """JSON Lines files that a run appends to: metrics, events, steps and samples."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
+from jaxpar.runtime.messages import warn
 
 #: Limit on the bytes of a line.
 MAX_LINE_BYTES = 8 << 20
@@ -53,5 +53,4 @@ def _lines(file: Any) -> Iterator[bytes]:
 def _report(path: Path, number: int, error: UnreadableJson) -> None:
     if path not in _reported:
         _reported.add(path)
-        text = f"line {number} of {path} is skipped, as are others like it: {error}"
-        print(f"WARNING    {text}", file=sys.stderr, flush=True)
+        warn(f"line {number} of {path} is skipped, as are others like it: {error}")

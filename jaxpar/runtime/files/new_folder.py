@@ -1,11 +1,11 @@
 """Checks of a folder that a program is to make (`atomic.new_folder`)."""
 
-import os
 import shutil
 from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path
+from jaxpar.runtime.files.outputs import require_place
 from jaxpar.runtime.units import size
 
 
@@ -21,17 +21,6 @@ def refuse_used(argument: str, path: Path) -> None:
         rule = f"is {what}, which cannot be replaced"
         raise ConfigError(argument, str(path), rule, f"use a new folder in it: {path / 'new'}")
     require_place(argument, path)
-
-
-def require_place(argument: str, path: Path) -> None:
-    """Raises:   ConfigError for `argument` unless a file or folder can be created at a path."""
-    above = next(parent for parent in path.resolve().parents if parent.exists())
-    if not above.is_dir():
-        rule = f"cannot be created: {above} is a file"
-        raise ConfigError(argument, str(path), rule, "use a folder that you can write to")
-    if not os.access(above, os.W_OK | os.X_OK):
-        rule = f"cannot be created: {above} is not writable"
-        raise ConfigError(argument, str(path), rule, "use a folder that you can write to")
 
 
 def require_space(argument: str, path: Path, num_bytes: int) -> None:

@@ -1,50 +1,81 @@
 """Checks of the files and folders that a command will write, before it begins."""
 
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.paths import absolute, check_path, refuse_address
+from jaxpar.config.rules.paths import absolute, check_path
 
 
-def check_file(option: str, path: str | None) -> None:
-    """Check that an output file can be written, before the measurement.
+def check_file(
+    option: str,
+    path: str | None,
+    example: str = "runs/card.json",
+    *,
+    endings: Sequence[str] = (),
+    new: bool = False,
+    in_existing_folder: bool = False,
+) -> None:
+    """Check that an output file can be written, before the work.
 
-    Args:     path: the value of the option; None if it is not set.
+    Args:     path: the value of the option; None if it is not set. example: of a path. endings: of
+              its name, if not every one is valid. new: whether nothing may be there yet.
+              in_existing_folder: whether the command leaves the making of folders to the user.
     Raises:   ConfigError that names the option.
     """
-    refuse_address(option, path or "", f"use {option} runs/card.json")
-    if path and Path(path).is_dir():
-        fix = f"use {option} {Path(path) / 'card.json'}"
-        raise ConfigError(option, path, "is a folder, not a file", fix)
-    _check_place(option, path, "runs/card.json")
+    if path is None:
+        return
+    use = f"use {option}" if option.startswith("-") else "use"
+    _check_text(option, path, f"{use} {example}")
+    place = Path(path)
+    is_folder = place.is_dir() or place.name in ("", "..")
+    below = shlex.quote(str(place / Path(example).name))
+    if endings and place.suffix not in endings:
+        better = below if is_folder else shlex.quote(f"{place}{endings[0]}")
+        rule = f"must end in {' or '.join(endings)}"
+        raise ConfigError(option, path, rule, f"{use} {better}")
+    if new and place.exists():
+        fix = "choose another name or remove the file"
+        raise ConfigError(option, path, "already exists", fix)
+    if is_folder:
+        raise ConfigError(option, path, "is a folder, not a file", f"{use} {below}")
+    if place.exists() and not place.is_file():
+        return  # a device or a pipe
+    if in_existing_folder and not place.parent.exists():
+        rule = f"needs the folder {place.parent}, which does not exist"
+        raise ConfigError(option, path, rule, "create the folder or choose another")
+    require_place(option, place)
 
 
 def check_folder(option: str, path: str | None) -> None:
-    """Check that an output folder can be written, before the measurement.
+    """Check that an output folder can be written, before the work.
 
     Raises:   ConfigError that names the option.
     """
-    if path and Path(path).exists() and not Path(path).is_dir():
-        raise ConfigError(option, path, "is a file, not a folder", f"use {option} {path}-folder")
-    _check_place(option, path, "runs/folder")
-
-
-def _check_place(option: str, path: str | None, example: str) -> None:
     if path is None:
         return
+    _check_text(option, path, f"use {option} runs/folder")
+    if Path(path).exists() and not Path(path).is_dir():
+        raise ConfigError(option, path, "is a file, not a folder", f"use {option} {path}-folder")
+    require_place(option, Path(path), inside=True)
+
+
+def require_place(argument: str, path: Path, inside: bool = False) -> None:
+    """Check that a file or folder can be created at a path, or inside it.
+
+    Raises:   ConfigError for `argument` if it cannot.
+    """
+    place = absolute(path).resolve()
+    places = (place, *place.parents) if inside else place.parents
+    above = next(folder for folder in places if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        rule = f"cannot be created: {above} is {'not writable' if above.is_dir() else 'a file'}"
+        raise ConfigError(argument, str(path), rule, "use a folder that you can write to")
+
+
+def _check_text(option: str, path: str, fix: str) -> None:
     if not path:
-        raise ConfigError(option, path, "is empty", f"use {option} {example}")
-    check_path(option, path, f"use {option} {example}")
-    place = absolute(path)
-    if place.exists() and not place.is_dir() and not place.is_file():
-        return  # a device or a pipe
-    above = place if place.is_dir() else place.parent
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir():
-        rule = f"is below {above}, which is a file"
-        raise ConfigError(option, path, rule, f"use {option} {example}")
-    if not os.access(above, os.W_OK | os.X_OK):
-        rule = f"is in {above}, which is not writable"
-        raise ConfigError(option, path, rule, f"use {option} {example}")
+        raise ConfigError(option, path, "is empty", fix)
+    check_path(option, path, fix)

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 
 FILE = "lock"
@@ -140,7 +140,7 @@ class RunLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             new = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:  # look again later
-            return _warn(f"{path} was deleted, and cannot be created: {error.strerror}")
+            return warn(f"{path} was deleted, and cannot be created: {error.strerror}")
         try:
             fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -153,7 +153,7 @@ class RunLock:
         os.close(self._file)
         self._file = new
         self._sign()
-        _warn(f"{path} was deleted during the run; it was created and locked again")
+        warn(f"{path} was deleted during the run; it was created and locked again")
 
     def _take(self, folder: Path, seconds: float, report: Callable[[str], None]) -> None:
         """Lock the open file. Args as `__init__`. Raises:   RunLocked, or OSError."""
@@ -191,10 +191,6 @@ def _is_at(file: int, path: Path) -> bool:
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING    {text}", file=sys.stderr, flush=True)
 
 
 def _holder(file: int) -> str:

@@ -7,8 +7,8 @@ run names, not on every network of the host.
 import errno
 import os
 import socket
-import sys
 
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes.addresses import (
     bind_error,
     is_here,
@@ -53,9 +53,9 @@ def warn_if_open(cluster: ProcessPlace, bound: str | None) -> None:
     Args:     bound: from `bind_address`.
     """
     if bound is None:
-        told = f"WARNING    the coordinator listens on every network of {socket.gethostname()}: "
+        told = f"the coordinator listens on every network of {socket.gethostname()}: "
         told += f"{cluster.host} is none of its addresses; {BIND_ADDRESS}=ADDRESS:PORT names one"
-        print(told, file=sys.stderr, flush=True)
+        warn(told)
 
 
 def check_free(cluster: ProcessPlace, bound: str | None) -> None:

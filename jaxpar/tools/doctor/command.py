@@ -9,13 +9,14 @@ from jaxpar.config import replace
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
 from jaxpar.runtime.processes import detect, peers, rendezvous
 from jaxpar.runtime.processes.networks.choosing import between_hosts
 from jaxpar.tools.doctor import examination, facts, showing
 from jaxpar.tools.doctor.meshes import mesh_for
-from jaxpar.tools.doctor.options import DoctorOptions, check_file
+from jaxpar.tools.doctor.options import DoctorOptions
 from jaxpar.tools.doctor.progress import SectionProgress
 
 #: Columns that the tables need, even if the output is not a terminal.
@@ -54,7 +55,8 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     cfg = options.config.asked()
     place = detect.detect(cfg, os.environ)
     if options.json and (place is None or place.process_id == 0):
-        check_file(Path(options.json))  # the others write nothing, and may run on other hosts
+        # The others write nothing, and may run on other hosts.
+        check_file("--json", options.json, "doctor.json", in_existing_folder=True)
     share = rendezvous.local_gpus(place) if place else None
     was_set = bind_process(share=share)
     coordinator = place.host if place else ""

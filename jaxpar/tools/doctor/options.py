@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import re
-from pathlib import Path
 from typing import Annotated
 
 from jaxpar.config import ConfigError
@@ -89,15 +87,3 @@ def read_size(text: str) -> int:
         rule = "must be a size in B, KiB, MiB or GiB, at least 1KiB"
         raise ConfigError("--largest", text, rule, "use --largest 64MiB")
     return size
-
-
-def check_file(path: Path) -> None:
-    """Check that --json can be written.
-
-    Raises:   ConfigError if it cannot.
-    """
-    folder = path.parent
-    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        what = "is not writable" if folder.is_dir() else "does not exist"
-        rule = "is a folder" if path.is_dir() else f"its folder {path.parent} {what}"
-        raise ConfigError("--json", str(path), rule, "use --json doctor.json")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
@@ -11,6 +10,7 @@ from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
 from jaxpar.monitoring.profiles.folder import profiles_of
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 from jaxpar.tools.profiling import breakdown, comparison, sections, table
 from jaxpar.tools.profiling.hlo.memory import ProgramMemory, memory_of, of_sums
@@ -53,12 +53,7 @@ def check(options: ProfileOptions) -> None:
     check_ranges(options)
     if options.gpu:
         gpu_named(options.gpu)
-    if options.json and Path(options.json).is_dir():
-        fix = f"use --json {Path(options.json) / 'profile.json'}"
-        raise ConfigError("--json", options.json, "is a folder, not a file", fix)
-    if options.json and not Path(options.json).parent.is_dir():
-        rule = f"needs the folder {Path(options.json).parent}, which does not exist"
-        raise ConfigError("--json", options.json, rule, "create the folder or choose another")
+    check_file("--json", options.json or None, "profile.json", in_existing_folder=True)
     if len(options.paths) > 2:
         rule = "is a third profile, and two are compared"
         raise ConfigError(OPTION, options.paths[2], rule, "remove it")

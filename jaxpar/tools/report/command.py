@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.paths import check_path
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 from jaxpar.stores.reading import with_local_runs
 from jaxpar.tools.report import listing
@@ -94,20 +93,9 @@ def where(output: str | None, names: Sequence[str]) -> Path:
     """
     if output is None:
         return Path(names[0], "report.html") if len(names) == 1 else Path("report.html")
-    check_path("--output", output, "use --output report.html")
-    path = Path(output)
-    if path.suffix not in (".html", ".htm"):
-        better = f"{path}/report.html" if path.is_dir() else f"{path}.html"
-        fix = f"use --output {shlex.quote(better)}"
-        raise ConfigError("--output", output, "must end in .html", fix)
-    if path.is_dir() or not path.parent.is_dir():
-        rule = (
-            "is a folder"
-            if path.is_dir()
-            else f"needs the folder {path.parent}, which does not exist"
-        )
-        raise ConfigError("--output", output, rule, "choose a file in an existing folder")
-    return path
+    endings = (".html", ".htm")
+    check_file("--output", output, "report.html", endings=endings, in_existing_folder=True)
+    return Path(output)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,7 +1,6 @@
 """The work of `python -m jaxpar.verify --mup`."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 
@@ -10,6 +9,7 @@ from jaxpar.config.model_source import ModelReader
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
@@ -46,7 +46,7 @@ def check_coordinates(options: MupOptions, model_from: ModelReader, draw: Draw) 
     Args:     model_from: reads the model that `--model.from` names. draw: makes the file of --svg,
               from sizes by width and kind, a title, and the line under it.
     """
-    check_file("--svg", options.svg or None)
+    check_file("--svg", options.svg or None, "mup.svg", in_existing_folder=True)
     asked = options.config.asked(model_from)
     cfg = prepared(asked, options.sequences, options.length)
     configs = {width: resolve(widened(cfg, width), 1) for width in widths_of(options.widths, asked)}
@@ -66,7 +66,7 @@ def check_coordinates(options: MupOptions, model_from: ModelReader, draw: Draw) 
     print(table(found, exponents, options.tolerance))
     if options.svg:
         sizes = {width: {kind: one.end[kind] for kind in KINDS} for width, one in found.items()}
-        Path(options.svg).write_bytes(draw(sizes, title, under))
+        atomic.write(options.svg, draw(sizes, title, under))
         print(f"\nwrote {options.svg}")
     wrong = verdicts(exponents, options.tolerance)
     print("\n" + ("; ".join(wrong) if wrong else "flat: no activation depends on the width"))

@@ -96,7 +96,7 @@ def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
     asked = ["--run.cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
     joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
     for alone in ([], [*joined.split(), "0"]):
-        with pytest.raises(ConfigError, match=r"--json = .*its folder .*none does not exist"):
+        with pytest.raises(ConfigError, match=r"--json = .*needs the folder .*none, which does"):
             command.begin(read("doctor", [*asked, *alone]))
     assert not started
     command.begin(read("doctor", [*asked, *joined.split(), "1"]))

@@ -7,7 +7,6 @@ cannot occupy the key of an entry that is written once.
 
 import dataclasses
 import hashlib
-import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.printable import printable
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.hosts.generations import Host, StoreView, view
 from jaxpar.runtime.processes.hosts.liveness import Liveness
@@ -126,8 +126,7 @@ class Membership:
             return
         self._warned.add(key)
         name = printable("/".join(key.split("/")[:2]))[:100]
-        text = f"the entry {name} of the rendezvous is passed over: {why}"
-        print(f"WARNING    {text}", file=sys.stderr, flush=True)
+        warn(f"the entry {name} of the rendezvous is passed over: {why}")
 
     def _take(self, read: Read) -> None:
         now = time.monotonic()
