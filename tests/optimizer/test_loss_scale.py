@@ -144,10 +144,13 @@ FLOAT16 = {"model.dtype": "float16", "guard.loss_scale_interval": 2}
 
 @pytest.mark.parametrize("mesh", ["fsdp", slow("pipeline")])
 def test_float16_learns_as_float32_does(devices, mesh):
-    found = {}
+    found, norms = {}, []
     for dtype in ("float16", "float32"):
         cfg, step, fresh = make(devices, **MESHES[mesh], **{"model.dtype": dtype})
-        found[dtype] = [float(m.loss) for m in run(cfg, step, fresh(), "gggggg")[1]]
+        _, seen = run(cfg, step, fresh(), "gggggg")
+        found[dtype] = [float(m.loss) for m in seen]
+        norms += [float(m.grad_norm) for m in seen if int(m.skipped) == 0][:1]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=0.02)  # without the loss scale
     assert found["float16"][-1] < found["float16"][0]
     np.testing.assert_allclose(found["float16"], found["float32"], rtol=5e-3)
 

@@ -23,6 +23,7 @@ from jaxpar.step.state import (
     init_state,
     to_running,
 )
+from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import traces
 from tests.slow import slow_but
 from tests.tiny import SMALL
@@ -133,6 +134,19 @@ def test_a_skipped_update_leaves_it_bit_for_bit(devices):
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=2e-6)
     last = average_after(devices, 3, bad=2)
     assert all(last[n].tobytes() == a.tobytes() for n, a in average_after(devices, 2).items())
+
+
+def test_a_step_averages_the_weights_that_it_makes(devices):
+    cfg, mesh = ready(devices, **{"model.num_layers": 1, "optimizer.warmup_steps": 0})
+    state = init_state(cfg, mesh)
+    before = traces.logical(state.ema, cfg)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    state, _ = make_train_step(cfg, mesh)(state, batch)
+    found, after, d = traces.logical(state.ema, cfg), traces.logical(state.params, cfg), 2 / 11
+    for name, old in before.items():
+        assert not np.array_equal(after[name], old)
+        wanted = d * old + (1 - d) * after[name]
+        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=1e-6)
 
 
 def test_the_decay_warms_up():
