@@ -17,7 +17,7 @@ from tests.convert import tiny
 from tests.data.commands import main as data
 from tests.tools.report.folders import write_loads, write_run
 
-RECORDED = Path(__file__).parents[1] / "profiling"
+RECORDED = Path(__file__).parents[1] / "tools" / "profiling"
 CARD = Path(__file__).parents[2] / "docs" / "benchmarks" / "llama3_8b-h200x2-none.json"
 
 
