@@ -179,16 +179,16 @@ def _unfit(cfg: Config, group: Group, indices: list[PieceIndex], saved: Saved) -
 
 def missing_parts(indices: Iterable[PieceIndex]) -> list[str]:
     """Return the names of the arrays of which a part is in none of the files of one copy."""
-    boxes: dict[int, set[Box]] = {}
+    boxes: dict[int, dict[Box, None]] = {}
     arrays: tuple[ArrayType, ...] = ()
     for index in indices:
         arrays = index.arrays
         for piece in index.pieces:
-            boxes.setdefault(piece.array, set()).add(piece.box)
+            boxes.setdefault(piece.array, {})[piece.box] = None
     # The pieces of one copy are shards of one mesh: equal, or without a common element.
     whole = [tuple(slice(0, size) for size in array.shape) for array in arrays]
     return [
         array.name
         for number, (array, box) in enumerate(zip(arrays, whole, strict=True))
-        if not covers(boxes.get(number, ()), box)
+        if not covers(boxes.get(number, {}), box)
     ]
