@@ -35,8 +35,12 @@ def mirrored(address, folder: Path, keep: int = 9, every: int = 0, best: int = 0
 
 
 def soon(condition) -> None:
+    """Wait until it holds. What is being replaced is missing for a moment."""
     until = time.monotonic() + 240  # ends a hang
-    while not condition():
+    while True:
+        with contextlib.suppress(Missing):
+            if condition():
+                return
         assert time.monotonic() < until
         time.sleep(0.01)
 
