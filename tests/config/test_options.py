@@ -9,6 +9,7 @@ import pytest
 from jaxpar.commands import COMMANDS, module_of
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.option_fields import declared
 from jaxpar.config.options import Argument, OnlyFields, Range, Step, Written, read_options
 
@@ -192,3 +193,8 @@ def test_every_option_has_a_meaning(name):
     for form in forms.values() if isinstance(forms, dict) else [forms]:
         assert form.__doc__ and not form.__doc__.startswith(form.__name__ + "(")
         assert all(one.meaning for one in declared(form)), form
+
+
+def test_plan_names_the_fields_that_a_layout_sets():
+    (fix,) = (one for one in declared(module_of("plan").OPTIONS[""]) if one.name == "--fix")
+    assert fix.meaning == f"Fix fields of the layout: {', '.join(FIELDS)}."
