@@ -1,30 +1,24 @@
-"""Lowers a layout's train step for GPUs that are not present: what each process does at its start.
+"""Lowers a layout's train step for GPUs that are not present.
 
 Lowering needs the mesh's axes but no devices, so it works for any number of GPUs on a laptop. Only
 cuDNN's attention needs JAX's CUDA plugin, which knows the version of cuDNN and describes devices.
-With and without the plugin, the program is the same.
 """
 
 import functools
-import hashlib
 import importlib.util
-import time
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config
 from jaxpar.kernels.platform import compiling_for
-from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.kernels import SOME_DOCUMENTS, attention_backends, platform_of
+from jaxpar.planning.predict.kernels import SOME_DOCUMENTS, platform_of
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import axis_sizes
-from jaxpar.step.identity import identity
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
 
@@ -34,18 +28,6 @@ PLUGIN = "jax_plugins.xla_cuda13"
 _AUTO = (AxisType.Auto,) * len(AXES)
 
 
-@dataclass(frozen=True)
-class LoweredStep:
-    """The lowered train step. It is the same in every process of a run."""
-
-    digest: str
-    """Start of the SHA-256 of its bytecode, which processes compare before they compile."""
-    bytecode: int
-    """Bytes."""
-    trace_seconds: float
-    lower_seconds: float
-
-
 @functools.cache
 def has_plugin() -> bool:
     """Return whether JAX's CUDA plugin is installed."""
@@ -53,41 +35,6 @@ def has_plugin() -> bool:
         return importlib.util.find_spec(PLUGIN) is not None
     except ModuleNotFoundError:
         return False
-
-
-def check_can_lower(cfg: Config, gpu: Gpu) -> None:
-    """Check that a layout's train step can be lowered here.
-
-    Args:     cfg: resolved.
-    Raises:   ConfigError for cuDNN's attention without the plugin.
-    """
-    if has_plugin() or "cudnn" not in attention_backends(cfg, gpu):
-        return
-    chosen = f"{cfg.model.attention_backend}, which is cudnn on {gpu.name}"
-    rule = f"can only be lowered with JAX's CUDA plugin ({PLUGIN}), which is not installed"
-    fix = "run pip install 'jax[cuda13]' (no GPU is needed), or"
-    fix += " use --model.attention-backend pallas_hopper"
-    raise ConfigError("model.attention_backend", chosen, rule, fix)
-
-
-def lower_layout(cfg: Config, cluster: Cluster) -> LoweredStep:
-    """Lower one layout's train step.
-
-    Args:     cfg: resolved.
-    Raises:   ConfigError as `check_can_lower`.
-    """
-    check_can_lower(cfg, cluster.gpu)
-    if has_plugin():
-        mesh: Any = topology_mesh(cfg, cluster.gpu, cluster.num_gpus, cluster.per_host)
-    else:
-        mesh = abstract_mesh(cfg, cluster.gpu)
-    return lower(cfg, cluster.gpu, mesh)[1]
-
-
-def abstract_mesh(cfg: Config, gpu: Gpu) -> AbstractMesh:
-    """Return the mesh without devices."""
-    device = AbstractDevice(gpu.device_kind, gpu.multiprocessors, "gpu")
-    return AbstractMesh(axis_sizes(cfg.parallel), AXES, _AUTO, abstract_device=device)
 
 
 def topology_mesh(cfg: Config, gpu: Gpu, num_gpus: int, per_host: int) -> Mesh:
@@ -104,27 +51,18 @@ def topology_mesh(cfg: Config, gpu: Gpu, num_gpus: int, per_host: int) -> Mesh:
     return Mesh(devices, AXES, axis_types=_AUTO)
 
 
-def lower(cfg: Config, gpu: Gpu, mesh: Mesh | AbstractMesh) -> tuple[Any, LoweredStep]:
-    """Lower the train step on a mesh of GPUs that are not present.
-
-    Returns:  (jax.stages.Lowered, what is said about it).
-    """
+def lower(cfg: Config, gpu: Gpu, mesh: Mesh | AbstractMesh) -> jax.stages.Lowered:
+    """Lower the train step on a mesh of GPUs that are not present."""
     sharded: Any = mesh  # JAX's types ask for devices where none are needed
     abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, sharded))
     rows = (cfg.train.global_batch_size, cfg.data.seq_len)
     ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(sharded, BATCH_SPEC))
     scores = ints.update(dtype=jnp.float32) if cfg.dpo.beta else None
-    began = time.perf_counter()
     with compiling_for(platform_of(gpu)):
         step: Any = make_train_step(cfg, sharded, SOME_DOCUMENTS)
         traced = step.trace(state, Batch(ints, ints, ints, ints, scores))
-        then = time.perf_counter()
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    now = time.perf_counter()
-    content = identity(lowered)
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return lowered, LoweredStep(digest, len(content), then - began, now - then)
+        return traced.lower(lowering_platforms=("cuda",))
 
 
 def target_config(gpu: Gpu) -> str:
