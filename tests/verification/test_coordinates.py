@@ -4,12 +4,12 @@ import dataclasses
 import xml.etree.ElementTree as ET
 
 import pytest
+from jaxpar.tools.charts.sizes import size_chart
 
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.tools.charts.sizes import size_chart
 from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
 from jaxpar.verification.coordinates.command import widths_of
 from jaxpar.verification.coordinates.growth import Growth, growth, table, verdicts
@@ -125,7 +125,6 @@ def test_what_is_not_checked(fields, said):
         ([], "CONFIG"),
         (["quickstart", "--tolerance", "0"], "--tolerance"),
         (["quickstart", "--steps", "0"], "--steps"),
-        (["quickstart", "--svg", "docs"], "--svg"),
         (["quickstart", "--widths", "100,200"], "--widths = 100"),
     ],
 )
