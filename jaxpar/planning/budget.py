@@ -8,7 +8,6 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.progress import Watch, no_report
 from jaxpar.planning.ranking import Layout, make_plan
 from jaxpar.planning.whole_run import parts_of
 
@@ -25,17 +24,14 @@ def counts_of_gpus(per_host: int, most: int) -> list[int]:
     return [n for n in inside if n <= most] + hosts
 
 
-def fewest_gpus(
-    cfg: Config, cluster: Cluster, most: int = 4096, watch: Watch = no_report
-) -> tuple[int, Layout]:
+def fewest_gpus(cfg: Config, cluster: Cluster, most: int = 4096) -> tuple[int, Layout]:
     """Return the fewest GPUs on which a layout fits, and the fastest layout there.
 
-    Args:     watch: as in `make_plan`.
     Raises:   ConfigError if no layout fits `most` GPUs.
     """
     for count in counts_of_gpus(cluster.per_host, most):
         there = dataclasses.replace(cluster, num_gpus=count)
-        plan = make_plan(cfg, there, coarse=True, watch=watch)
+        plan = make_plan(cfg, there, coarse=True)
         if plan.fitting:
             return count, plan.fitting[0]
     rule = f"does not fit {most} x {cluster.gpu.name} under any layout"

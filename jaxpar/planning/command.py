@@ -36,7 +36,6 @@ from jaxpar.planning.options import (
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
 from jaxpar.planning.predict.teacher import check_teacher
-from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime import terminal
 from jaxpar.runtime.files import atomic
@@ -137,9 +136,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
     load, quick = options.expert_imbalance, options.quick
-    plan = make_plan(
-        asked.cfg, cluster, asked.fixed, coarse=quick, imbalance=load, watch=on_stderr()
-    )
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=quick, imbalance=load)
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
@@ -208,7 +205,7 @@ def compile_first(
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     """Answer --min-gpus."""
-    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "

@@ -91,6 +91,7 @@ def page() -> str:
               ("deploy/jobset.yaml", "A run on Kubernetes"),
               ("deploy/jobset_elastic.yaml", "The same, while nodes come and go"),
               ("deploy/sky.yaml", "A run on several machines by SkyPilot"),
+              ("docs/calibration.json", "The measured runs, with their command lines"),
               ("deploy/grafana_dashboard.json", "The dashboard, as Grafana imports it"),
               ("deploy/prometheus_rules.yml", "Alerts for Prometheus")]  # fmt: skip
     return "".join(parts) + BESIDE + table("in `scripts/`", rows + others)
