@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.planning import lowering
+from jaxpar.planning import compiling
 from jaxpar.planning.predict.hardware import GPUS
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -53,9 +53,9 @@ def on(devices: int, base: Config = TINY, **changes: Any) -> Config:
 @pytest.mark.slow
 def test_devices_do_not_matter_to_the_program_nor_their_number_to_the_work():
     few, many = on(8, parallel__tensor=2), on(512, parallel__tensor=2, parallel__replica=32)
-    real = identity(lowering.lower(few, H100, make_mesh(few.parallel, jax.devices()[:8])))
-    of_few, calls = with_calls(lambda: lowering.lower(few, H100, abstract_mesh(few)))
-    of_many, more_calls = with_calls(lambda: lowering.lower(many, H100, abstract_mesh(many)))
+    real = identity(compiling.lower(few, H100, make_mesh(few.parallel, jax.devices()[:8])))
+    of_few, calls = with_calls(lambda: compiling.lower(few, H100, abstract_mesh(few)))
+    of_many, more_calls = with_calls(lambda: compiling.lower(many, H100, abstract_mesh(many)))
     assert identity(of_few) == real != identity(of_many)
     assert len(identity(of_many)) < 1.3 * len(real)
     assert more_calls < 1.01 * calls
@@ -78,5 +78,5 @@ def test_4096_gpus(name, layers, mesh):
     more = {"model__num_layers": layers, "model__attention_backend": "pallas_hopper"}
     pipeline = {"parallel__zero": 1, "parallel__num_microbatches": 8} if mesh[0] > 1 else {}
     cfg = on(4096, load_config(name), **sizes, **more, **pipeline)
-    found = lowering.lower(cfg, H100, abstract_mesh(cfg))
+    found = compiling.lower(cfg, H100, abstract_mesh(cfg))
     assert len(identity(found)) < 20 << 20

@@ -20,7 +20,7 @@ from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_experts, nu
 from jaxpar.convert.run_arrays import open_run
 from jaxpar.model.flops import num_params
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 
 
 def open_source(folder: str | Path) -> PublishedModel:

@@ -28,7 +28,7 @@ from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.runtime import hub
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 
 #: Keys of adapter_config.json that do not affect what trained adapters compute.
 _OF_TRAINING = {

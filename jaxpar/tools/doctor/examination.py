@@ -19,7 +19,7 @@ from jaxpar.tools.doctor import showing
 from jaxpar.tools.doctor.checks import gpu as gpu_checks
 from jaxpar.tools.doctor.checks import host, measured
 from jaxpar.tools.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
-from jaxpar.tools.doctor.checks.numa import numa_binding
+from jaxpar.tools.doctor.checks.host import numa_binding
 from jaxpar.tools.doctor.facts import HostFacts
 from jaxpar.tools.doctor.measure import bandwidth, compute, verification
 from jaxpar.tools.doctor.measure import hosts as hosts_of
