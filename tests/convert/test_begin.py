@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from jaxpar.config import Config, replace
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import begin_of_prompts
-from jaxpar.data import load_tokenizer
 from jaxpar.data.options import PrepareChatOptions, PrepareOptions
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.prepare.text import prepare
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference.load import load
 from tests.convert import tiny
 

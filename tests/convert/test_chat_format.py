@@ -20,11 +20,10 @@ from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format, exporting, importing
 from jaxpar.convert.hf.tokenizer import as_json, tokenizer_of_run
-from jaxpar.data import load_tokenizer
 from jaxpar.data.options import PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.data.prepare.records_command import prepare_records
-from jaxpar.data.tokenizer import open_tokenizer
+from jaxpar.data.tokenizer import load_tokenizer, open_tokenizer
 from jaxpar.inference.load import load
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state

@@ -11,14 +11,15 @@ import pytest
 import tokenizers
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions, InspectOptions, PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
 from jaxpar.data.prepare.records_command import prepare_records
-from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
+from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
