@@ -32,9 +32,9 @@ def run(options: Options) -> str:
             return convert(options, progress)
         if isinstance(options, ReframeOptions):
             return reframe(options, progress)
-        text = isinstance(options, PrepareOptions)
-        meta = prepare(options, progress) if text else prepare_records(options, progress)
-        return _summary(options, meta)
+        if isinstance(options, PrepareOptions):
+            return _summary(options, prepare(options, progress))
+        return _summary(options, prepare_records(options, progress))
 
 
 def _summary(options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta) -> str:

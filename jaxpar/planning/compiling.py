@@ -227,7 +227,7 @@ def compile_here(job: dict[str, Any]) -> dict[str, Any]:
     cfg, gpu = from_json(json.dumps(job["config"])), GPUS[job["gpu"]]
     mesh = topology_mesh(cfg, gpu, job["gpus"], job["per_host"])
     began = time.perf_counter()
-    memory = lower(cfg, gpu, mesh).compile().memory_analysis()
+    memory: Any = lower(cfg, gpu, mesh).compile().memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,

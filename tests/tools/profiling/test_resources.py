@@ -1,14 +1,10 @@
 """What of a GPU kernels use: tensor cores, multiprocessors, launches."""
 
 import dataclasses
-import gzip
-import shutil
 from pathlib import Path
 
 import pytest
 
-from jaxpar.commands import call
-from jaxpar.config import ConfigError
 from jaxpar.tools.profiling import breakdown, loading, table
 from jaxpar.tools.profiling.trace import read as trace
 from jaxpar.tools.profiling.trace.kernels import uses_tensor_cores
