@@ -49,9 +49,9 @@ FEW = [
 ]
 
 HEAD = """\
-| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU causal, full \
-| GiB | step, ms | exposed, ms | commit |
-|---|---|---|---|---|---|---|---|---|---|
+| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU, causal \
+| GiB | step, ms | commit |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -137,17 +137,15 @@ def name_of(card: dict[str, Any]) -> str:
 def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
-    exposed = card.get("exposed_ms")
     cells = [
         model_of(card),
         mesh_of(card),
         f"{c['train.global_batch_size']}",
         how(card),
         f"[{rate:,.0f}]({name}.json)",
-        f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
+        f"{card['mfu_causal']:.1%}",
         f"{card['peak_memory_gib']:.1f}",
         f"{1e3 * step['median']:,.0f}",
-        "-" if exposed is None else f"{exposed:,.0f}",
         commit_of(card),
     ]
     return f"| {' | '.join(cells)} |"
