@@ -24,14 +24,17 @@ def where(flag: Flag) -> str:
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = ["| `--xla_gpu_…` | value | GPU, JAX | where | measured |", "|---|---|---|---|---|"]
+    jax = " and ".join(sorted({f"{flag.jax}x" for flag in FLAGS}))
+    lines = [
+        f"| `--xla_gpu_…`, JAX {jax} | value | GPU | where | measured |",
+        "|---|---|---|---|---|",
+    ]
     before = None
     for flag in FLAGS:
         name = flag.name.removeprefix("xla_gpu_")
-        known = f"{', '.join(flag.gpus)}, {flag.jax}x"
         why = (where(flag), flag.gain)
         cells = ("as above", "as above") if why == before else why
-        lines.append(f"| `{name}` | {flag.value} | {known} | {' | '.join(cells)} |")
+        lines.append(f"| `{name}` | {flag.value} | {', '.join(flag.gpus)} | {' | '.join(cells)} |")
         before = why
     return "\n".join(lines) + "\n"
 
