@@ -159,7 +159,15 @@ def commit_of(card: dict[str, Any]) -> str:
 
 def table() -> str:
     """Return the table of the cards that are not compared with torchtitan, as Markdown."""
-    return HEAD + "".join(f"{row(name, card)}\n" for name, card in cards() if name not in BESIDE)
+    rows, before = [], ""
+    for name, card in cards():
+        if name in BESIDE:
+            continue
+        model, cells = model_of(card), row(name, card)
+        # A model is named in the first of its rows.
+        rows.append(cells.replace(f"| {model} |", "| |", 1) if model == before else cells)
+        before = model
+    return HEAD + "".join(f"{cells}\n" for cells in rows)
 
 
 # ------------------------------------------------------------------------- jaxpar and torchtitan
