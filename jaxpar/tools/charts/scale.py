@@ -17,13 +17,14 @@ class Scale:
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """Return at most about `most` round numbers on the axis, with their labels."""
-        step = _round_step((self.high - self.low) / most)
+        step = round_step((self.high - self.low) / most)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [(i * step, short(i * step, step)) for i in range(first, last + 1)]
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
+    """Return the least of 1, 2 or 5 times a power of ten that is not below a number."""
     size = 10.0 ** math.floor(math.log10(least))
     return next(size * f for f in (1, 2, 5, 10) if size * f >= least * (1 - 1e-9))
 
