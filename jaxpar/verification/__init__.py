@@ -9,6 +9,7 @@ MAY_IMPORT = (
     "objectives",
     "optimizer",
     "step",
+    "functional",
     "data",
     "checkpoint",
     "planning",
