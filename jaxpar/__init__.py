@@ -1,8 +1,8 @@
 """jaxpar: pure-functional pre-training of language models in JAX, sharded over one named mesh.
 
 The Python API is `jaxpar.api`, whose names are also here, and `jaxpar.functional`:
-docs/python_api.md. `import jaxpar` imports nothing else. A name is imported when it is first used, and JAX starts its devices when a
-`Trainer` is made, or a model loaded.
+docs/python_api.md. `import jaxpar` imports nothing else. A name is imported when it is first used,
+and JAX starts its devices when a `Trainer` is made, or a model loaded.
 """
 
 import importlib
