@@ -4,7 +4,6 @@ MAY_IMPORT = (
     "config",
     "runtime",
     "sharding",
-    "parallel",
     "model",
     "objectives",
     "optimizer",
