@@ -85,7 +85,7 @@ def recipe() -> str:
 
 
 def table() -> str:
-    """Return the tables of runs and of compiled steps as Markdown, with their largest errors."""
+    """Return the table of runs as Markdown, and the largest errors, also of compiled steps."""
     compared = dense()
     lines = [
         "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
@@ -93,9 +93,13 @@ def table() -> str:
         *map(row, compared),
     ]
     times, peaks = errors()
+    plans = [abs(c.error) for c in compare_compiled(read)]
     lines.append("")
-    lines.append(f"Step time: {summary(times)}. Peak memory: {summary(peaks)}.")
-    return "\n".join([*lines, "", *compiled_table()]) + "\n"
+    lines.append(
+        f"Step time: {summary(times)}. Peak memory: {summary(peaks)}. "
+        f"XLA's memory plans of compiled steps: {summary(plans, 'plans')}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def experts_table() -> str:
@@ -114,15 +118,14 @@ def of_experts(c: Compared) -> str:
     return c.run.source.partition("; ")[2] or c.run.source
 
 
-def compiled_table() -> list[str]:
+def compiled_table() -> str:
     """Return the table of XLA's memory plans and the predictions."""
-    compiled = list(compare_compiled(read))
     lines = ["| GPUs | compiled | XLA's plan, GiB | predicted | error |", "|---|---|---|---|---|"]
     lines += [
         f"| {c.gpus} | {shorter(c.run)} | {c.gib:.1f} | {c.predicted:.1f} | {c.error:+.1%} |"
-        for c in compiled
+        for c in compare_compiled(read)
     ]
-    return [*lines, "", f"Plans: {summary([abs(c.error) for c in compiled])}."]
+    return "\n".join(lines) + "\n"
 
 
 def read(words: list[str]) -> Config:
@@ -130,9 +133,9 @@ def read(words: list[str]) -> Config:
     return read_config(words)
 
 
-def summary(errors: list[float]) -> str:
-    """Return the number of runs, the largest and the mean error."""
-    return f"{len(errors)} runs, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
+def summary(errors: list[float], what: str = "runs") -> str:
+    """Return the number of runs or plans, the largest and the mean error."""
+    return f"{len(errors)} {what}, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
 
 
 def mean(values: list[float]) -> float:
@@ -198,6 +201,8 @@ def main() -> None:
         else:
             print(conditions() + "\n" if page.endswith("planning.md") else f"\n{page}")
             print("\n".join(make() for make in blocks.values()), end="")
+    if not write:
+        print("\n" + compiled_table(), end="")
 
 
 if __name__ == "__main__":
