@@ -88,8 +88,8 @@ def table() -> str:
     """Return the table of runs as Markdown, and the largest errors, also of compiled steps."""
     compared = dense()
     lines = [
-        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
+        "|---|---|---|---|---|---|",
         *map(row, compared),
     ]
     times, peaks = errors()
@@ -106,16 +106,11 @@ def experts_table() -> str:
     """Return the table of runs of models with experts as Markdown."""
     compared = list(compare(read, "experts"))
     lines = [
-        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error | code |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
+        "|---|---|---|---|---|---|",
     ]
-    lines += [f"{row(c, f' {c.run.gpu.upper()}')} {of_experts(c)} |" for c in compared]
+    lines += [row(c, f" {c.run.gpu.upper()}") for c in compared]
     return "\n".join(lines) + "\n"
-
-
-def of_experts(c: Compared) -> str:
-    """Return the part of a run's source that says with which code it was measured."""
-    return c.run.source.partition("; ")[2] or c.run.source
 
 
 def compiled_table() -> str:
@@ -150,11 +145,10 @@ def row(c: Compared, kind: str = "") -> str:
     """
     peak, error = c.run.peak_gib, c.memory_error
     measured = f"{peak:.1f}" if peak is not None else "-"
-    memory = f"{error:+.1%}" if error is not None else "-"
+    memory = f"{error:+.1%}" if error is not None else f"{c.peak_gib:.1f} GiB"
     run, gpus = shorter(c.run.run), f"{c.run.gpus}{kind}"
     return (
-        f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.step_ms:,.0f} | {c.time_error:+.1%} "
-        f"| {measured} | {c.peak_gib:.1f} | {memory} |"
+        f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.time_error:+.1%} | {measured} | {memory} |"
     )
 
 
@@ -168,6 +162,7 @@ def shorter(run: str) -> str:
         "mixtral_8x7b --model.num-layers 4": "4 layers of Mixtral 8x7B",
         "--parallel.": "",
         "--model.": "",
+        "logits-dtype compute": "logits16",
         "--data.document-mask False": "",
         "--train.global-batch-size": "batch",
         "--data.seq-len": "T",
