@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Files at the root of the repository, and the pages that they become.
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def from_root(text: str) -> str:
