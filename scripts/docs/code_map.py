@@ -17,26 +17,18 @@ HEAD = """\
 
 Written by `python scripts/docs/code_map.py --write`.
 
-- A folder of `jaxpar/` or of `jaxpar/tools/` is a **package**. `MAY_IMPORT` in its `__init__.py` \
-names the packages that it may import; `tests/meta/test_packages.py` checks every import. Folders \
-in it may import the same.
-- A file of `jaxpar/` is a **command**, `jaxpar NAME`, and may import every package.
-
-Packages are listed from the top down: each imports only packages below it. The first line of \
-each module says what it does. [The tour](tour.md) follows one training step through them.
+A folder of `jaxpar/` or of `jaxpar/tools/` is a package; `MAY_IMPORT` in its `__init__.py` names \
+the packages that it may import, all of them below it in this table. A file of `jaxpar/` is a \
+command, `jaxpar NAME`, and may import every package. The first line of each module says what it \
+does. [The tour](tour.md) follows one training step through them.
 
 | package | what it is for | may import |
 |---|---|---|
 """
 
 TAIL = """
-| folder | what is in it |
-|---|---|
-| [`configs/`](../configs) | configs: Python files with a `get_config()` |
-| [`tests/`](../tests) | tests by package; `meshes/` compares meshes with the plain model, \
-`e2e/` runs commands, `meta/` checks packages and pages |
-| [`scripts/`](../scripts) | `docs/` writes tables and pictures of pages, `measure/` measures, \
-`deploy/` runs on Slurm, Kubernetes and SkyPilot |
+[`configs/`](../configs) has configs, [`tests/`](../tests) a folder for each package, and \
+[`scripts/`](../scripts) programs that measure, deploy, and write parts of pages.
 """
 
 
