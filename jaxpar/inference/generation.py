@@ -109,6 +109,16 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
 
 
+def chances(logits: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
+    """Return the probabilities with which `draw` samples each token, float32 [B, vocab_size]."""
+    logits = logits[:, :vocab_size]
+    if how.temperature < MIN_TEMPERATURE:
+        return jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab_size)
+    likely, ids = _likely(logits, how)
+    of_likely = jax.nn.softmax(likely, axis=-1)
+    return jnp.put_along_axis(jnp.zeros_like(logits), ids, of_likely, axis=-1, inplace=False)
+
+
 def _likely(logits: jax.Array, how: Sampling) -> tuple[jax.Array, jax.Array]:
     """Return the likeliest tokens' logits, -inf for those left out, and their ids."""
     logits, vocab_size = logits / how.temperature, logits.shape[-1]
@@ -120,12 +130,13 @@ def _likely(logits: jax.Array, how: Sampling) -> tuple[jax.Array, jax.Array]:
     return likely, ids
 
 
-def row_keys(how: Sampling, position: jax.Array, number: jax.Array) -> jax.Array:
+def row_keys(how: Sampling, position: jax.Array, number: jax.Array | None = None) -> jax.Array:
     """Return the random key of each row's token at `position`, int32 [B].
 
-    Args:     number: int32 [B], of the rows.
+    Args:     number: int32 [B], of the rows. None: their indices.
     """
     root = jax.random.key(how.seed)
+    number = jnp.arange(len(position)) if number is None else number
     one = lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p)  # noqa: E731
     return jax.vmap(one)(number, position)
 
@@ -173,15 +184,15 @@ class Programs:
         return self.compiled[shape]
 
 
-def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
+def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh, *, modules: bool = False) -> Any:
     """Convert the weights to the fused layout and the compute dtype, and gather them, once.
 
-    Returns:  the fused weights, without modules of multi-token prediction. Each array has a leading
-              dim over TENSOR, one entry per device.
+    Args:     modules: with those of multi-token prediction, for `speculative.generate`.
+    Returns:  the fused weights; each array has a leading dim over TENSOR, one entry per device.
     """
 
     def fuse(params):
-        used = {name: a for name, a in params.items() if name != "mtp"}
+        used = {name: a for name, a in params.items() if modules or name != "mtp"}
         weights = gather_once(fused_weights.fuse(used, execution_of(cfg)), cfg)
         return jax.tree.map(lambda a: a[None], weights)
 

@@ -75,6 +75,7 @@ def load(
     tensor: int,
     log: Callable[[str], None],
     *,
+    modules: bool = False,
     weights: checkpoint.Weights = checkpoint.TRAINED,
 ) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
@@ -82,19 +83,20 @@ def load(
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
-              weights: of a run: those that are trained, or their moving average.
+              modules: keep those of multi-token prediction, for speculative decoding. weights:
+              of a run: those that are trained, or their moving average.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
     source = _source(folder, step, tensor, weights, log)
     if source is None:
-        read = lambda at: _of_run(folder, at, tensor, weights)  # noqa: E731
+        read = lambda at: _of_run(folder, at, tensor, modules, weights)  # noqa: E731
         return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
         params = load_params(source, cfg, mesh, log)
-        weights = weights_for_sampling(params, cfg, mesh)
+        weights = weights_for_sampling(params, cfg, mesh, modules=modules)
     chat = chat_format.of_folder(source.folder, tokenizer)
     return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None, chat)
 
@@ -116,13 +118,15 @@ def load_params_of(
         return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
 
 
-def _of_run(folder: str, step: int, tensor: int, weights: checkpoint.Weights) -> LoadedModel:
+def _of_run(
+    folder: str, step: int, tensor: int, modules: bool, weights: checkpoint.Weights
+) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
     cfg = checkpoint.load_config(folder, step)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
     loaded = _params_of_run(folder, step, tensor, weights)
-    cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh)
+    cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
     chat = chat_format.of_run(folder, cfg, tokenizer)
     return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step, chat)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config, ConfigError
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
+from jaxpar.model.mtp.decode import as_layers
 from jaxpar.runtime.host_memory import host_memory
 
 GIB = 2**30
@@ -25,15 +26,20 @@ def check_weights(cfg: Config, folder: str) -> None:
         raise ConfigError("RUN", folder, rule, "use a GPU, or a host with more memory")
 
 
-def check_cache(cfg: Config, rows: int, slots: int, max_tokens: int) -> int:
+def check_cache(
+    cfg: Config, rows: int, slots: int, max_tokens: int, *, modules: bool = False
+) -> int:
     """Check that the cache of keys and values fits in the devices' memory.
 
     Args:     cfg: from `config_for_sampling`. rows, slots: the cache holds `rows` sequences of
-              `slots` tokens. max_tokens: the value of --max-tokens.
+              `slots` tokens. max_tokens: the value of --max-tokens. modules: with that of the
+              modules of multi-token prediction.
     Returns:  its bytes on a device.
     Raises:   ConfigError that names --max-tokens.
     """
-    needed = cache_bytes(cfg.model, rows, slots, cfg.parallel.tensor)
+    tensor = cfg.parallel.tensor
+    models = [cfg.model, *([as_layers(cfg.model)] if modules else [])]
+    needed = sum(cache_bytes(m, rows, slots, tensor) for m in models)
     there = _device_memory()
     if needed > there:
         rule = f"needs {needed / GIB:,.1f} GiB per device for the keys and values of {rows:,} x "

@@ -43,6 +43,9 @@ class SampleOptions:
     """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
+    speculate: Literal["auto", "off"] = "auto"
+    """Draft tokens with the model's modules of multi-token prediction, and verify them together.
+    auto: if it has modules. off: one token at a time."""
     save: bool = False
     """Append prompts and texts to RUN/samples.jsonl, for `python -m jaxpar.report`."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)

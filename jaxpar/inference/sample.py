@@ -1,6 +1,7 @@
 """Generates text with the model of a run or of a published folder."""
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from jaxpar.inference.generation import generate, slots_for
 from jaxpar.inference.load import load
 from jaxpar.inference.memory import check_cache
 from jaxpar.inference.options import SampleOptions, Sampling
+from jaxpar.inference.speculative import generation as speculative
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
@@ -64,17 +66,21 @@ def stop_ids(texts: Sequence[str], tokenizer: Any, ends: Collection[int] = ()) -
 def sample(options: SampleOptions) -> None:
     """Print each prompt, followed by the text that the model generates."""
     check(options)
+    speculate = options.speculate == "auto"
     where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
-    model = load(*where, log, weights=options.weights)
+    model = load(*where, log, modules=speculate, weights=options.weights)
     cfg, tokenizer = model.cfg, model.tokenizer
+    speculate &= cfg.model.mtp_depth > 0
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
-    held = check_cache(cfg, len(prompts), slots, options.max_tokens)
+    held = check_cache(cfg, len(prompts), slots, options.max_tokens, modules=speculate)
     log(f"[KV cache of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB per device]")
     if longest + options.max_tokens > cfg.data.seq_len:
         log(f"[each token attends to the last {cfg.data.seq_len}, as in training]")
-    made = generate(
+    drafts = speculative.Drafts()
+    write_on = functools.partial(speculative.generate, drafts=drafts) if speculate else generate
+    made = write_on(
         model.weights,
         cfg,
         model.mesh,
@@ -93,6 +99,8 @@ def sample(options: SampleOptions) -> None:
         for text, ids in zip(options.prompt, rows, strict=True):
             write(f"--- {text}{tokenizer.decode(ids)}\n")
     log(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    if speculate:
+        log(f"[{drafts.rate:.0%} of {drafts.drafted} drafted tokens accepted]")
     if options.save and peers.rank() == 0:
         assert model.step is not None  # `check` requires a run
         _save(options, model.step, [tokenizer.decode(ids) for ids in rows])

@@ -136,14 +136,19 @@ def step(
     position: jax.Array,
     cache: Cache,
     cfg: Config,
+    length: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Run the decoder on the next tokens of each row.
+    """Run the decoder on the next tokens of each row: one, or several to verify drafts.
+
+    Tokens after the first may be wrong. What the cache holds of them is in the future of the right
+    ones, which overwrite it: a text goes back by its position alone.
 
     Args:     tokens: int32 [B, T]. position: int32 [B], of the first ones. weights, cache: as in
-              `prompt`. Recurrent layers take one token at a time, T = 1.
+              `prompt`. Recurrent layers take one token at a time, T = 1. length: int32 [B], of the
+              text that decides LongRoPE's divisors; None for that with all these tokens.
     Returns, Communication: as `prompt`.
     """
-    return _through(weights, tokens, position, cache, cfg, None)
+    return _through(weights, tokens, position, cache, cfg, None, length)
 
 
 def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
@@ -155,9 +160,15 @@ def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
     return softcapped(lax.all_gather(local, TENSOR, axis=1, tiled=True), m.logits_softcap)
 
 
-def _through(weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None):
-    """Run all layers. With `lengths`, tokens see only each other, so the cache is not read."""
-    of_text = first + tokens.shape[1] if lengths is None else lengths
+def _through(
+    weights, tokens, first, cache: Cache, cfg: Config, lengths: jax.Array | None, of_text=None
+):
+    """Run all layers. With `lengths`, tokens see only each other, so the cache is not read.
+
+    Args:     of_text: `length` of `step`.
+    """
+    if of_text is None:
+        of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, described = context_of(tokens, first, of_text, cache.slots, cfg)
     x = embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]

@@ -252,6 +252,9 @@ SAMPLED: dict[str, dict] = {
     "gpt-oss": GPT_OSS,
 }
 
+#: Models whose modules draft tokens.
+DRAFTING: dict[str, dict] = {"deepseek, mtp": DEEPSEEK | MTP}
+
 _WIDE_LATENT = {
     "model.num_kv_heads": 16,
     "model.head_dim": 192,

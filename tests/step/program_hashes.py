@@ -34,6 +34,7 @@ from jaxpar.kernels.platform import Platform, compiling_for
 from tests.step.kernel_bodies import Kernel, digest_of, kernels_of, without_bodies
 from tests.step.more_programs import (
     CUDA_MODELS,
+    DRAFTING,
     MODELS,
     OTHER,
     SAMPLED,
@@ -88,6 +89,9 @@ def programs() -> Iterator[Program]:
             yield Program(f"{step}: {name}", TINY | fields_of(name), step, False)
     for name, changes in SAMPLED.items():
         for step in ("prefill", "tokens, tensor"):
+            yield Program(f"{step}: {name}", TINY | changes, step, False)
+    for name, changes in DRAFTING.items():
+        for step in ("drafts, prefill", "drafts, rounds"):
             yield Program(f"{step}: {name}", TINY | changes, step, False)
     for step in ("prefill, tensor", "tokens", "scoring"):
         yield Program(f"{step}: dense", TINY, step, False)

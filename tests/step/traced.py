@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, scoring
+from jaxpar.inference.speculative import programs as speculative
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.diloco import outer
 from jaxpar.step.forward import make_score_step, make_teacher_step
@@ -77,34 +78,35 @@ OF_OUTER_STEPS: dict[str, Callable[[Config, Mesh, int], Any]] = {
 }
 
 
-def _sampling(cfg: Config, tensor: int) -> tuple[Config, Mesh, Any, Any]:
+def _sampling(cfg: Config, tensor: int, modules: bool = False) -> tuple[Config, Mesh, Any, Any]:
     """The config, mesh and parameters of a model that generates text, and its fused weights."""
     cfg = resolve(generation.config_for_sampling(cfg, tensor), tensor)
     mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
     to = state_shardings(cfg, mesh).params
     params = jax.tree.map(placed, abstract_state(cfg).params, to)
-    fuse = jax.jit(lambda p: generation.weights_for_sampling(p, cfg, mesh))
+    fuse = jax.jit(lambda p: generation.weights_for_sampling(p, cfg, mesh, modules=modules))
     return cfg, mesh, fuse.trace(params), jax.eval_shape(fuse, params)
 
 
-def _generation(cfg: Config, tensor: int) -> tuple[Any, tuple]:
-    """The programs of text generation, and what they start with."""
-    cfg, mesh, _, weights = _sampling(cfg, tensor)
-    made = generation.make_programs(cfg, mesh, GREEDY, slots=SLOTS, vocab_size=VOCABULARY)
+def _generation(cfg: Config, tensor: int, modules: bool) -> tuple[Any, tuple, jax.ShapeDtypeStruct]:
+    """The programs of text generation, what they start with, and lengths of prompts."""
+    cfg, mesh, _, weights = _sampling(cfg, tensor, modules)
+    make = speculative.make_programs if modules else generation.make_programs
+    made = make(cfg, mesh, GREEDY, slots=SLOTS, vocab_size=VOCABULARY)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     tokens, lengths, numbers = ints(ROWS, PROMPT), ints(ROWS), ints(ROWS)
-    return made, (weights, tokens, lengths, numbers)
+    return made, (weights, tokens, lengths, *([] if modules else [numbers])), lengths
 
 
-def _prefill(cfg: Config, tensor: int = 1) -> Any:
-    made, prompts = _generation(cfg, tensor)
+def _prefill(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
+    made, prompts, _ = _generation(cfg, tensor, modules)
     return made.start.trace(*prompts)
 
 
-def _tokens(cfg: Config, tensor: int = 1) -> Any:
-    made, prompts = _generation(cfg, tensor)
+def _tokens(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
+    made, prompts, lengths = _generation(cfg, tensor, modules)
     rows = jax.eval_shape(made.start, *prompts)
-    return made.go_on.trace(prompts[0], rows)
+    return made.go_on.trace(prompts[0], rows, *([lengths] if modules else []))
 
 
 def _scoring(cfg: Config, tensor: int) -> Any:
@@ -116,10 +118,12 @@ def _scoring(cfg: Config, tensor: int) -> Any:
 
 #: Programs of text generation, on one device or two.
 OF_TEXTS: dict[str, Callable[[Config], Any]] = {
-    "fuse": lambda cfg: _sampling(cfg, 2)[2],
+    "fuse": lambda cfg: _sampling(cfg, 2, modules=cfg.model.mtp_depth > 0)[2],
     "prefill": _prefill,
     "tokens": _tokens,
     "prefill, tensor": lambda cfg: _prefill(cfg, 2),
     "tokens, tensor": lambda cfg: _tokens(cfg, 2),
+    "drafts, prefill": lambda cfg: _prefill(cfg, modules=True),
+    "drafts, rounds": lambda cfg: _tokens(cfg, 2, modules=True),
     "scoring": lambda cfg: _scoring(cfg, 2),
 }

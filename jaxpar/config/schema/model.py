@@ -147,7 +147,8 @@ class ModelConfig:
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
     mtp_depth: int = 0
     """Modules of multi-token prediction after the layers (DeepSeek-V3: 1). Module k predicts the
-    token k places after the next one, in training only; train.mtp_loss weighs their losses."""
+    token k places after the next one, in training and for drafts in jaxpar.sample; train.mtp_loss
+    weighs their losses."""
     vocab_size: int = 512
     """Rows of the embedding; at least the tokenizer's vocabulary. 0: that of the training data,
     rounded up to a multiple of 128, and of what the mesh divides it by."""

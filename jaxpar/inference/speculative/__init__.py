@@ -1,0 +1,1 @@
+"""Speculative decoding: multi-token prediction drafts tokens, and the model verifies them."""

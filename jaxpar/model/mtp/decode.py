@@ -1,0 +1,55 @@
+"""Modules of multi-token prediction in generation: each drafts one more token.
+
+Runs on a mesh with only the tensor axis, as `model/decode.py`. Module k at position i reads the
+hidden state of the module before and the token at i + k, and predicts the token at i + k + 1. Each
+has a cache of its own, with the same slots.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxpar.config import Config, ModelConfig
+from jaxpar.model import decode, norm
+from jaxpar.model.fused_weights import outside_layer
+from jaxpar.model.mtp.module import joined, of_layer
+from jaxpar.model.mtp.parameters import prefix
+
+type Tree = dict[str, Any]
+type Held = tuple[Any, Any, Any]
+
+
+def as_layers(m: ModelConfig) -> ModelConfig:
+    """Return a model whose layers need the cache of the modules."""
+    return dataclasses.replace(m, num_layers=m.mtp_depth, mtp_depth=0)
+
+
+def step(
+    weights: Tree,
+    k: int,
+    x: jax.Array,
+    tokens: jax.Array,
+    first: jax.Array,
+    held: Held,
+    cfg: Config,
+    lengths: jax.Array | None = None,
+    of_text: jax.Array | None = None,
+) -> tuple[jax.Array, Held]:
+    """Run a module on some positions of each row.
+
+    Args:     weights: of the model, fused, with its modules. k: from 0. x: [B, T, D], hidden states
+              of the module before; of the final norm, for the first. tokens: int32 [B, T], those at
+              k + 1 positions after x. first: int32 [B], positions of the first of x. held: of the
+              module, from `Cache.layers`. lengths: as in `decode.layer`.
+              of_text: `length` of `decode.step`.
+    Returns:  (hidden states for the head and for the next module, [B, T, D]; held).
+    Communication: two all-reduces over TENSOR, and one for the embedding.
+    """
+    m, w = cfg.model, outside_layer(weights["top"], prefix(k))
+    if of_text is None:
+        of_text = first + tokens.shape[1] if lengths is None else lengths
+    positions, context = decode.context_of(tokens, first, of_text, held[0].shape[1], cfg)
+    x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
+    x, held = decode.layer(x, of_layer(w), context, held, first, cfg, lengths)
+    return norm.norm(x, w["out_norm"], m), held
