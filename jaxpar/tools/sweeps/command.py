@@ -22,6 +22,7 @@ from jaxpar.tools.sweeps.folder import SweepFolder
 from jaxpar.tools.sweeps.grid import SweepPoint, points_of, shares_program
 from jaxpar.tools.sweeps.options import SweepOptions
 from jaxpar.tools.sweeps.running import Runner
+from jaxpar.tools.sweeps.slurm import job_array
 
 SHARED = "optimizer.schedule_as_input"
 
@@ -37,6 +38,7 @@ class Sweep:
     folder: SweepFolder
     common: list[str]
     """The flags of all runs."""
+    slurm: bool
 
     @property
     def axes(self) -> list[str]:
@@ -69,7 +71,7 @@ def read_sweep(
         common.append(f"--{SHARED}=True")
         share = lambda p: dataclasses.replace(p, cfg=replace(p.cfg, **{SHARED: True}))  # noqa: E731
         points = list(map(share, points))
-    return Sweep(name, base, points, SweepFolder(Path(folder)), common)
+    return Sweep(name, base, points, SweepFolder(Path(folder)), common, options.slurm)
 
 
 def _given(path: str, overrides: Sequence[str]) -> bool:
@@ -79,7 +81,14 @@ def _given(path: str, overrides: Sequence[str]) -> bool:
 
 
 def sweep(told: Sweep, log: Callable[[str], None] = print) -> int:
-    """Run a sweep. Returns the exit code."""
+    """Run a sweep, or print its job array. Returns the exit code."""
+    if told.slurm:
+        runs = [[*p.flags, f"--run.dir={told.folder.run_dir(p)}"] for p in told.points]
+        common = [told.name, *told.common]
+        script = job_array(sys.executable, common, runs, str(told.folder.path))
+        told.folder.open(told.base, told.axes)
+        print(script, end="")
+        return exit_codes.EXIT_OK
     told.folder.open(told.base, told.axes)
     log(f"sweep      {len(told.points)} runs over {', '.join(told.axes)}, in {told.folder.path}")
     command = [sys.executable, "-m", "jaxpar.train", told.name, *told.common]

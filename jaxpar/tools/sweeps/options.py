@@ -18,3 +18,5 @@ class SweepOptions:
     """Values of a field. Every combination of several fields is a run."""
     folder: Annotated[str, Written("FOLDER")] = ""
     """Folder of the sweep. Empty: runs/sweep-CONFIG."""
+    slurm: bool = False
+    """Print a Slurm job array, and run nothing."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,6 +176,56 @@ def test_names_are_folders():
 def test_what_is_missing_or_comes_twice(option):
     with pytest.raises(ConfigError, match=r"grid|learning_rate"):
         call("sweep", ["quickstart", *option])
+
+
+@pytest.mark.parametrize("name", ["sweep", "a b", 'it\'s $(touch x) `y` "z" 100%a #1', "-x"])
+def test_a_slurm_array_runs_each_point(tmp_path, capsys, name):
+    """The script, with programs in place of Slurm's."""
+    folder = tmp_path / name
+    args = ["quickstart", "--slurm", "--folder", str(folder)]
+    args += ["--grid", f"{LR}=1e-3,2e-3", "data.path=a b"]
+    assert call("sweep", [*args, "--train.num-steps=3"]) == exit_codes.EXIT_OK
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-1\n" in script and folder.is_dir()
+    output = next(line for line in script.splitlines() if line.startswith("#SBATCH --output="))
+    pattern = shlex.split(output.removeprefix("#SBATCH "))
+    assert pattern == [f"--output={str(folder).replace('%', '%%')}/slurm-%a.out"]
+    srun = "printf '%s\\n' \"$@\"; exit 75"
+    for program, text in (("srun", srun), ("scontrol", 'echo scontrol "$@"')):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 75 and not done.stderr and not (tmp_path / "x").exists()
+    *ran, requeued = done.stdout.splitlines()
+    assert requeued == "scontrol requeue 7_1"
+    assert ran[-6:] == [
+        "jaxpar.train",
+        "quickstart",
+        "--train.num-steps=3",
+        f"--{LR}=2e-3",
+        "--data.path=a b",
+        f"--run.dir={folder}/learning_rate=0.002,path=a_b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--folder", "a\nb"], r"--folder = 'a\\nb': has a control character"),
+        (["--folder", "a\x1bb"], "has a control character"),
+        (["--folder", "a\\b"], "has a backslash"),
+        (["--data.path", "a\n#SBATCH --uid=0"], "has a control character"),
+    ],
+)
+def test_what_a_batch_script_cannot_have_is_refused(tmp_path, monkeypatch, more, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        call("sweep", ["quickstart", "--slurm", "--grid", f"{LR}=1e-3", *more])
+    assert not list(tmp_path.iterdir())
 
 
 MISSHAPEN = [
