@@ -1,10 +1,12 @@
 """The launcher's side of the store: it writes and reads texts, and never waits.
 
-Calls of JAX's client may hang while a link is cut. They run in a child process (`link.py`), which
-is killed when it does not answer, and started again.
+The launcher of a run on one host has the store in its own process. Those of several hosts share a
+service, whose client may hang while a link is cut. Its calls run in a child process (`link.py`),
+which is killed when it does not answer, and started again.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -14,9 +16,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.children import Clock
 from jaxpar.runtime.processes.hosts import link, service
 
 #: Seconds between the ends and starts of a link that fails.
@@ -41,15 +44,66 @@ class Read:
     """When the request was first sent, by `time.monotonic`: the texts are not older than that."""
 
 
-class Store:
-    """Two connections to the store, each made again whenever it is lost.
+class Store(Protocol):
+    """Where launchers write texts for one another."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the store does not answer, while it does not."""
+
+    def free(self) -> bool:
+        """Return whether a request can be sent now."""
+
+    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
+        """Send a request, once `free`. Args: own: texts to set. create: texts to set once."""
+
+    def answer(self) -> Read | None:
+        """Return the answer to the last request, once."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class LocalStore:
+    """A store in this process, which answers at once."""
+
+    trouble = ""
+
+    def __init__(self, texts: dict[str, str], clock: Clock = time):
+        """Args:     texts: that it starts with, and keeps."""
+        self._texts, self._clock = texts, clock
+        self._read: Read | None = None
+
+    def free(self) -> bool:
+        return self._read is None
+
+    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
+        for key, text in create.items():
+            self._texts.setdefault(key, text)
+        self._texts.update(own)
+        self._read = Read(dict(self._texts), self._clock.monotonic())
+
+    def answer(self) -> Read | None:
+        read, self._read = self._read, None
+        return read
+
+    def close(self) -> None:
+        pass
+
+
+class SharedStore:
+    """Two connections to the service that has the store, each made again whenever it is lost.
 
     A lost packet can hold up a connection for seconds, since TCP doubles its waits. So a request
     that is not answered soon is sent through the other connection too. The first answer counts.
     """
 
-    def __init__(self, address: str, prefix: str, patience: float):
-        """Args:     patience: seconds after which a link that does not answer is started again."""
+    def __init__(self, address: str, run: str, patience: float):
+        """
+        Args:     run: names the run, as other runs may use the same service. patience: seconds
+                  after which a link that does not answer is started again.
+        """
+        prefix = f"jaxpar/{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self._command = [sys.executable, "-m", link.__name__, address, prefix]
         self._patience = patience
         self.links: list[Connection] = []
@@ -57,10 +111,9 @@ class Store:
         self._ended = float("-inf")
         self._request: StoreRequest | None = None
         self.trouble = ""
-        """Why the store does not answer, while it does not."""
 
     def free(self) -> bool:
-        """Return whether a request can be sent now; starts links that are missing."""
+        """As `Store.free`; starts links that are missing."""
         ready = [each for each in self.links if each.ready]
         # The second one once the first one is ready, so that a busy host starts one at a time.
         missing = len(self.links) < min(len(ready) + 1, LINKS)
@@ -69,12 +122,10 @@ class Store:
         return self._request is None and any(each.idle() for each in ready)
 
     def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
-        """Send a request, once `free`. Args: own: texts to set. create: texts to set once."""
         self._request = StoreRequest(json.dumps({"set": own, "create": create}), time.monotonic())
         self._send(self._request)
 
     def answer(self) -> Read | None:
-        """Return the answer to the last request, once."""
         read = None
         for each in list(self.links):
             for said in each.heard():
@@ -91,7 +142,6 @@ class Store:
         return read
 
     def close(self) -> None:
-        """End the links."""
         for each in self.links:
             each.end()
         self.links = []
@@ -191,7 +241,7 @@ class Connection:
 
     def end(self) -> None:
         """End it at once."""
-        children.kill_group(self._process)
+        self._process.end()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, AttributeError):
                 pipe.close()  # type: ignore[union-attr]
@@ -230,4 +280,4 @@ class Service:
 
     def end(self) -> None:
         """End it at once."""
-        children.kill_group(self._process)
+        self._process.end()
