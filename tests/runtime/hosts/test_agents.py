@@ -104,6 +104,15 @@ def test_a_failure_restarts_all_and_counts(hosts, capfd):
     assert "; restart 1 of 1" in said and said.count("no new checkpoint after 1 restarts") == 2
 
 
+def test_the_failure_of_a_host_that_has_lost_another_counts_as_the_loss(two, capfd):
+    two.kill("b")
+    two.end(1)
+    two.until(lambda: two.worlds() == [f"1 {RESUMED}"], 9)
+    said = capfd.readouterr().err
+    assert "launch: on a, process 0 ended with code 1: see its output\n" in said
+    assert "launch: generation 2: lost b: no sign of life for" in said and "restart 1" not in said
+
+
 def test_after_a_failure_all_hosts_end_their_processes_as_a_single_one_does(two):
     """A second for their own messages, SIGTERM, and SIGKILL after the grace period."""
     first, second = two.running().values()
@@ -121,18 +130,24 @@ def test_what_would_fail_again_ends_the_run(code, two, capfd):
     assert "it would fail again" in capfd.readouterr().err
 
 
-def test_the_failure_is_what_was_told_first_on_its_host(hosts, tmp_path, capfd):
+def test_what_fails_first_waits_a_second_for_what_explains_it(hosts, tmp_path, capfd):
     two = hosts()
-    two.start("a", processes=2)
+    two.start("a", processes=3)
     two.start("b")
-    two.until(lambda: len(two.worlds()) == 3)
+    two.until(lambda: len(two.worlds()) == 4)
+    stuck, began = two.running()[2], two.clock.now
+    stuck.stuck = True
     two.running()[0].returncode = 1
-    two.until(lambda: two.clock.now > 1001)
+    two.until(lambda: two.clock.now > began + 0.5)
     words_of(tmp_path, 1, time=two.clock.now, step=3, error="bad config")
     two.running()[1].returncode = exit_codes.EXIT_CONFIG
+    said = ""
+    while "on a, process 1 ended with code 2 at step 3: bad config" not in said:
+        two.until(lambda at=two.clock.now: two.clock.now > at, 1)
+        said += capfd.readouterr().err
+    assert two.clock.now < began + 0.9 and stuck.returncode is None  # nothing else can explain it
     two.until(lambda: len(two.codes) == 2, 9)
-    assert set(two.codes.values()) == {exit_codes.EXIT_CONFIG}
-    assert "on a, process 1 ended with code 2 at step 3: bad config" in capfd.readouterr().err
+    assert set(two.codes.values()) == {exit_codes.EXIT_CONFIG} and "process 0 ended" not in said
 
 
 def test_a_host_that_is_asked_to_stop_leaves_and_the_others_go_on(two, capfd):

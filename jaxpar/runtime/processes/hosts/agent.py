@@ -157,10 +157,9 @@ class Agent:
             silent = round(max(self._silent(m) for m in absent), 1)
             text = lost_text(absent, silent, self.name)
             return Over(kind="lost", text=text, hosts=tuple(absent), silent=silent)
-        if trainers.settled():
+        if (failure := trainers.failure) is not None:
             if self.stopped_by and ASKED & set(trainers.ended.values()):
                 return self._stopped(seen, f"stopped by {self.stopped_by.name}")
-            failure = trainers.failure()
             log = trainers.log(failure.rank)
             if log is not None and (end := children.tail(log)):
                 self._tell(f"--- end of {log}\n{end}\n---", "")

@@ -20,8 +20,9 @@ SETTLE_SECONDS = 1.0
 #: Seconds for the others to end after one has succeeded: JAX's shutdown barrier takes up to 30 s.
 FOLLOW_SECONDS = 60.0
 
-#: The codes of processes that have not failed.
+#: The codes of processes that have not failed, and those that are the run's own verdict.
 WELL = {exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED}
+VERDICTS = {exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class Trainers:
         self.processes: dict[int, Child] = {}
         self.ended: dict[int, int] = {}
         """Return codes of the processes that ended by themselves, in that order."""
+        self.failure: Failure | None = None
+        """What caused the failures here, once it is known."""
         self._began, self._asked, self._killed = clock.time(), False, False
         self._last_end = self._ask_at = self._kill_at = float("inf")
 
@@ -88,9 +91,13 @@ class Trainers:
             if rank not in self.ended and process.poll() is not None:
                 self.ended[rank] = process.returncode
                 self._last_end = self._clock.monotonic()
+        done, now = len(self.ended) == len(self.processes), self._clock.monotonic()
         if self.failed():
             self.end_soon()
-        done, now = len(self.ended) == len(self.processes), self._clock.monotonic()
+            known = done or now >= self._ask_at or VERDICTS & set(self.ended.values())
+            if known and self.failure is None:
+                words = children.last_words(self.program.run_dir, self._began)
+                self.failure = children.failure_of(self.ended, words)
         if not done and now >= self._kill_at:
             self.kill()
             return True
@@ -110,19 +117,9 @@ class Trainers:
         late = self._clock.monotonic() - self._last_end > FOLLOW_SECONDS
         return late or bool(codes - WELL)
 
-    def settled(self) -> bool:
-        """Return whether what has failed is known: the others have ended, or had time to."""
-        whole = len(self.ended) == len(self.processes)
-        return self.failed() and (whole or self._killed or self._clock.monotonic() >= self._ask_at)
-
     def state(self) -> tuple[int, bool, bool]:
         """Return what changes whenever the launcher may have something to do."""
-        return len(self.ended), self.settled(), self._killed
-
-    def failure(self) -> Failure:
-        """Return the failure of this host that caused the others here."""
-        words = children.last_words(self.program.run_dir, self._began)
-        return children.failure_of(self.ended, words)
+        return len(self.ended), self.failure is not None, self._killed
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all running processes."""
