@@ -38,14 +38,9 @@ OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Clock(Protocol):
     """The module `time`, or what stands for it."""
 
-    def monotonic(self) -> float:
-        """Return seconds since some moment."""
-
-    def time(self) -> float:
-        """Return the time of day, in seconds."""
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+    def monotonic(self) -> float: ...
+    def time(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from jaxpar.runtime.processes.hosts.agent import Agent, report
 from jaxpar.runtime.processes.hosts.copies import Copies, CopiesInMemory, MakesServer
 from jaxpar.runtime.processes.hosts.formation import Rules
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.signatures import SignedStore
 from jaxpar.runtime.processes.hosts.store import LocalStore, SharedStore, Store
 from jaxpar.runtime.processes.hosts.trainers import Program
 from jaxpar.runtime.processes.launch_options import LaunchOptions
@@ -113,8 +112,7 @@ def run(
                 server = until_the_end.enter_context(made)
                 copies, own["piece_port"] = Copies(memory, server, token), server.port
             run_name = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
-            shared = SharedStore(asked.rendezvous, run_name, asked.heartbeat_seconds)
-            store = SignedStore(shared, run_name, token)
+            store = SharedStore(asked.rendezvous, run_name, token, asked.heartbeat_seconds)
         here = Membership(store, own, asked.heartbeat_seconds)
         until_the_end.callback(here.close)
         agent = Agent(asked, rules, program, here, copies)

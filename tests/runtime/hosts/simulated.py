@@ -20,7 +20,6 @@ from jaxpar.runtime.processes.hosts import options
 from jaxpar.runtime.processes.hosts.agent import Agent
 from jaxpar.runtime.processes.hosts.formation import Rules
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.signatures import SignedStore
 from jaxpar.runtime.processes.hosts.store import LocalStore, Service, SharedStore, Store
 from jaxpar.runtime.processes.hosts.trainers import Program
 from jaxpar.runtime.processes.launch_options import LaunchOptions
@@ -118,8 +117,8 @@ class Hosts:
         asked = LaunchOptions(rendezvous=self.address, num_processes=processes, **self.options)
         store: Store
         if self.texts is None:
-            shared = SharedStore(self.address, str(self.run_dir), asked.heartbeat_seconds)
-            store = SignedStore(shared, str(self.run_dir), TOKEN)
+            patience = asked.heartbeat_seconds
+            store = SharedStore(self.address, str(self.run_dir), TOKEN, patience)
         else:
             store = LocalStore(self.texts, self.clock)
         own = {"name": name, "address": "127.0.0.1", "devices": 1, "processes": processes}

@@ -14,7 +14,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
 from jaxpar.runtime.processes.hosts.store import Service, SharedStore
-from tests.runtime.hosts.simulated import Hosts, words_of
+from tests.runtime.hosts.simulated import TOKEN, Hosts, words_of
 
 RESUMED = "--checkpoint.resume auto"
 
@@ -288,11 +288,11 @@ def test_a_connection_that_is_held_up_makes_no_host_silent(hosts, capfd):
     one.start("a")
     one.until(lambda: one.worlds() == ["1"])
     here = one.agents["a"].here
-    links = here.store.store
+    links = here.store
     one.until(lambda: [each.ready for each in links.links] == [True, True])
     held_up, other = links.links
     count = here.own.count
-    held_up.send_signal(signal.SIGSTOP)
+    held_up.process.send_signal(signal.SIGSTOP)
     one.until(lambda: here.own.count > count + 3)
     assert here.silent() < 20.0
     # What it may still write would be older than what the other one has written since.
@@ -310,7 +310,8 @@ def test_a_stranger_at_the_rendezvous_ends_nothing(hosts, capfd):
     one.start("a")
     one.until(lambda: one.worlds() == ["1"])
     here = one.agents["a"].here
-    stranger = SharedStore(one.address, str(one.run_dir), 20.0)
+    stranger = SharedStore(one.address, str(one.run_dir), TOKEN, 20.0)
+    stranger.signatures.signed = stranger.signatures.verified = dict  # it has no token
     try:
         one.until(lambda: stranger.answer() is None and stranger.free())
         end = End(code=0, text="").as_text()

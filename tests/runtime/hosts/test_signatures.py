@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,11 +13,26 @@ from jaxpar.runtime.processes import launcher
 from jaxpar.runtime.processes.hosts import link, signatures
 from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.signatures import SignedStore
-from jaxpar.runtime.processes.hosts.store import LocalStore
+from jaxpar.runtime.processes.hosts.signatures import Signatures
+from jaxpar.runtime.processes.hosts.store import LocalStore, Read
 from jaxpar.runtime.processes.token import FILE, TOKEN, TOKEN_FILE, RunToken, given_token, token_of
 
 SECRET, OTHER = RunToken("a token of sixteen"), RunToken("another token of sixteen")
+
+
+class SignedStore(LocalStore):
+    """A store in this process that signs, as one of another process does."""
+
+    def __init__(self, texts: dict[str, str], run: str, token: RunToken):
+        super().__init__(texts)
+        self.signatures = Signatures(run, token)
+
+    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
+        super().ask(self.signatures.signed(own), self.signatures.signed(create))
+
+    def answer(self) -> Read | None:
+        read = super().answer()
+        return read and Read(self.signatures.verified(read.texts), read.asked)
 
 
 @pytest.fixture
@@ -31,7 +47,7 @@ def joins(texts):
 
     def join(name: str, secret: RunToken = SECRET, run: str = "runs/x") -> Membership:
         own = {"name": name, "address": "127.0.0.1", "devices": 1, "processes": 1}
-        made.append(Membership(SignedStore(LocalStore(texts), run, secret), own, 60.0))
+        made.append(Membership(SignedStore(texts, run, secret), own, 60.0))
         return made[-1]
 
     yield join
@@ -104,7 +120,7 @@ def test_hosts_of_another_token_or_run_are_not_of_this_one(joins, capsys, other,
 def test_an_entry_of_another_version_is_passed_over_with_one_warning(joins, texts, capsys):
     a = joins("a")
     later = a.own.as_text().replace('"version": 1', '"version": 2').replace('"a"', '"b"')
-    texts |= a.store.signed({"host/b": later})
+    texts |= a.store.signatures.signed({"host/b": later})
     for _ in range(3):
         assert set(look(a).hosts) == {"a"}
     said = capsys.readouterr().err.splitlines()

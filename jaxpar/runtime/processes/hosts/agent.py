@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import children
@@ -163,14 +163,8 @@ class Agent:
             log = trainers.log(failure.rank)
             if log is not None and (end := children.tail(log)):
                 self._tell(f"--- end of {log}\n{end}\n---", "")
-            return Over(
-                kind="failed",
-                text=str(failure) if self.alone else f"on {self.name}, {failure}",
-                code=failure.code,
-                step=failure.step,
-                error=failure.error,
-                rank=failure.rank,
-            )
+            text = str(failure) if self.alone else f"on {self.name}, {failure}"
+            return Over(kind="failed", text=text, **asdict(failure))
         if self._coordinator is not None and self._coordinator.ended() is not None:
             text = f"the coordinator on {self.name} has ended"
             return Over(kind="failed", text=text, code=exit_codes.EXIT_ERROR, error=text)

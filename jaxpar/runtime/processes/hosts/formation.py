@@ -1,7 +1,7 @@
 """Which hosts form the next generation, and whether there is one. Pure functions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import children
@@ -89,15 +89,7 @@ def after(
     final = children.why_final(failure, previous if past.code else None, spent, limit)
     if final:
         return past, End(code=over.code, text=final)
-    counts = Restarts(
-        spent=spent + 1,
-        saved=saved,
-        code=over.code,
-        step=over.step,
-        error=over.error,
-        rank=over.rank,
-    )
-    return counts, None
+    return Restarts(spent=spent + 1, saved=saved, **asdict(failure)), None
 
 
 def lost_of(seen: StoreView, before: Generation, over: Over) -> list[str]:

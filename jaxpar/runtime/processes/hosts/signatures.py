@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from jaxpar.config.printable import printable
 from jaxpar.runtime.messages import warn
-from jaxpar.runtime.processes.hosts.store import Read, Store
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken
 
 #: Most entries that are named as passed over: a stranger could write any number of them.
@@ -30,30 +29,12 @@ class PassedOver:
         warn(f"the entry {name} of the rendezvous is passed over: {why}")
 
 
-class SignedStore:
-    """A store whose entries are signed with the run's token."""
+class Signatures:
+    """Those of one run's entries, with its token."""
 
-    def __init__(self, store: Store, run: str, token: RunToken):
+    def __init__(self, run: str, token: RunToken):
         """Args:     run: names the run, as other runs may use the same store."""
-        self.store, self._run, self._token = store, run, token
-        self._pass_over = PassedOver()
-
-    @property
-    def trouble(self) -> str:
-        return self.store.trouble
-
-    def free(self) -> bool:
-        return self.store.free()
-
-    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
-        self.store.ask(self.signed(own), self.signed(create))
-
-    def answer(self) -> Read | None:
-        read = self.store.answer()
-        return None if read is None else Read(self._verified(read.texts), read.asked)
-
-    def close(self) -> None:
-        self.store.close()
+        self._run, self._token, self._pass_over = run, token, PassedOver()
 
     def signed(self, texts: Mapping[str, str]) -> dict[str, str]:
         """Return texts as they are in the store, by their keys there."""
@@ -63,7 +44,7 @@ class SignedStore:
             for key, text in texts.items()
         }
 
-    def _verified(self, stored: Mapping[str, str]) -> dict[str, str]:
+    def verified(self, stored: Mapping[str, str]) -> dict[str, str]:
         """Return the texts of the store that have been signed with the run's token."""
         texts, has_signed = {}, self._token.has_signed
         for place, signed in stored.items():
