@@ -274,9 +274,11 @@ class Attempts:
         self.left, self.run_dir, self.clock = list(attempts), run_dir, Clock()
         self.commands: list[list[str]] = []
         own = {"name": "a", "address": "127.0.0.1", "devices": 2, "processes": 2}
-        here = Membership(LocalStore({}, self.clock), own, 5.0, self.clock)
+        here = Membership(LocalStore({}, self.clock), own, 0.0, self.clock)
         program = Program(command=["train"], run_dir=run_dir, start=self.start)
-        options, rules = LaunchOptions(num_processes=2), Rules(restarts=restarts)
+        # The limits of several hosts mean nothing here.
+        options = LaunchOptions(num_processes=2, heartbeat_seconds=0, wait_seconds=0)
+        rules = Rules(restarts=restarts)
         self.agent = Agent(options, rules, program, here, clock=self.clock)
 
     def start(self, command, env, log) -> Any:

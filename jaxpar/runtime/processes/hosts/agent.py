@@ -104,7 +104,7 @@ class Agent:
         patience = self.options.heartbeat_seconds
         if self.here.view is None:  # the first connection also takes the start of a process
             patience += START_SECONDS
-        if self.here.silent() > patience:
+        if not self.alone and self.here.silent() > patience:
             return self._without_store()
         self.here.eager = self.trainers is None
         if seen is None:
