@@ -100,7 +100,13 @@ class Membership:
         lacking = {each: host for each, host in self._known.items() if each in alive}
         self._known |= seen.hosts
         hosts = {name: self.own} | lacking | dict(seen.hosts)
-        self.view = dataclasses.replace(seen, hosts=hosts, alive=alive & hosts.keys())
+        self.view = StoreView(
+            hosts=hosts,
+            alive=alive & hosts.keys(),
+            generations=seen.generations,
+            overs=seen.overs,
+            ends=seen.ends,
+        )
         if hosts[name].life != self.own.life:
             rule = "is the name of another launcher of this run"
             raise ConfigError("--host-name", name, rule, "give each host its own: --host-name NAME")
