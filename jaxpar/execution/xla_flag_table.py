@@ -9,7 +9,7 @@ from jaxpar.execution.decisions import Execution
 
 
 def always(ex: Execution) -> bool:
-    """All meshes, including a single device."""
+    """Everywhere."""
     return True
 
 
@@ -31,33 +31,31 @@ def with_tensor(ex: Execution) -> bool:
 
 
 def gathers_of_16_bits(ex: Execution) -> bool:
-    """Layers communicate only weights and their gradients; weights are gathered in the compute
-    dtype."""
+    """Layers communicate only weights and their gradients, and gather in the compute dtype."""
     return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "compute"
 
 
 def gathers_of_8_bits(ex: Execution) -> bool:
-    """Layers communicate only weights and their gradients; weights are gathered in 8 bits."""
+    """Layers communicate only weights and their gradients, and gather in 8 bits."""
     return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "float8"
 
 
 def scatters_of_16_bits(ex: Execution) -> bool:
-    """Layers communicate only weights and their gradients; gradients are summed in bfloat16
-    (float32 sums use all-to-alls)."""
+    """Layers communicate only weights and their gradients, and sum gradients in bfloat16."""
     return without_tensor(ex) and ex.cfg.parallel.grad_reduce == "bfloat16"
 
 
 def with_permutes(ex: Execution) -> bool:
-    """Layers send activations, or keys and values, by permutes (pipelines send activations by
-    all-to-alls)."""
+    """Layers send activations, or keys and values, by permutes."""
+    # Pipelines send activations by all-to-alls.
     p = ex.cfg.parallel
     over_tensor = p.tensor > 1 and p.pipeline == 1
     return over_tensor or (p.sequence > 1 and p.context != "ulysses")
 
 
 def with_experts_apart(ex: Execution) -> bool:
-    """Layers send tokens to the devices of their experts, by permutes (pipelines send them by
-    all-to-alls), and send nothing else by permutes."""
+    """Layers send tokens to their experts by permutes, and nothing else by permutes."""
+    # Pipelines send them by all-to-alls.
     p = ex.cfg.parallel
     apart = p.expert > 1 and p.pipeline == 1 and ex.cfg.model.num_experts > 0
     return apart and not with_permutes(ex)
@@ -143,8 +141,8 @@ FLAGS = (
     Flag(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value="true",
-        gain="collectives overlap matmuls: 9,975 tokens/s/GPU with it and unrolled layers, 9,768 "
-        "without it in a loop over pairs of layers, 8B on 8 GPUs; not measured separately",
+        gain="collectives overlap matmuls: 9,768 to 9,975 tokens/s/GPU together with unrolled "
+        "layers, 8B on 8 GPUs",
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
@@ -156,36 +154,34 @@ FLAGS = (
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=str(256 << 20),
-        gain="one gather per layer for 8-bit weights: 512 MiB would combine two layers into one "
-        "gather",
+        gain="one gather per layer for 8-bit weights: 512 MiB would combine two layers",
         where=gathers_of_8_bits,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value=str(128 << 20),
-        gain="one scatter per layer instead of one per four layers: peak memory 72.5 to 70.7 GiB "
-        "together with another change, at the same speed, 8B on 8 GPUs",
+        gain="one scatter per layer instead of one per four: peak memory 72.5 to 70.7 GiB together "
+        "with another change, 8B on 8 GPUs",
         where=scatters_of_16_bits,
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value="0",
-        gain="no row group's gather waits for another's: 9,491 to 9,846 tokens/s/GPU together with "
-        "the next flag and row groups",
+        gain="no row group waits for another: 9,491 to 9,846 tokens/s/GPU together with the next "
+        "flag and row groups, 8B on 4 GPUs, tensor 2",
         where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value="0",
-        gain="together with the previous flag and row groups: 9,491 to 9,846 tokens/s/GPU, 8B on 4 "
-        "GPUs, tensor 2",
+        gain="together with the previous flag: 9,491 to 9,846 tokens/s/GPU",
         where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_experimental_collective_start_as_early_as_possible",
         value="true",
-        gain="together with gathers one layer ahead and a limit of 4 in the next flag: exposed "
-        "communication 61.5 to 30.6 ms per step, 8B on 4 GPUs",
+        gain="exposed communication 61.5 to 30.6 ms per step, together with gathers one layer "
+        "ahead and a limit of 4 in the next flag, 8B on 4 GPUs",
         where=without_tensor,
     ),
     Flag(
@@ -198,8 +194,8 @@ FLAGS = (
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="4",
-        gain="4 takes 1,581 ms per step and 6 takes 1,587, 8B on 4 GPUs, tensor 2; with the "
-        "default of 1, which was not timed, collectives do not overlap each other",
+        gain="4 takes 1,581 ms per step and 6 takes 1,587, 8B on 4 GPUs, tensor 2; 1, the default, "
+        "was not timed",
         where=with_tensor,
     ),
     Flag(
@@ -212,15 +208,15 @@ FLAGS = (
     Flag(
         name="xla_gpu_experimental_parallel_async_compute_limit",
         value="16",
-        gain="all of a layer's host copies overlap its computation, instead of two at a time: the "
-        "slowdown compared with no copies falls from 6.5% to 0.1%, 8B on 2 GPUs",
+        gain="all of a layer's host copies overlap its computation, instead of two at a time: "
+        "their cost falls from 6.5% to 0.1%, 8B on 2 GPUs",
         where=with_host_copies,
     ),
     Flag(
         name="xla_gpu_collective_permute_mode",
         value="peer",
-        gain="copy engines instead of NCCL kernels, in one process: 33,534 to 35,193 "
-        "tokens/s/GPU, 8 layers of 8B on 4 GPUs, tensor 2; 18,498 to 18,587 with sequence 2",
+        gain="copy engines instead of NCCL kernels: 33,534 to 35,193 tokens/s/GPU, 8 layers of 8B "
+        "on 4 GPUs, tensor 2; 18,498 to 18,587 with sequence 2",
         where=with_permutes,
         one_process=True,
     ),
@@ -236,17 +232,16 @@ FLAGS = (
     Flag(
         name="xla_gpu_enable_command_buffer",
         value="+CONDITIONAL,+WHILE",
-        gain="loops of further rounds are part of CUDA graphs, so that no layer waits for the "
-        "host: 321.7 to 319.6 ms per step, and of a profiled one 21.3 ms to 0 in which the host "
-        "is late, 12 layers of Qwen3-30B-A3B on 4 GPUs, expert 4",
+        gain="loops of further rounds are part of CUDA graphs: 321.7 to 319.6 ms per step; the "
+        "host is late for 21.3 to 0 ms of a profiled one, 12 layers of Qwen3-30B-A3B on 4 GPUs, "
+        "expert 4",
         where=with_experts_apart,
     ),
     Flag(
         name="xla_gpu_graph_min_graph_size",
         value="1",
-        gain="the same for a loop alone between two sends, of which XLA makes no graph otherwise: "
-        "without it the host is late for 10.2 ms of a profiled step of 312 ms, 12 layers of "
-        "Qwen3-30B-A3B on 4 GPUs, expert 4; with it for 0 ms of 174, 6 layers on 2 GPUs",
+        gain="the same for a loop alone between two sends: without it the host is late for 10.2 of "
+        "312 ms, 12 layers on 4 GPUs; with it for 0 of 174, 6 layers on 2 GPUs",
         where=with_experts_apart,
     ),
     Flag(
@@ -271,9 +266,8 @@ FLAGS = (
     Flag(
         name="xla_gpu_enable_triton_gemm",
         value="false",
-        gain="cuBLAS accumulates all of a layer's gradients in place in XLA's compiled program; "
-        "with Triton, half of them take separate passes. By itself it has no effect: 423.8 and "
-        "422.7 ms per step, 16 layers of 8B on 2 GPUs, tensor 2, row groups 2",
+        gain="cuBLAS accumulates all of a layer's gradients in place, Triton half of them. No "
+        "effect by itself: 423.8 and 422.7 ms per step, 16 layers of 8B on 2 GPUs, tensor 2",
         where=wide_in_stages,
     ),
     Flag(

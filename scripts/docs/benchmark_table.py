@@ -49,9 +49,9 @@ FEW = [
 ]
 
 HEAD = """\
-| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU causal, full \
-| GiB | step, ms | exposed, ms | torchtitan | ratio | commit |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU, causal \
+| GiB | step, ms | commit |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -137,18 +137,15 @@ def name_of(card: dict[str, Any]) -> str:
 def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
-    exposed = card.get("exposed_ms")
     cells = [
         model_of(card),
         mesh_of(card),
         f"{c['train.global_batch_size']}",
         how(card),
         f"[{rate:,.0f}]({name}.json)",
-        f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
+        f"{card['mfu_causal']:.1%}",
         f"{card['peak_memory_gib']:.1f}",
         f"{1e3 * step['median']:,.0f}",
-        "-" if exposed is None else f"{exposed:,.0f}",
-        *beside(name, rate),
         commit_of(card),
     ]
     return f"| {' | '.join(cells)} |"
@@ -160,18 +157,17 @@ def commit_of(card: dict[str, Any]) -> str:
     return commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
-def beside(name: str, rate: float) -> tuple[str, str]:
-    """Return torchtitan's rate with a link to its card, and the ratio of jaxpar's to it."""
-    if name not in BESIDE:
-        return "-", "-"
-    card = json.loads((CARDS / f"{BESIDE[name]}.json").read_text("utf-8"))
-    theirs = card["tokens_per_second_per_device"]
-    return f"[{theirs:,.0f}]({BESIDE[name]}.json)", f"{rate / theirs:.2f}"
-
-
 def table() -> str:
-    """Return the table of all cards as Markdown."""
-    return HEAD + "".join(f"{row(name, card)}\n" for name, card in cards())
+    """Return the table of the cards that are not compared with torchtitan, as Markdown."""
+    rows, before = [], ""
+    for name, card in cards():
+        if name in BESIDE:
+            continue
+        model, cells = model_of(card), row(name, card)
+        # A model is named in the first of its rows.
+        rows.append(cells.replace(f"| {model} |", "| |", 1) if model == before else cells)
+        before = model
+    return HEAD + "".join(f"{cells}\n" for cells in rows)
 
 
 # ------------------------------------------------------------------------- jaxpar and torchtitan
@@ -205,7 +201,7 @@ def versus(few: bool = False) -> str:
     )
     head += ["jaxpar, tokens/s/GPU", "torchtitan", "ratio"]
     head += ["MFU causal, full", "GiB: jaxpar, torchtitan"]
-    head += [] if few else ["torchtitan recomputes"]
+    head += [] if few else ["torchtitan recomputes", "commit"]
     lines = [head, ["---"] * len(head)]
     for name, card, other, theirs in pairs():
         if few and name not in FEW:
@@ -220,7 +216,7 @@ def versus(few: bool = False) -> str:
             f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
         ]
         cells += [f"{card['peak_memory_gib']:.1f}, {theirs['peak_memory_gib']:.1f}"]
-        lines.append(cells + ([] if few else [recomputed(theirs)]))
+        lines.append(cells + ([] if few else [recomputed(theirs), commit_of(card)]))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

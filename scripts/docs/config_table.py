@@ -1,7 +1,7 @@
 """Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
-Path, type, default and description are from the dataclasses of `jaxpar/config/schema/`, a
-section each. Without options, prints the table. --write writes it between the markers of
+Path, default, type and description are from the dataclasses of `jaxpar/config/schema/`, a section
+each. Without options, prints the table. --write writes it between the markers of
 docs/configuration.md.
 """
 
@@ -20,19 +20,24 @@ PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
 
-def type_text(hint: Any) -> str:
-    """Describe a field's type: its choices, or the names of its types."""
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType):
-        return " or ".join(type_text(option) for option in typing.get_args(hint))
-    return "None" if hint is types.NoneType else hint.__name__
+def values_text(path: str, hint: Any) -> str:
+    """Describe a field's default, as on the command line, and what else it may be.
 
-
-def default_text(path: str) -> str:
-    """Return a field's default as written on the command line."""
+    The type of a number, a boolean or a text is that of the default.
+    """
     default = fields.default_of(path)
-    return f"`{default}`" if default != "" else "(empty)"
+    others = [text for text in _others(hint) if text not in ("None", default)]
+    return ", ".join([f"`{default}`" if default != "" else "(empty)", *others])
+
+
+def _others(hint: Any) -> list[str]:
+    """Return the choices of a field, or the types of one that may be None."""
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(hint)]
+    if isinstance(hint, types.UnionType):
+        parts = [option for option in typing.get_args(hint) if option is not types.NoneType]
+        return [text for part in parts for text in _others(part) or [part.__name__]]
+    return []
 
 
 def section_table(name: str, cls: Any) -> list[str]:
@@ -41,8 +46,8 @@ def section_table(name: str, cls: Any) -> list[str]:
     lines = []
     for field, hint in typing.get_type_hints(cls).items():
         path, inner = f"{name}.{field}", fields.section_of(hint)
-        default = "`None`" if inner else default_text(path)
-        row = (f"`{path}`", type_text(hint), default, fields.meanings(cls)[field])
+        values = "`None`, a section" if inner else values_text(path, hint)
+        row = (f"`{path}`", values, fields.meanings(cls)[field])
         lines.append("| " + " | ".join(map(cell, row)) + " |")
         if inner is not None:
             lines += section_table(path, inner)
@@ -53,7 +58,7 @@ def table() -> str:
     """Return the tables of all sections as Markdown."""
     parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
-        head = ["| field | type | default | meaning |", "|---|---|---|---|"]
+        head = ["| field | default, others | meaning |", "|---|---|---|"]
         lines = [f"### {name}", "", inspect.getdoc(cls) or "", "", *head]
         parts.append("\n".join(lines + section_table(name, cls)) + "\n")
     return "\n".join(parts)

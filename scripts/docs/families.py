@@ -101,8 +101,6 @@ COLUMNS = {
 
 TOP = (
     "# Families\n\n"
-    "Written by `python scripts/docs/families.py --write` from the tables of conversion and the "
-    "parameters of the tests.\n\n"
     "A row is a family of published models. It can be trained from scratch, [imported and exported]"
     "(convert.md#families), tuned with [adapters](lora.md), and [sampled](generation.md), on any "
     "mesh. A cell names the tiny models of the family for which a test compares this; an empty one "

@@ -24,11 +24,18 @@ def where(flag: Flag) -> str:
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = ["| `--xla_gpu_…` | value | GPU, JAX | where | measured |", "|---|---|---|---|---|"]
+    jax = " and ".join(sorted({f"{flag.jax}x" for flag in FLAGS}))
+    lines = [
+        f"| `--xla_gpu_…`, JAX {jax} | value | GPU | where | measured |",
+        "|---|---|---|---|---|",
+    ]
+    before = None
     for flag in FLAGS:
         name = flag.name.removeprefix("xla_gpu_")
-        known = f"{', '.join(flag.gpus)}, {flag.jax}x"
-        lines.append(f"| `{name}` | {flag.value} | {known} | {where(flag)} | {flag.gain} |")
+        why = (where(flag), flag.gain)
+        cells = ("as above", "as above") if why == before else why
+        lines.append(f"| `{name}` | {flag.value} | {', '.join(flag.gpus)} | {' | '.join(cells)} |")
+        before = why
     return "\n".join(lines) + "\n"
 
 

@@ -16,8 +16,8 @@ To measure whether a change is faster, compare two checkouts on the same host:
 Fields that the other checkout does not have are dropped there. It must be able to read the text. If
 it is too old, prepare the text with it: newer code can read it.
 
---list prints the commands and the planner's predictions, and needs no GPU. --write writes them to
-the page.
+--list prints the planner's predictions and the commands, and needs no GPU. --write writes the
+predictions to the page.
 """
 
 import argparse
@@ -57,7 +57,7 @@ from scripts.measure.target_rows import ROWS, Row  # noqa: E402
 jax.config.update("jax_platforms", "cpu")
 
 PAGE = ROOT / "docs" / "targets.md"
-MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
+MARKERS = re.compile(r"(<!-- predictions -->\n).*?(<!-- /predictions -->)", re.DOTALL)
 
 #: The requested cards of a row ("jaxpar", "beside", "torchtitan"); None if the run failed.
 type Cards = dict[str, dict[str, Any] | None]
@@ -325,8 +325,8 @@ def main(words: list[str]) -> int:
     if options.list:
         made = listing(names, options.gpus)
         if options.write:
-            text = PAGE.read_text("utf-8")
-            PAGE.write_text(MARKERS.sub(lambda m: m[1] + made + m[2], text), "utf-8")
+            text, predictions = PAGE.read_text("utf-8"), made.partition("\n```")[0]
+            PAGE.write_text(MARKERS.sub(lambda m: m[1] + predictions + m[2], text), "utf-8")
         print(made)
         return 0
     Path(options.cards).mkdir(parents=True, exist_ok=True)
