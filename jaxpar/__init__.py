@@ -1,8 +1,8 @@
 """jaxpar: pure-functional pre-training of language models in JAX, sharded over one named mesh.
 
-The Python API is `jaxpar.api`, whose names are also here: docs/python_api.md. `import jaxpar`
-imports nothing else. A name is imported when it is first used, and JAX starts its devices when a
-`Trainer` is made, or a model loaded.
+The Python API is `jaxpar.api`, whose names are also here, and `jaxpar.functional`:
+docs/python_api.md. `import jaxpar` imports nothing else. A name is imported when it is first used,
+and JAX starts its devices when a `Trainer` is made, or a model loaded.
 """
 
 import importlib
@@ -44,6 +44,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":  # a package, and no name of another
+        return importlib.import_module("jaxpar.functional")
     if name not in _MODULES:
         raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -52,4 +54,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "functional"})

@@ -110,7 +110,7 @@ def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.TrainingTra
     """Loss and gradients of a batch at the initial weights, without a step."""
     params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
     measured, grads = make_gradient_step(cfg, mesh, max_segments(cfg))(
-        params, traces.place_batch(batch, cfg, mesh)
+        params, traces.shard_batch(batch, cfg, mesh)
     )
     init = traces.logical(params, cfg)
     return traces.TrainingTrace(init, float(measured.loss), traces.logical(grads, cfg), [], init)

@@ -1,7 +1,8 @@
 """A reference model in plain jax.numpy: one device, no sharding, no rematerialization, no kernels.
 
-`python -m jaxpar.verify` and the tests compare every mesh with it. It deliberately shares only the
-parameter names with `transformer.py`, so that a mistake in one of them shows as a difference.
+`jaxpar.functional` makes functions of it, with which `python -m jaxpar.verify` and the tests
+compare every mesh. It deliberately shares only the parameter names with `transformer.py`, so that a
+mistake in one of them shows as a difference.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model import reference_rope
 from jaxpar.model.gpt import reference as gpt
-from jaxpar.model.moe.reference import router, router_loss
+from jaxpar.model.moe.reference import router
 from jaxpar.model.recurrent import reference as recurrent
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -27,33 +28,6 @@ _RECURRENT = {
     "mamba_out": recurrent.mamba,
     "kda_out": recurrent.kimi_delta,
 }
-
-
-def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
-
-    With experts, it includes the losses of the routers, and with modules of multi-token prediction,
-    theirs.
-
-    Args:     params: the logical parameters. batch: [B, T] in text order.
-    """
-    params = scale_adapters(params, cfg)
-    x, routers = hidden_and_routers(params, batch, cfg)
-    total, count = _token_loss(output(x, params, cfg.model), batch.labels, cfg)
-    for labels, h, of_module in modules(params, x, batch, cfg):
-        logits = _softcapped(h @ _head(params), cfg.model.logits_softcap)
-        total += cfg.train.mtp_loss / cfg.model.mtp_depth * _token_loss(logits, labels, cfg)[0]
-        routers += [of_module] if of_module else []
-    return total / count + sum(router_loss(one, cfg) for one in routers)
-
-
-def _token_loss(logits, labels, cfg: Config):
-    """Return the summed loss of the labeled tokens, with z-loss, and their number."""
-    lse = jax.scipy.special.logsumexp(logits, axis=-1)
-    label = jnp.maximum(labels, 0)
-    nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    weight = labels != IGNORED
-    return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)), jnp.sum(weight)
 
 
 def modules(params: Tree, x, batch: Batch, cfg: Config):
@@ -163,6 +137,11 @@ def _head(top: Tree) -> jax.Array:
 
 def _softcapped(x, cap: float | None):
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def logits_of_module(h: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
+    """Compute logits from the hidden states that `modules` yields."""
+    return _softcapped(h @ _head(top), m.logits_softcap)
 
 
 def first_stream(top: Tree, tokens, positions, m: ModelConfig) -> jax.Array:

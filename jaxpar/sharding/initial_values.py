@@ -17,7 +17,7 @@ def initialize(specs: Any, seed: int | jax.Array) -> Any:
     Each leaf's key is derived from its path, so adding a parameter does not change the others, and
     the values do not depend on the mesh.
 
-    Args:     specs: tree of ParamSpec. seed: run seed.
+    Args:     specs: tree of ParamSpec. seed: run seed, or the key of it (`jax.random.key`).
     Returns:  tree of float32 arrays.
     """
     keys = leaf_keys(specs, seed)
@@ -26,7 +26,8 @@ def initialize(specs: Any, seed: int | jax.Array) -> Any:
 
 def leaf_keys(specs: Any, seed: int | jax.Array) -> Any:
     """Return the random key of each parameter, from the seed and its path: a tree of uint32 [2]."""
-    root = jax.random.key(seed)
+    is_key = jax.dtypes.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+    root = seed if is_key else jax.random.key(seed)
 
     def key(path: str) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(root, zlib.crc32(path.encode())))

@@ -15,17 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxpar.config import Config, replace
 from jaxpar.config.lists.weight_schedules import with_weights_of
+from jaxpar.functional.losses import loss_of
+from jaxpar.functional.plain import loss_of_logical
+from jaxpar.functional.sharded import shard_batch
 from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.model.qk_clip import reference as qk_clip
 from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
-from jaxpar.parallel.context import order_of
-from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
@@ -79,14 +80,6 @@ def random_teacher(cfg: Config, rng: np.random.Generator) -> dict[str, np.ndarra
     ids = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
     likeliest = np.take_along_axis(scores, ids, axis=-1).astype(np.float32)
     return {"teacher_ids": ids, "teacher_scores": likeliest}
-
-
-def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
-    """Put a host batch on the mesh, with its tokens in the loader's order."""
-    order = order_of(cfg)
-    sharding = NamedSharding(mesh, BATCH_SPEC)
-    put = lambda a: jax.device_put(a if order is None else a[:, order], sharding)  # noqa: E731
-    return jax.tree.map(put, batch)
 
 
 @dataclass(frozen=True)
@@ -156,7 +149,7 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, specs_of(cfg))
 
-    loss = preference_loss if cfg.dpo.beta else reference.loss
+    loss = preference_loss if cfg.dpo.beta else token_loss
     t, m = cfg.train, cfg.model
     of_routers = m.num_experts and (t.balance_loss or t.router_z_loss)
     has_more = t.z_loss or of_routers or (m.mtp_depth and t.mtp_loss)
@@ -172,6 +165,11 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     return reported, grads
 
 
+def token_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
+    """Compute the plain model's loss of tokens."""
+    return loss_of_logical(params, batch, cfg, loss_of(cfg))
+
+
 def mesh_trace(
     cfg: Config,
     mesh: Mesh,
@@ -182,7 +180,7 @@ def mesh_trace(
     """Do the same with the train step on a mesh; `cfg` is resolved for the mesh."""
     state = init_state(cfg, mesh)
     init = params = logical(state.params, cfg)
-    placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
+    placed = [shard_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
     most = max_segments(cfg)
 
     programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh, most), state.params)]

@@ -23,14 +23,21 @@ def where(row: NetworkVariable) -> str:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
-    lines = ["| network | variable, source | value | | why |", "|---|---|---|---|---|"]
+    """Return the table as Markdown: a row for each variable, value and reason."""
+    merged: dict[tuple[str, str, str, str], tuple[list[str], list[str]]] = {}
     for network, rows in VARIABLES.items():
         for row in rows:
             does = "set" if row.is_set else "shown"
             value = row.value.replace("{", "").replace("}", "")
-            name = f"[`{row.name}`]({row.source})"
-            lines.append(f"| `{network}` | {name} | `{value}` | {does} | {row.why}{where(row)} |")
+            key = row.name, value, does, f"{row.why}{where(row)}"
+            networks, sources = merged.setdefault(key, ([], []))
+            networks.append(f"`{network}`")
+            sources += [row.source] * (row.source not in sources)
+    lines = ["| networks | variable, sources | value | | why |", "|---|---|---|---|---|"]
+    for (name, value, does, why), (networks, (first, *others)) in merged.items():
+        more = "".join(f", [{n}]({source})" for n, source in enumerate(others, 2))
+        cells = ", ".join(networks), f"[`{name}`]({first}){more}", f"`{value}`", does, why
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

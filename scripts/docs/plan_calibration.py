@@ -85,44 +85,42 @@ def recipe() -> str:
 
 
 def table() -> str:
-    """Return the tables of runs and of compiled steps as Markdown, with their largest errors."""
+    """Return the table of runs as Markdown, and the largest errors, also of compiled steps."""
     compared = dense()
     lines = [
-        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
+        "|---|---|---|---|---|---|",
         *map(row, compared),
     ]
     times, peaks = errors()
+    plans = [abs(c.error) for c in compare_compiled(read)]
     lines.append("")
-    lines.append(f"Step time: {summary(times)}. Peak memory: {summary(peaks)}.")
-    return "\n".join([*lines, "", *compiled_table()]) + "\n"
+    lines.append(
+        f"Step time: {summary(times)}. Peak memory: {summary(peaks)}. "
+        f"XLA's memory plans of compiled steps: {summary(plans, 'plans')}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def experts_table() -> str:
     """Return the table of runs of models with experts as Markdown."""
     compared = list(compare(read, "experts"))
     lines = [
-        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error | code |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
+        "|---|---|---|---|---|---|",
     ]
-    lines += [f"{row(c, f' {c.run.gpu.upper()}')} {of_experts(c)} |" for c in compared]
+    lines += [row(c, f" {c.run.gpu.upper()}") for c in compared]
     return "\n".join(lines) + "\n"
 
 
-def of_experts(c: Compared) -> str:
-    """Return the part of a run's source that says with which code it was measured."""
-    return c.run.source.partition("; ")[2] or c.run.source
-
-
-def compiled_table() -> list[str]:
+def compiled_table() -> str:
     """Return the table of XLA's memory plans and the predictions."""
-    compiled = list(compare_compiled(read))
     lines = ["| GPUs | compiled | XLA's plan, GiB | predicted | error |", "|---|---|---|---|---|"]
     lines += [
         f"| {c.gpus} | {shorter(c.run)} | {c.gib:.1f} | {c.predicted:.1f} | {c.error:+.1%} |"
-        for c in compiled
+        for c in compare_compiled(read)
     ]
-    return [*lines, "", f"Plans: {summary([abs(c.error) for c in compiled])}."]
+    return "\n".join(lines) + "\n"
 
 
 def read(words: list[str]) -> Config:
@@ -130,9 +128,9 @@ def read(words: list[str]) -> Config:
     return read_config(words)
 
 
-def summary(errors: list[float]) -> str:
-    """Return the number of runs, the largest and the mean error."""
-    return f"{len(errors)} runs, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
+def summary(errors: list[float], what: str = "runs") -> str:
+    """Return the number of runs or plans, the largest and the mean error."""
+    return f"{len(errors)} {what}, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
 
 
 def mean(values: list[float]) -> float:
@@ -147,11 +145,10 @@ def row(c: Compared, kind: str = "") -> str:
     """
     peak, error = c.run.peak_gib, c.memory_error
     measured = f"{peak:.1f}" if peak is not None else "-"
-    memory = f"{error:+.1%}" if error is not None else "-"
+    memory = f"{error:+.1%}" if error is not None else f"{c.peak_gib:.1f} GiB"
     run, gpus = shorter(c.run.run), f"{c.run.gpus}{kind}"
     return (
-        f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.step_ms:,.0f} | {c.time_error:+.1%} "
-        f"| {measured} | {c.peak_gib:.1f} | {memory} |"
+        f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.time_error:+.1%} | {measured} | {memory} |"
     )
 
 
@@ -165,6 +162,7 @@ def shorter(run: str) -> str:
         "mixtral_8x7b --model.num-layers 4": "4 layers of Mixtral 8x7B",
         "--parallel.": "",
         "--model.": "",
+        "logits-dtype compute": "logits16",
         "--data.document-mask False": "",
         "--train.global-batch-size": "batch",
         "--data.seq-len": "T",
@@ -198,6 +196,8 @@ def main() -> None:
         else:
             print(conditions() + "\n" if page.endswith("planning.md") else f"\n{page}")
             print("\n".join(make() for make in blocks.values()), end="")
+    if not write:
+        print("\n" + compiled_table(), end="")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Files at the root of the repository, and the pages that they become.
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def from_root(text: str) -> str:
@@ -31,11 +31,17 @@ def from_root(text: str) -> str:
     return LINK.sub(turned, text)
 
 
-def to_root(text: str) -> str:
-    """Adjust a page's links to pages from the repository's root."""
-    for name, page in PAGES.items():
-        text = text.replace(f"](../{name}", f"]({page}")
-    return text
+def to_root(text: str, page: str) -> str:
+    """Adjust the links of a page of docs/ to files outside of it."""
+
+    def turned(found: re.Match) -> str:
+        words, path, anchor = found[1], found[2], found[3] or ""
+        target = ROOT.joinpath("docs", page).parent.joinpath(path).resolve()
+        if target.is_relative_to(ROOT / "docs"):
+            return found[0]
+        return f"[{words}]({PAGES[target.name]}{anchor})" if target.name in PAGES else words
+
+    return LINK.sub(turned, text)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -48,4 +54,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adjust a page's links; called by MkDocs after reading it."""
-    return to_root(markdown)
+    return to_root(markdown, page.file.src_uri)

@@ -74,7 +74,7 @@ def measure(cfg: Config, steps: int) -> dict[str, Any]:
     """Time a config's train step on random tokens, in this process."""
     cfg = resolve(cfg, len(jax.devices()))
     mesh = make_mesh(cfg.parallel)
-    batches = [traces.place_batch(traces.random_batch(cfg, i), cfg, mesh) for i in range(2)]
+    batches = [traces.shard_batch(traces.random_batch(cfg, i), cfg, mesh) for i in range(2)]
     began = time.perf_counter()
     state = init_state(cfg, mesh)
     on_host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]

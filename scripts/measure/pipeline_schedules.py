@@ -81,7 +81,7 @@ def measure(base: Config, cases: Sequence[tuple[str, int]], rounds: int, steps: 
     configs = [config_of(base, *case) for case in cases]
     mesh = make_mesh(configs[0].parallel)
     began = time.perf_counter()
-    batches = [traces.place_batch(traces.random_batch(cfg), cfg, mesh) for cfg in configs]
+    batches = [traces.shard_batch(traces.random_batch(cfg), cfg, mesh) for cfg in configs]
     state = init_state(configs[0], mesh)  # of the same shapes for all
     traced = [
         make_train_step(cfg, mesh, 1).lower(state, batch)

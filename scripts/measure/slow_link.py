@@ -299,7 +299,7 @@ def times(base: Config, methods: Methods, out: Path) -> dict[str, Any]:
     cfgs = configs_of(base, methods)
     first = next(iter(cfgs.values()))
     mesh = make_mesh(first.parallel)
-    batches = [traces.place_batch(traces.random_batch(first, i), first, mesh) for i in range(2)]
+    batches = [traces.shard_batch(traces.random_batch(first, i), first, mesh) for i in range(2)]
     rows: dict[str, Any] = {}
     for name, program in compiled(cfgs, mesh, batches[0], 1).items():
         rows[name] = {"sent": sent_bytes(cfgs[name])}

@@ -131,7 +131,7 @@ def gradients(mesh):
     def compute(remat: str, loop: str, *others: tuple[str, object]):
         fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
         cfg = resolve(replace(base, **fields, **dict(others)), 1)
-        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
         return float(measured.loss), traces.to_host(grads)
 
@@ -213,7 +213,7 @@ def traced(devices):
         n = p.pipeline * p.data * p.tensor
         cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])
         params = init_state(cfg, mesh).params
-        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         return make_gradient_step(cfg, mesh).trace(params, batch), (params, batch)
 
     return trace
@@ -300,7 +300,7 @@ def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept,
     abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     to = shardings(mesh, state_specs(cfg).params)
     params = jax.tree.map(abstract, abstract_state(cfg).params, to)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     traced = make_gradient_step(cfg, mesh).trace(params, batch)
     assert set(re.findall(r"prevent_cse=(\w+)", str(traced.jaxpr))) == kept
 

@@ -33,7 +33,7 @@ def gradients(mesh_item: str, names: str, layers: str = "") -> tuple[float, floa
     cfg = resolve(replace(cfg, parallel=parallel), n)
     mesh = make_mesh(parallel, jax.devices()[:n])
     params = init_state(cfg, mesh).params
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     program = make_gradient_step(cfg, mesh).lower(params, batch).compile()
     measured, _ = program(params, batch)
     return float(measured.loss), float(measured.grad_norm), program.as_text()

@@ -70,7 +70,7 @@ def loss_curve(devices, steps: int = 300, **changes) -> list[float]:
     cfg, mesh = on_mesh("data=1", devices, **fields | changes)
     state, step, losses = init_state(cfg, mesh), make_train_step(cfg, mesh), []
     for i in range(steps):
-        batch = traces.place_batch(learnable_batch(cfg, i), cfg, mesh)
+        batch = traces.shard_batch(learnable_batch(cfg, i), cfg, mesh)
         state, measured = step(state, batch)
         losses.append(float(measured.loss))
     return losses

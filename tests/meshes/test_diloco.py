@@ -179,7 +179,7 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
     for done, batch in enumerate(given, start=1):
         fragment = under_way(done - 1, cfg)
         step = steps[None if fragment is None else same_program(cfg, fragment)]
-        state, metrics = step(state, traces.place_batch(batch, cfg, mesh))
+        state, metrics = step(state, traces.shard_batch(batch, cfg, mesh))
         state = outer(done, state)
         losses.append(float(metrics.loss))
     return losses, state
@@ -289,7 +289,7 @@ def sent(program: Any, *args: Any) -> dict[str, Any]:
 def test_an_inner_step_sends_its_metrics_alone(devices):
     """Over replicas, which are the whole mesh here."""
     cfg, mesh = on_mesh(STREAMING, "", devices)
-    started = init_state(cfg, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    started = init_state(cfg, mesh), traces.shard_batch(batches(cfg)[0], cfg, mesh)
     kinds = sent(make_train_step(cfg, mesh, max_segments(cfg)), *started)
     assert kinds == {"all-gather": {"count": 1, "bytes": 4 * 6}}
 
@@ -304,7 +304,7 @@ def test_what_replicas_exchange(devices):
             kinds = sent(make_outer_step(of, mesh, i), state.params, state.diloco)
             assert sum(kind["bytes"] for kind in kinds.values()) == wanted_bytes
     plain = replace(cfg, diloco=DilocoConfig())
-    started = init_state(plain, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    started = init_state(plain, mesh), traces.shard_batch(batches(cfg)[0], cfg, mesh)
     each_step = sent(make_train_step(plain, mesh, max_segments(plain)), *started)
     assert 0 <= each_step["all-reduce"]["bytes"] - gradient_bytes(plain) <= 16  # and the loss
 
@@ -312,7 +312,7 @@ def test_what_replicas_exchange(devices):
 @pytest.mark.slow
 def test_a_step_sends_its_part_of_an_exchange(devices):
     cfg, mesh = on_mesh(OVERLAPPED, "", devices)
-    started = init_state(cfg, mesh), traces.place_batch(batches(cfg)[0], cfg, mesh)
+    started = init_state(cfg, mesh), traces.shard_batch(batches(cfg)[0], cfg, mesh)
     for i in range(2):
         step = make_train_step(cfg, mesh, max_segments(cfg), fragment=i)
         kinds = sent(step, *started)

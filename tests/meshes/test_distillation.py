@@ -79,7 +79,7 @@ def test_the_loss_is_least_where_student_and_teacher_agree():
     own = {"teacher_ids": ids, "teacher_scores": np.take_along_axis(scores, ids, axis=-1)}
     one = resolve(replace(cfg, **{"parallel.data": 1}), 1)
     mesh = make_mesh(one.parallel, jax.devices()[:1])
-    taught = traces.place_batch(batch.replace(**own), one, mesh)
+    taught = traces.shard_batch(batch.replace(**own), one, mesh)
     measured, grads = make_gradient_step(one, mesh)(jax.device_put(params), taught)
     assert abs(measured.distill_loss) < 1e-6 and measured.loss > 1
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) < 1e-6
@@ -107,7 +107,7 @@ def test_the_likeliest_tokens(mesh, k, devices):
     cfg, there, devices_of = on_mesh(mesh, {}, devices)
     batch = traces.random_batch(replace(cfg, **{"distill.teacher": ""}), 0)
     params = weights.init_params(param_specs(cfg.model), there, devices_of)
-    placed = traces.place_batch(batch, there, devices_of)
+    placed = traces.shard_batch(batch, there, devices_of)
     found = make_teacher_step(there, devices_of, k, 2.0)(params, placed)
     order = order_of(there)
     ids, scores = (np.asarray(a if order is None else a[:, np.argsort(order)]) for a in found)

@@ -62,7 +62,7 @@ def run(request, devices):
         return make_gradient_step(replace(cfg, **{"data.document_mask": document_mask}), mesh)
 
     def compute(batch: Batch, document_mask: bool = True):
-        placed = traces.place_batch(batch, cfg, mesh)
+        placed = traces.shard_batch(batch, cfg, mesh)
         measured, grads = step(document_mask)(params, placed)
         return float(measured.loss), np.asarray(grads["embed"])
 

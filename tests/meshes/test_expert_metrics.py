@@ -42,7 +42,7 @@ def measured(mesh_item: str, cfg: Config) -> dict[str, np.ndarray]:
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     mesh = make_mesh(parallel, jax.devices()[:n])
-    batch = traces.place_batch(traces.random_batch(cfg), on_mesh, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), on_mesh, mesh)
     step = make_train_step(on_mesh, mesh, expert_rows=True)
     _, found = step(init_state(on_mesh, mesh), batch)
     return {k: np.asarray(v) for k, v in vars(jax.device_get(found)).items() if v is not None}

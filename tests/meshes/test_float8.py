@@ -127,7 +127,7 @@ def test_gradients_are_near_those_of_float32(scaling):
 def test_evaluation_multiplies_as_training_does(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
     params = init_state(cfg, mesh).params
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     total, count = make_eval_step(cfg, mesh)(params, batch)
     measured, _ = make_gradient_step(cfg, mesh)(params, batch)
     assert float(total / count) == pytest.approx(float(measured.loss), rel=1e-6)
@@ -149,7 +149,7 @@ def test_a_number_that_is_not_finite_reaches_the_loss(name, bad, train_step, dev
     state = init_state(cfg, mesh)
     weight = state.params["layers"][name]
     state.params["layers"][name] = weight.at[(1,) * weight.ndim].set(bad)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     _, measured = step(state, batch)
     assert not np.isfinite(measured.loss) and not np.isfinite(measured.grad_norm)
 
@@ -205,7 +205,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
 
 def lowered_step(cfg, mesh) -> str:
     """The step's StableHLO."""
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     return make_gradient_step(cfg, mesh).lower(abstract_state(cfg).params, batch).as_text()
 
 
@@ -317,7 +317,7 @@ def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
         cfg, mesh = on_mesh("data=1", devices, parallel__remat=remat)
         cfg = resolve(replace(DEEP, parallel=cfg.parallel), 1)
         params = abstract_state(cfg).params
-        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         lowered = make_gradient_step(cfg, mesh).lower(params, batch)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

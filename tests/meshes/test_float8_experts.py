@@ -14,7 +14,6 @@ from tests.meshes.float8_traces import (
     loss_curve,
     relative_errors,
 )
-from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -43,7 +42,7 @@ def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
     return first_gradients("data=1", jax.devices("cpu"), model__matmul_dtype=dtype, **EXPERTS)
 
 
-@pytest.mark.slow  # quicker: those with biases, below
+@pytest.mark.slow  # quicker: model/test_experts.py
 @pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices, **EXPERTS), one_device_with_experts()
@@ -61,10 +60,8 @@ def test_gradients_of_experts_are_near_those_of_float32():
     assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    slow_but([MIXED], [MIXED, "tensor=2,expert=2", *EXPERT_MESHES[:3]]),
-)
+@pytest.mark.slow  # quicker: model/test_experts.py, and dense layers of test_float8.py
+@pytest.mark.parametrize("mesh", [MIXED, "tensor=2,expert=2", *EXPERT_MESHES[:3]])
 def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
     found, wanted = (first_gradients(on, devices, **BIASED) for on in (mesh, "data=1"))
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)

@@ -16,7 +16,7 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, TARGETS, of_attention
 from jaxpar.config.validate import check, resolve
-from jaxpar.model import lora, reference
+from jaxpar.model import lora
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
@@ -115,7 +115,7 @@ def placed(params, cfg: Config, mesh):
 def compare(cfg: Config, item: str, devices) -> None:
     plain = replace(cfg, parallel=Config().parallel)
     cfg, mesh = on_mesh(item, devices, cfg)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     params = placed(trained_params(plain), cfg, mesh)
     measured, grads = make_gradient_step(cfg, mesh)(params, batch)
     loss, wanted_grads = wanted(plain)
@@ -164,7 +164,7 @@ def test_training_moves_adapters_alone(devices):
 @pytest.mark.usefixtures("quick_compile")
 def test_the_first_step_is_that_of_the_model_without(devices):
     cfg, mesh = on_mesh("data=2", devices)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     state = init_state(cfg, mesh)
     base = init_state(base_config(cfg), mesh)
     shared = {n: a for n, a in flat(state.params).items() if not lora.is_adapter(n)}
@@ -226,7 +226,7 @@ def test_merged_weights_compute_the_same(devices):
     params = merge(placed(trained_params(BASE), cfg, mesh), cfg, mesh)
     batch = traces.random_batch(cfg)
     alone = base_config(BASE)
-    assert float(jax.jit(lambda p: reference.loss(p, batch, alone))(jax.device_get(params))) == (
+    assert float(jax.jit(lambda p: traces.token_loss(p, batch, alone))(jax.device_get(params))) == (
         pytest.approx(wanted(BASE)[0], rel=1e-6)
     )
 
@@ -242,7 +242,7 @@ def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
 
     def gradients(cfg: Config):
         cfg, mesh = on_mesh("data=2", devices, cfg)
-        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         step = make_gradient_step(cfg, mesh)
         params = placed(trained_params(exact), cfg, mesh)
         return traces.to_host(step(params, batch)[1])
@@ -258,7 +258,7 @@ def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
 @pytest.mark.usefixtures("quick_compile")
 def test_offloaded_moments(devices):
     cfg, mesh = on_mesh("data=2", devices)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     states = []
     for offload in (False, True):
         with_it = replace(cfg, **{"optimizer.offload": offload})

@@ -79,7 +79,7 @@ def test_a_step_has_the_weights_of_its_number(devices):
     plain = {"optimizer.name": "sgd", "optimizer.schedule": "constant"}
     cfg = resolve(replace(TINY, **BY_STEP, **MODULES, **plain), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
-    batch = traces.place_batch(traces.random_batch(cfg, 0), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg, 0), cfg, mesh)
     at = lambda: dataclasses.replace(init_state(cfg, mesh), step=jax.device_put(jnp.int32(3)))  # noqa: E731
     found, _ = make_train_step(cfg, mesh)(at(), batch)
     wanted, _ = make_train_step(with_weights_of(cfg, 3), mesh)(at(), batch)

@@ -97,7 +97,7 @@ def test_scores_and_held_out_loss(mesh, values, devices):
     cfg, there, devices_of = on_mesh(mesh, values, devices)
     batch, wanted = reference_of(cfg)
     params = weights.init_params(param_specs(cfg.model), there, devices_of)
-    placed, most = traces.place_batch(batch, there, devices_of), random_pairs.max_segments(cfg)
+    placed, most = traces.shard_batch(batch, there, devices_of), random_pairs.max_segments(cfg)
     found = np.asarray(make_score_step(there, devices_of, most)(params, placed))
     order = order_of(there)
     found = found if order is None else found[:, np.argsort(order)]

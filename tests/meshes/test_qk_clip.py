@@ -82,7 +82,7 @@ def test_steps(mesh, values, devices):
     (batches, wanted), (_, largest) = reference_of(cfg), initial(replace(BASE, **values))
     found = traces.mesh_trace(there, here, batches, STEPS)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
-    placed = traces.place_batch(batches[0], there, here)
+    placed = traces.shard_batch(batches[0], there, here)
     _, measured = make_train_step(there, here)(init_state(there, here), placed)
     assert measured.max_attention_logit == pytest.approx(largest.max(), rel=TOLERANCE)
     assert measured.clipped_heads == largest.size // 2

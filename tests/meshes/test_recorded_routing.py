@@ -73,7 +73,7 @@ def first_step(
     """
     on_mesh, mesh, step = step_on(mesh_item, cfg, record)
     batch = dataclasses.replace(traces.random_batch(cfg), experts=experts)
-    _, measured = step(init_state(on_mesh, mesh), traces.place_batch(batch, on_mesh, mesh))
+    _, measured = step(init_state(on_mesh, mesh), traces.shard_batch(batch, on_mesh, mesh))
     metrics = {k: np.asarray(v) for k, v in vars(measured).items() if v is not None}
     routing = metrics.pop("routing", None)
     if routing is not None:

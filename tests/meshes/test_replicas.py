@@ -78,7 +78,7 @@ def test_what_was_sent_and_what_was_left_out_are_the_gradient(
     cfg, here = on_mesh(mesh, method, devices, **SGD | places | layers | more)
     most = traces.max_segments(cfg)
     gradients, step = make_gradient_step(cfg, here, most), make_train_step(cfg, here, most)
-    batches = [traces.place_batch(traces.random_batch(cfg, i), cfg, here) for i in range(STEPS)]
+    batches = [traces.shard_batch(traces.random_batch(cfg, i), cfg, here) for i in range(STEPS)]
     state = init_state(cfg, here)
     before = {name: 0.0 for name in logical_errors(state, cfg)}
     for i, batch in enumerate(batches):

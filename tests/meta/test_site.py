@@ -89,6 +89,9 @@ def test_links_to_source_files_lose_their_link_and_keep_their_words(site):
     assert "<code>jaxpar/sharding/axes.py</code>" in text
     assert 'href="jaxpar/sharding/axes.py"' not in text
     assert 'href="changelog.html"' in text
+    text = (site / "code.html").read_text("utf-8")
+    assert "<code>kernels/attention/</code>" in text
+    assert 'href="../jaxpar' not in text
 
 
 def badly_formed(link: str) -> bool:

@@ -102,7 +102,7 @@ def test_the_function_in_the_standard_parametrization():
 def lowered(devices, **fields) -> str:
     cfg = resolve(replace(TINY, **fields), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     return make_train_step(cfg, mesh, None).lower(abstract_state(cfg), batch).as_text()
 
 

@@ -276,7 +276,7 @@ def trained(devices, **fields):
         if i == 1:
             kept = gain.copy()
             state = with_gain(state, jax.device_put(gain * np.float32(np.nan), gain.sharding))
-        batch = traces.place_batch(traces.random_batch(cfg, i), cfg, mesh)
+        batch = traces.shard_batch(traces.random_batch(cfg, i), cfg, mesh)
         state, metrics = step(state, batch)
         assert int(metrics.in_a_row) == (i == 1)
         if i == 1:

@@ -120,7 +120,7 @@ def test_a_state_has_so_many_bytes_per_parameter(devices, name, fields, bytes_ea
 def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, name):
     cfg, mesh = ready(devices, **{"optimizer.name": name}, **OFFLOAD, **MESHES["sharded"])
     state = init_state(cfg, mesh)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     after, _ = make_train_step(cfg, mesh)(state, batch)
     wanted = state_shardings(cfg, mesh)
     for shardings in (jax.tree.map(lambda a: a.sharding, s) for s in (state, after)):

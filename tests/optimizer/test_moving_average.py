@@ -140,7 +140,7 @@ def test_a_step_averages_the_weights_that_it_makes(devices):
     cfg, mesh = ready(devices, **{"model.num_layers": 1, "optimizer.warmup_steps": 0})
     state = init_state(cfg, mesh)
     before = traces.logical(state.ema, cfg)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     state, _ = make_train_step(cfg, mesh)(state, batch)
     found, after, d = traces.logical(state.ema, cfg), traces.logical(state.params, cfg), 2 / 11
     for name, old in before.items():

@@ -54,7 +54,7 @@ def lowered(fields: dict) -> str:
     cfg, mesh = placed(replace(TINY, **fields), 2)
     like = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     state = jax.tree.map(like, abstract_state(cfg), state_shardings(cfg, mesh))
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     return make_train_step(cfg, mesh).lower(state, batch).as_text()
 
 
@@ -83,7 +83,7 @@ def test_steps_are_the_same_with_and_without(devices, fields):
         cfg, mesh = placed(replace(TINY, **own), devices)
         step, state = make_train_step(cfg, mesh), init_state(cfg, mesh)
         for index in range(3):
-            batch = traces.place_batch(traces.random_batch(cfg, index), cfg, mesh)
+            batch = traces.shard_batch(traces.random_batch(cfg, index), cfg, mesh)
             state, metrics = step(state, batch)
         ends.append(jax.tree.map(np.asarray, (state.params, metrics.loss)))
     start = jax.tree.map(np.asarray, init_state(cfg, mesh).params)

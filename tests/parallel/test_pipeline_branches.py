@@ -201,7 +201,7 @@ def test_what_the_ring_begins_with_is_never_read(
     cfg = config(2 * tensor, **{f"parallel.{name}": value for name, value in fields.items()})
     mesh = make_mesh(cfg.parallel, devices[: 2 * tensor])
     params = init_state(cfg, mesh).params
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     _, wanted = train_step.make_gradient_step(cfg, mesh)(params, batch)
 
     filled = []

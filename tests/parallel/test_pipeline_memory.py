@@ -145,7 +145,7 @@ def test_evaluation_takes_the_head_once_for_each_microbatch(virtual, mesh, monke
 
     monkeypatch.setattr(transformer, "head", counted)
     cfg = config(4, **{"parallel.virtual_stages": virtual, "parallel.zero": 1})
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     jax.block_until_ready(train_step.make_eval_step(cfg, mesh)(init_state(cfg, mesh).params, batch))
     jax.effects_barrier()
     assert sorted(map(int, taken)) == [0] * 4 + [1] * 4

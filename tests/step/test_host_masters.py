@@ -72,7 +72,7 @@ def test_losses_and_updates_are_those_of_masters_on_the_device(devices, mesh):
         state, step = init_state(cfg, on), make_train_step(cfg, on)
         weights = [jax.device_get(traces.logical(state.params, cfg))]
         for i in range(2):
-            batch = traces.place_batch(traces.random_batch(cfg, i), cfg, on)
+            batch = traces.shard_batch(traces.random_batch(cfg, i), cfg, on)
             state, metrics = step(state, batch)
             seen.append(jax.device_get((metrics.loss, metrics.grad_norm)))
         assert jax.tree.map(lambda a: a.sharding, state) == state_shardings(cfg, on)
@@ -90,7 +90,7 @@ def test_gradients_and_evaluations_are_the_same_bits(devices):
     for fields, seen in ((MASTERS, found), (MOMENTS, wanted)):
         cfg, on = ready(devices, **fields, **MESHES["sharded"])
         state = init_state(cfg, on)
-        batch = traces.place_batch(traces.random_batch(cfg), cfg, on)
+        batch = traces.shard_batch(traces.random_batch(cfg), cfg, on)
         seen.append(jax.device_get(make_gradient_step(cfg, on)(state.params, batch)))
         seen.append(jax.device_get(make_eval_step(cfg, on)(state.params, batch)))
     chex.assert_trees_all_equal(found, wanted)
@@ -114,7 +114,7 @@ def test_a_step_that_is_skipped_keeps_every_bit(devices):
     nan = jax.device_put(np.full(gain.shape, np.nan, np.float32), gain.sharding)
     state = dataclasses.replace(state, params=state.params | {"final_norm": nan})
     before = jax.device_get((state.params, state.opt_state))
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     after, metrics = make_train_step(cfg, mesh)(state, batch)
     assert int(metrics.skipped) == 1
     chex.assert_trees_all_equal(jax.device_get((after.params, after.opt_state)), before)

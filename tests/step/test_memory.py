@@ -92,7 +92,7 @@ def test_the_step_takes_over_every_byte_of_the_state(devices, name):
 def test_after_a_step_the_old_state_is_gone(devices, fields):
     cfg, mesh = ready(devices, **fields)
     state = init_state(cfg, mesh)
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     step = make_train_step(cfg, mesh).lower(state, batch).compile(traces.QUICK_COMPILE)
     for _ in range(2):
         old, (state, _) = state, step(state, batch)

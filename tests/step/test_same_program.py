@@ -67,7 +67,7 @@ def hashes_of(item: str) -> tuple[str, str]:
     parallel = parse_meshes([item], TINY.parallel)[item]
     n = num_devices(parallel)
     cfg, mesh = resolve(replace(TINY, parallel=parallel), n), make_mesh(parallel, jax.devices()[:n])
-    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
     state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, mesh))
     step: Any = make_train_step(cfg, mesh)

@@ -11,7 +11,6 @@ from flax import traverse_util
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
-from jaxpar.model import reference
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -130,7 +129,7 @@ def compare_gradients(cfg: Config, devices: list) -> None:
     measured, grads = make_gradient_step(cfg, mesh, max_segments=1)(state.params, batch)
     params = traverse_util.unflatten_dict(traces.logical(state.params, cfg), sep="/")
     with jax.default_matmul_precision("highest"):
-        loss, want = jax.jit(jax.value_and_grad(lambda p: reference.loss(p, host, cfg)))(params)
+        loss, want = jax.jit(jax.value_and_grad(lambda p: traces.token_loss(p, host, cfg)))(params)
     assert float(measured.loss) == pytest.approx(float(loss), rel=2e-3)
     want, grads = flat(jax.device_get(want)), traces.logical(grads, cfg)
     for path, expected in want.items():

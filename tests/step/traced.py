@@ -17,7 +17,7 @@ from jaxpar.step.forward import make_score_step, make_teacher_step
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification.random_pairs import max_segments
-from jaxpar.verification.traces import place_batch, random_batch
+from jaxpar.verification.traces import random_batch, shard_batch
 
 #: Devices of a mesh, but for text generation.
 DEVICES = 8
@@ -43,7 +43,7 @@ def trace(fields: dict, program: str) -> Any:
     if program in OF_OUTER_STEPS:
         made = OF_OUTER_STEPS[program](cfg, mesh, 1)
         return made.trace(*([] if program == "exchange" else [state.params]), state.diloco)
-    batch = place_batch(random_batch(cfg), cfg, mesh)
+    batch = shard_batch(random_batch(cfg), cfg, mesh)
     batch = jax.tree.map(lambda a: placed(a, a.sharding), batch)
     takes_state = program in ("train", "loads", "exchanging")
     return STEPS[program](cfg, mesh).trace(state if takes_state else state.params, batch)

@@ -60,7 +60,7 @@ def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> ActivationSizes:
     Args:     cfg: resolved for the mesh of one device.
     """
     batch = traces.random_batch(cfg)
-    placed = traces.place_batch(batch, cfg, mesh)
+    placed = traces.shard_batch(batch, cfg, mesh)
     train: Any = make_train_step(cfg, mesh, None)
     state = init_state(cfg, mesh)
     options = traces.QUICK_COMPILE if mesh.devices.flat[0].platform == "cpu" else None
