@@ -26,25 +26,20 @@ def main(options: LaunchRun | ServeOptions) -> int:
     from jaxpar.memory_checkpoint.places import kept_in_memory
     from jaxpar.memory_checkpoint.server import PieceServer
     from jaxpar.runtime.gpus import numa
-    from jaxpar.runtime.processes import children
+    from jaxpar.runtime.processes import launcher
     from jaxpar.runtime.processes.hosts import options as host_options
-    from jaxpar.runtime.processes.hosts import running
-    from jaxpar.runtime.processes.launcher import Launcher, arguments_of
+    from jaxpar.runtime.processes.hosts import serving
     from jaxpar.runtime.signals import output_may_be_lost
 
     if isinstance(options, ServeOptions):
-        return running.serve(options, children.on_signals)
+        return serving.serve(options)
     if options.nodes or options.rendezvous:
         host_options.check(options)
-    args = arguments_of(options.config)
+    args = launcher.arguments_of(options.config)
     cfg = options.config.checked(None, commands.model_from, commands.with_vocabulary)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     with kept_in_memory(cfg) as memory, output_may_be_lost():
-        if options.nodes:
-            return running.run(options, args, cfg, children.on_signals, memory, PieceServer)
-        launcher = Launcher(options, args, cfg, memory)
-        children.on_signals(launcher.stop)
-        return launcher.run()
+        return launcher.run(options, args, cfg, memory, PieceServer)
 
 
 if __name__ == "__main__":

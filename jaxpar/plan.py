@@ -13,7 +13,6 @@ from jaxpar.planning import options as forms
 OPTIONS = {
     "": forms.PlanOptions,
     "--goodput": forms.GoodputOptions,
-    "--advice": forms.AdviceOptions,
     "--hardware": forms.HardwareOptions,
 }
 

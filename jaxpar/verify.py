@@ -35,9 +35,7 @@ def main(options: VerifyOptions | MupOptions) -> int:
     from jaxpar.verification.coordinates.command import check_coordinates
 
     if isinstance(options, MupOptions):
-        from jaxpar.tools.charts.sizes import size_chart
-
-        return check_coordinates(options, commands.model_from, size_chart)
+        return check_coordinates(options, commands.model_from)
     return verify(options, commands.model_from)
 
 

@@ -66,16 +66,18 @@ def open_page(
     *,
     dark: bool = False,
     fragment: str = "",
+    script: bool = True,
 ) -> Shown:
     """Show a file, and return once it is loaded.
 
     Args:     width, height: of the window; a narrow one is a phone's. fragment: what follows the
-              file in its address, from # on.
+              file in its address, from # on. script: whether its script runs.
     """
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme="dark" if dark else "light",
         is_mobile=width < 500,
+        java_script_enabled=script,
     )
     context.set_default_timeout(LIMIT)
     shown = Shown(context.new_page())

@@ -26,7 +26,7 @@ from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_who
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import CARRIED, Saved, damage, folder, read_saved, read_whole
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.units import size
 
 

@@ -18,7 +18,7 @@ from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
 from jaxpar.convert.safetensors_file import Stored, create_file
 from jaxpar.runtime.files import atomic, outputs
-from jaxpar.runtime.files.new_folder import require_space
+from jaxpar.runtime.files.outputs import require_space
 from jaxpar.runtime.progress import meter
 
 #: Allowed suffixes of the file's name.

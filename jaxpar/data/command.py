@@ -13,10 +13,9 @@ from jaxpar.data.options import (
     PreparePairsOptions,
     ReframeOptions,
 )
-from jaxpar.data.prepare.chat_command import prepare_chat
 from jaxpar.data.prepare.next_step import train_command
-from jaxpar.data.prepare.pairs_command import prepare_pairs
 from jaxpar.data.prepare.progress import console_progress
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.stream.reframe import reframe
 from jaxpar.runtime.stages import stage
@@ -33,11 +32,9 @@ def run(options: Options) -> str:
             return convert(options, progress)
         if isinstance(options, ReframeOptions):
             return reframe(options, progress)
-        if isinstance(options, PrepareChatOptions):
-            return _summary(options, prepare_chat(options, progress))
-        if isinstance(options, PreparePairsOptions):
-            return _summary(options, prepare_pairs(options, progress))
-        return _summary(options, prepare(options, progress))
+        if isinstance(options, PrepareOptions):
+            return _summary(options, prepare(options, progress))
+        return _summary(options, prepare_records(options, progress))
 
 
 def _summary(options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta) -> str:

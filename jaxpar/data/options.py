@@ -13,7 +13,27 @@ HOLDOUT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class _OutputOptions:
+    """The folder to write, and its splits."""
+
+    output: Annotated[str, TO_ADDRESS]
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
+    overwrite: bool = False
+    """Replace an existing dataset in the output folder."""
+    holdout: float = HOLDOUT
+    """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
+    token with a usual name."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a row that is broken, or is not what the command reads, ends it, or is left out and
+    counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions(_OutputOptions):
     """Tokenize text into a dataset folder."""
 
     input: tuple[str, ...]
@@ -21,15 +41,9 @@ class PrepareOptions:
     extension: tuple[str, ...] = ()
     """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
     UTF-8 text. None: the formats of docs/data.md."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
     tokenizer: str = "bytes"
     """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
     Hugging Face Hub, org/model or org/model@revision."""
-    holdout: float = HOLDOUT
-    """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
     """Number of threads that encode."""
     text_field: str = "text"
@@ -37,57 +51,35 @@ class PrepareOptions:
     separator: str | None = None
     r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
     None: each file is a document."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
     stream: bool = False
     """Write an index of the text in place of tokens. Training tokenizes the text, which must stay
     where it is."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """Whether a row that is broken or has no text ends the command, or is left out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareChatOptions:
+class _RecordOptions(_OutputOptions):
+    """Files of conversations, and how they become text."""
+
+    input: tuple[str, ...]
+    """Files of JSON Lines, compressed or not, or folders of them."""
+    tokenizer: str
+    """The model's tokenizer.json or its folder, or bytes."""
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareChatOptions(_RecordOptions):
     """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
 
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, with a conversation per line, or folders of them."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
-    tokenizer: str
-    """The model's tokenizer.json or its folder, or bytes."""
-    template: Literal["plain", "chatml", "llama3"] = "plain"
-    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
     messages_field: str = "messages"
     """JSON field with a list of {"role": ..., "content": ...}."""
-    holdout: float = HOLDOUT
-    """Share of the conversations, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """Whether a line that is no conversation ends the command, or is left out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparePairsOptions:
+class PreparePairsOptions(_RecordOptions):
     """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
 
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, with a pair per line, or folders of them."""
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
-    tokenizer: str
-    """The model's tokenizer.json or its folder, or bytes."""
-    template: Literal["plain", "chatml", "llama3"] = "plain"
-    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
     prompt_field: str = "prompt"
     """JSON field of the prompt: a text, or a list of {"role": ..., "content": ...}. Without it, the
     prompt is what both responses begin with."""
@@ -95,18 +87,6 @@ class PreparePairsOptions:
     """JSON field of the preferred response: a text, or messages, with the prompt or without."""
     rejected_field: str = "rejected"
     """JSON field of the other response."""
-    holdout: float = HOLDOUT
-    """Share of the prompts, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
-    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
-    eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
-    token with a usual name."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """Whether a line that is no pair, such as one of equal responses, ends the command, or is left
-    out and counted."""
-    overwrite: bool = False
-    """Replace an existing dataset in the output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

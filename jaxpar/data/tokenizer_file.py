@@ -1,23 +1,18 @@
-"""Checks a tokenizer.json before the `tokenizers` library reads it in this process."""
+"""Checks that a tokenizer.json can be used."""
 
-import hashlib
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
-from jaxpar.data import tokenizer_probe
 from jaxpar.data.formats.meta import MAX_VOCAB_SIZE
 
 #: Limit on the bytes of a tokenizer.json. Gemma 3's, with 262,144 tokens, has 33 MB.
 MAX_FILE_BYTES = 64 << 20
 
-
-#: Hashes of the files that this process has checked.
-_checked: set[bytes] = set()
+#: A text with characters, spaces and scripts that a vocabulary may lack.
+TEXT = "a The quick brown fox, 123!\n\té 日本 👩\u200d🔬 \u0000"
 
 
 class UnusableTokenizer(ValueError):
@@ -25,29 +20,28 @@ class UnusableTokenizer(ValueError):
 
 
 def read_checked(path: str | Path) -> str:
-    """Return the text of a tokenizer.json, after a child process has loaded and used it.
+    """Return the text of a tokenizer.json that the library can load.
 
     Raises:   UnusableTokenizer if it is not JSON within the limits, has an id that is negative or
-              above MAX_VOCAB_SIZE, or cannot be loaded or used within limits of memory and time;
-              OSError if the file cannot be read.
+              above MAX_VOCAB_SIZE, or cannot be loaded and used; OSError if the file cannot be
+              read.
     """
     with open(path, "rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
-    digest = hashlib.sha256(data).digest()
-    if digest not in _checked:
-        _check(data)
-        _checked.add(digest)
-    return data.decode("utf-8")
-
-
-def _check(data: bytes) -> None:
     try:
         _check_ids(read_json_object(data, what="it", max_bytes=MAX_FILE_BYTES))
     except UnreadableJson as error:
         raise UnusableTokenizer(str(error)) from error
-    why = _probe(data)
-    if why:
-        raise UnusableTokenizer(why)
+    text = data.decode("utf-8")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+        for special in (True, False):
+            tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=special).ids)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise UnusableTokenizer(" ".join(str(error).split()) or type(error).__name__) from error
+    return text
 
 
 def _check_ids(values: dict[str, Any]) -> None:
@@ -80,25 +74,3 @@ def _check_id(token: str, number: Any) -> None:
     if type(number) is not int or not 0 <= number < MAX_VOCAB_SIZE:
         rule = f"not an integer from 0 to {MAX_VOCAB_SIZE - 1:,}"
         raise UnusableTokenizer(f"its token {token[:80]!r} has the id {str(number)[:40]}, {rule}")
-
-
-def _probe(data: bytes) -> str:
-    """Use the tokenizer in a child process. Returns the error, or ""."""
-    # -I: without the directory of the script, whose files would shadow modules.
-    command = [sys.executable, "-I", tokenizer_probe.__file__]
-    environment = {**os.environ, "RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
-    seconds = tokenizer_probe.MAX_SECONDS + 5  # also if it waits
-    try:
-        done = subprocess.run(
-            command, input=data, capture_output=True, env=environment, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return f"the tokenizers library was not done with it after {seconds} s"
-    if done.returncode == 0:
-        return done.stdout.decode("utf-8", "replace").strip()
-    if done.returncode == -signal.SIGXCPU:
-        return f"the tokenizers library needs more than {tokenizer_probe.MAX_SECONDS} s for it"
-    told = done.stderr.decode("utf-8", "replace").split("\n")
-    reasons = [line for line in told if line.strip()]
-    why = f": {reasons[-1].strip()}" if reasons else ""
-    return f"the tokenizers library ended with code {done.returncode}{why}"

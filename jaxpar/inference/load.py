@@ -18,7 +18,7 @@ from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenizer_of_run
-from jaxpar.data import Tokenizer
+from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.inference.memory import check_weights
 from jaxpar.runtime import hub

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.step_sizes import without_schedules
-from jaxpar.data import Loader
 from jaxpar.data.formats.meta import SPLITS
+from jaxpar.data.loader import Loader
 from jaxpar.data.sources import check_tokenizers
 from jaxpar.inference.load import LoadedParams
 from jaxpar.monitoring.evaluations import Score

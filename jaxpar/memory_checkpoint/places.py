@@ -4,7 +4,6 @@ Imports no JAX: the launcher starts without it.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from jaxpar.config import Config, ConfigError, flag
 from jaxpar.memory_checkpoint.client import PieceClient
+from jaxpar.runtime.files.lock import locked
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token
 
 #: Variables that a launcher sets for the processes of a run. For the launcher itself, FOLDER is
@@ -175,12 +175,11 @@ def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator
     if not cfg.checkpoint.memory_every:
         yield None
         return
-    above = Path(env.get(FOLDER) or SHARED_MEMORY)
+    above, held = Path(env.get(FOLDER) or SHARED_MEMORY), contextlib.ExitStack()
     try:
         _delete_abandoned(above)
         new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=above))
-        lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        held.enter_context(locked(new / _LOCK))
         for kind in (OWN, MIRRORED):
             (new / kind).mkdir()
         folder = new.rename(above / new.name[1:])  # seen by other launchers once it is locked
@@ -189,20 +188,15 @@ def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator
         fix = f"set {FOLDER} to a folder on a file system in memory, or use {_never()}"
         value = cfg.checkpoint.memory_every
         raise ConfigError("checkpoint.memory_every", value, rule, fix) from error
-    try:
-        yield HostMemory(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    with held:
+        try:
+            yield HostMemory(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _delete_abandoned(above: Path) -> None:
     """Delete the folders that no launcher holds: memory is not given back by itself."""
     for folder in sorted(above.glob(f"{_PREFIX}*")):
-        with contextlib.suppress(OSError):
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), locked(folder / _LOCK, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)

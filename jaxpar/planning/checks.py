@@ -3,34 +3,24 @@
 from jaxpar.config import ConfigError
 from jaxpar.planning.options import DEFAULT_TOP, EXPERT_IMBALANCE, MAX_GPUS, PlanOptions
 
-#: Options that replace the ranking, and options that apply only to the ranking.
-QUESTIONS = ("min_gpus", "largest", "kv_cache")
-
-
-OF_THE_RANKING = ("all", "fix", "write", "compile", "lower", "tokens", "top")
+#: Options that --min-gpus would ignore: it prints no ranking.
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
 
 
 def check_questions(options: PlanOptions) -> None:
-    """Check that the options can be combined.
+    """Check that --min-gpus is not combined with an option that it would ignore.
 
-    Raises:   ConfigError for two questions at once, or an option that a question would ignore.
+    Raises:   ConfigError if it is.
     """
-    asked = [name for name in QUESTIONS if getattr(options, name)]
-    others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
-    if asked and others:
-        first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
-        rule = f"cannot be combined with {first}, which prints no ranking"
-        fix = f"remove {other} or {first}"
-        raise ConfigError(other, getattr(options, others[0]), rule, fix)
-    for question, name, why in (
-        ("min_gpus", "gpus", "determines the number of GPUs"),
-        ("min_gpus", "nodes", "uses complete hosts"),
-    ):
-        value, option = getattr(options, name), f"--{name}"
-        if getattr(options, question) and value is not None:
-            first = "--" + question.replace("_", "-")
-            rule = f"cannot be combined with {first}, which {why}"
-            raise ConfigError(option, value, rule, f"remove {option} or {first}")
+    if not options.min_gpus:
+        return
+    why = {name: "prints no ranking" for name in OF_THE_RANKING}
+    why |= {"gpus": "determines the number of GPUs", "nodes": "uses complete hosts"}
+    for name, reason in why.items():
+        if value := getattr(options, name):
+            option = f"--{name}"
+            rule = f"cannot be combined with --min-gpus, which {reason}"
+            raise ConfigError(option, value, rule, f"remove {option} or --min-gpus")
 
 
 def check_imbalance(load: float) -> None:
@@ -45,12 +35,11 @@ def check_imbalance(load: float) -> None:
 
 
 def check_compiled(options: PlanOptions) -> None:
-    """Check the numbers of layouts to compile and to lower.
+    """Check the number of layouts to compile.
 
-    Raises:   ConfigError if one exceeds the number of layouts shown.
+    Raises:   ConfigError if it exceeds the number of layouts shown.
     """
-    shown = options.top or DEFAULT_TOP
-    for option, asked in (("--compile", options.compile), ("--lower", options.lower)):
-        if asked > shown:
-            rule = f"must be at most {shown}, the number of layouts shown"
-            raise ConfigError(option, asked, rule, f"use {option} {shown} or --top {asked}")
+    shown, asked = options.top or DEFAULT_TOP, options.compile
+    if asked > shown:
+        rule = f"must be at most {shown}, the number of layouts shown"
+        raise ConfigError("--compile", asked, rule, f"use --compile {shown} or --top {asked}")

@@ -14,17 +14,12 @@ from rich.console import Console
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
-from jaxpar.config.numerals import only_digits
-from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE
 from jaxpar.planning import (
-    advice,
     budget,
     checks,
     compiling,
     goodput,
     layouts,
-    links,
-    lowering,
     override,
     showing,
     whole_run,
@@ -33,7 +28,6 @@ from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.options import (
     DEFAULT_GPUS,
     DEFAULT_TOP,
-    AdviceOptions,
     GoodputOptions,
     HardwareOptions,
     Options,
@@ -42,7 +36,6 @@ from jaxpar.planning.options import (
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
 from jaxpar.planning.predict.teacher import check_teacher
-from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime import terminal
 from jaxpar.runtime.files import atomic
@@ -79,9 +72,6 @@ def plan(options: Options, model_from: ModelReader) -> int:
             record = hardware(console)
         case GoodputOptions():
             record = goodput.answer(options, console)
-        case AdviceOptions():
-            gpu, network = gpu_named(options.gpu), network_named(options.network)
-            record = {"advice": [*give_advice(Cluster(gpu, network, gpu.per_host, 1), console)]}
         case PlanOptions():
             record = answer(asked_for(options, model_from), console)
     if options.json:
@@ -96,8 +86,6 @@ def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> As
     Raises:   ConfigError if an option is invalid.
     """
     checks.check_imbalance(options.expert_imbalance)
-    budget.check_price("--price", options.price, options.tokens)
-    budget.check_price("--spot-price", options.spot_price, options.tokens)
     checks.check_questions(options)
     checks.check_compiled(options)
     file = options.write or None
@@ -139,10 +127,6 @@ def answer(asked: Asked, console: Console) -> dict[str, Any]:
     options = asked.options
     if options.min_gpus:
         return fewest(asked, console)
-    if options.largest:
-        return largest(asked, console)
-    if options.kv_cache:
-        return inference(asked, console)
     return ranking(asked, console)
 
 
@@ -152,17 +136,13 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
     load, quick = options.expert_imbalance, options.quick
-    plan = make_plan(
-        asked.cfg, cluster, asked.fixed, coarse=quick, imbalance=load, watch=on_stderr()
-    )
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=quick, imbalance=load)
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
     chosen = kept[: options.top or DEFAULT_TOP]
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
-    if options.links:
-        record["links"] = compare_links(plan, console)
     if len(step_sizes(asked.cfg).sizes) > 1:
         steps = asked.cfg.train.num_steps
         if asked.cfg.train.num_epochs:  # unknown before the data is open: one step after the last
@@ -174,14 +154,11 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
         showing.show_parts(console, parts)
         record["sizes"] = whole_run.record_of(parts)
     if options.tokens:
-        prices = options.price, options.spot_price
-        cost = budget.cost_of(chosen[0], cluster, options.tokens, *prices)
+        cost = budget.cost_of(chosen[0], cluster, options.tokens)
         showing.show_cost(console, cost)
         record["cost"] = dataclasses.asdict(cost)
     if options.compile:
         record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
-    if options.lower:
-        record["lowered"] = lower_first(chosen[: options.lower], cluster, console)
     record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
     console.print(f"\nBest layout: {record['command']}", soft_wrap=True)
     if options.write:
@@ -189,28 +166,6 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
         train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
         console.print(f"written: {train}", soft_wrap=True)
     return record
-
-
-def compare_links(plan: Plan, console: Console) -> list[dict[str, Any]]:
-    """Print the sums of gradients over replicas by link speed, for the first layout that has any.
-
-    Raises:   ConfigError if no layout has replicas.
-    """
-    layout = links.with_replicas(plan.fitting)
-    if layout is None:
-        rule = "needs a layout with replicas, and none fits"
-        raise ConfigError("--links", True, rule, "use --fix replica=2, or more GPUs")
-    rows = links.rows_of(layout, plan.cluster)
-    links.show(console, layout, rows)
-    speeds = [f"{speed:g}" for speed in links.SPEEDS]
-    return [
-        {
-            "method": row.method,
-            "bytes_sent": row.sent,
-            "seconds_by_gbits": dict(zip(speeds, row.seconds, strict=True)),
-        }
-        for row in rows
-    ]
 
 
 def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
@@ -248,90 +203,12 @@ def compile_first(
     ]
 
 
-def lower_first(
-    chosen: Sequence[Layout], cluster: Cluster, console: Console
-) -> list[dict[str, Any]]:
-    """Lower the train steps of layouts one by one, and print what was found.
-
-    Raises:   ConfigError as `lowering.check_can_lower`.
-    """
-    steps = []
-    for layout in chosen:
-        with stage(f"lowering {layouts.describe(layout.cfg)}"):
-            steps.append(lowering.lower_layout(layout.cfg, cluster))
-    showing.show_lowered(console, chosen, steps)
-    return [dataclasses.asdict(step) for step in steps]
-
-
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     """Answer --min-gpus."""
-    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
         f"{layout.memory.total / GIB:.1f} GiB per GPU, {layout.time.rate:,.0f} tok/s/GPU"
     )
     return {"gpus": count, "layout": showing.layout_record(layout)}
-
-
-def largest(asked: Asked, console: Console) -> dict[str, Any]:
-    """Answer --largest batch and --largest sequence."""
-    what, cluster = asked.options.largest, asked.cluster
-    find = budget.largest_batch if what == "batch" else budget.longest_sequence
-    found = find(asked.cfg, cluster, on_stderr())
-    if found is None:
-        raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
-    size, layout = found
-    unit = "sequences in one global microbatch" if what == "batch" else "tokens per sequence"
-    console.print(
-        f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
-        f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB per GPU, "
-        f"{layout.time.rate:,.0f} tok/s/GPU"
-    )
-    return {"largest": size, "of": what, "layout": showing.layout_record(layout)}
-
-
-def inference(asked: Asked, console: Console) -> dict[str, Any]:
-    """Answer --kv-cache 64x8192."""
-    text = asked.options.kv_cache
-    rows, times, slots = text.lower().partition("x")
-    digits = times and only_digits(rows) and only_digits(slots)
-    if not (digits and 0 < int(rows) <= MAX_INT and 0 < int(slots) <= MAX_SEQUENCE):
-        rule = "must be SEQUENCESxTOKENS, both positive integers, "
-        rule += f"at most {MAX_INT:,} and {MAX_SEQUENCE:,}"
-        raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
-    found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
-    showing.show_inference(console, int(rows), int(slots), found)
-    return {"inference": [dataclasses.asdict(one) for one in found]}
-
-
-def give_advice(cluster: Cluster, console: Console):
-    """Answer --advice: print each shape once planned, and yield its record."""
-    console.print(f"Fastest layouts on {cluster.gpu.name}, T = 8,192 (coarse plans):")
-    for one in advice.advise(cluster):
-        head = f"{one.case.name:>5} on {one.gpus:>3} GPUs, {one.case.batch:>5,} sequences: "
-        if one.best is None:
-            console.print(head + "nothing fits")
-            yield {"model": one.case.name, "gpus": one.gpus, "best": None}
-            continue
-        console.print(head + in_short(one.best), soft_wrap=True)
-        if one.runner_up is not None:
-            slower = one.best.time.rate / one.runner_up.time.rate - 1
-            other = f"{'':>36}{slower:.1%} ahead of {in_short(one.runner_up)}"
-            console.print(other, soft_wrap=True)
-        yield {
-            "model": one.case.name,
-            "parameters": one.parameters,
-            "gpus": one.gpus,
-            "best": showing.layout_record(one.best),
-            "runner_up": one.runner_up and showing.layout_record(one.runner_up),
-        }
-
-
-def in_short(layout: Layout) -> str:
-    """Describe a layout and its rate in one line."""
-    p = layout.cfg.parallel
-    words = f"{layouts.describe(layout.cfg)}, zero {p.zero}, remat {p.remat}"
-    if p.num_microbatches > 1:
-        words += f", {p.num_microbatches} microbatches"
-    return f"{words}; {layout.time.rate:,.0f} tok/s/GPU, {layout.memory.total / GIB:.0f} GiB"

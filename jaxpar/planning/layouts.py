@@ -18,7 +18,6 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.planning.progress import Watch, no_report
 
 #: Numbers of virtual stages to try.
 VIRTUAL_STAGES = (1, 2, 3, 4)
@@ -55,7 +54,6 @@ def legal_layouts(
     fixed: dict[str, Any],
     *,
     coarse: bool = False,
-    watch: Watch = no_report,
 ) -> Listing:
     """Return every layout that `validate.resolve` accepts.
 
@@ -65,12 +63,10 @@ def legal_layouts(
 
     Args:     fixed: fields of `parallel` with a fixed value, by name. coarse: list fewer layouts:
               microbatches in powers of two, at most two virtual stages, no row groups, no ZeRO-2.
-              watch: called with the number of candidates checked.
     """
     found = Listing()
     policies = _policies(cfg, fixed)
-    for count, values in enumerate(_candidates(cfg, num_gpus, fixed, coarse)):
-        watch(count, "combinations of mesh, ZeRO stage and microbatches checked")
+    for values in _candidates(cfg, num_gpus, fixed, coarse):
         try:
             legal = resolve(with_parallel(cfg, remat=policies[0], **values), num_gpus)
         except ConfigError as error:

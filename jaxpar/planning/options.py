@@ -1,7 +1,7 @@
-"""Options of `python -m jaxpar.plan`, and of its --goodput, --advice and --hardware."""
+"""Options of `python -m jaxpar.plan`, and of its --goodput and --hardware."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
@@ -58,22 +58,10 @@ class PlanOptions:
     """Print JSON instead of tables."""
     compile: Annotated[int, Range(0, 1_000_000, 1)] = 0
     """Compile this many of the best layouts with XLA."""
-    lower: Annotated[int, Range(0, 1_000_000, 1)] = 0
-    """Lower the train step of this many of the best layouts, as each process would at its start."""
     min_gpus: bool = False
     """Find the fewest GPUs that fit (implies --quick)."""
-    largest: Literal["batch", "sequence"] | None = None
-    """Find the largest batch or sequence (implies --quick)."""
-    kv_cache: Annotated[str, Written("ROWSxTOKENS")] = ""
-    """Memory of the KV cache for generation."""
     tokens: float | None = None
     """Number of training tokens: prints the time and GPU-hours."""
-    price: float | None = None
-    """Price of a GPU-hour: prints the cost of --tokens."""
-    spot_price: float | None = None
-    """The same for spot (preemptible) GPUs."""
-    links: bool = False
-    """Compare sums over replicas by the speed of their links."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not 1 <= self.tokens <= MAX_TOKENS:
@@ -110,18 +98,6 @@ class GoodputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviceOptions:
-    """Print the best mesh axes by model size."""
-
-    gpu: Annotated[str, Written("NAME")] = "h200"
-    """Kind of GPU, one of --hardware."""
-    network: Annotated[str, Written("NAME")] = "ib400"
-    """Network between hosts, one of --hardware, or its speed per GPU as 10gbit."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     """Print the GPUs and networks, with sources."""
 
@@ -129,4 +105,4 @@ class HardwareOptions:
     """Print JSON instead of tables."""
 
 
-type Options = PlanOptions | GoodputOptions | AdviceOptions | HardwareOptions
+type Options = PlanOptions | GoodputOptions | HardwareOptions

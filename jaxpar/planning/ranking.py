@@ -15,7 +15,7 @@ from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.planning.predict.time import StepTime, step_time
-from jaxpar.planning.progress import Watch, no_report
+from jaxpar.runtime.stages import stage
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,22 @@ def make_plan(
     *,
     coarse: bool = False,
     imbalance: float = EXPERT_IMBALANCE,
-    watch: Watch = no_report,
 ) -> Plan:
     """Predict every valid layout.
 
-    Args:     fixed: fields of `parallel` with a fixed value, by name. coarse, watch: as in
+    Args:     fixed: fields of `parallel` with a fixed value, by name. coarse: as in
               `legal_layouts`. imbalance: as in `predict`.
     """
-    listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse, watch=watch)
+    with stage("listing the layouts"):
+        listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse)
     layouts: list[Layout] = []
-    for count, legal in enumerate(listing.configs):
-        watch(count, f"of {len(listing.configs):,} layouts predicted")
-        try:
-            layouts.append(predict(legal, cluster, imbalance))
-        except ConfigError as error:
-            listing.refuse(error)
+    with stage("predicting layouts") as now:
+        for count, legal in enumerate(listing.configs, 1):
+            now.at(f"{count:,} of {len(listing.configs):,}")
+            try:
+                layouts.append(predict(legal, cluster, imbalance))
+            except ConfigError as error:
+                listing.refuse(error)
     usable = cluster.gpu.usable_bytes
     fitting = [layout for layout in layouts if layout.memory.total <= usable]
     too_large = [layout for layout in layouts if layout.memory.total > usable]

@@ -9,10 +9,9 @@ from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chun
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
 from jaxpar.planning import whole_run
 from jaxpar.planning.alignment import alignment_hints
-from jaxpar.planning.budget import Inference, TrainingCost
+from jaxpar.planning.budget import TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
-from jaxpar.planning.lowering import LoweredStep
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
 from jaxpar.planning.predict.matrices import iteration_flops
@@ -194,16 +193,9 @@ def experts_caveats(cluster: Cluster, chosen: Sequence[Layout]) -> Iterator[str]
 
 
 def show_cost(console: Console, cost: TrainingCost) -> None:
-    """Print the time, GPU-hours and cost of a number of tokens."""
+    """Print the time and GPU-hours of a number of tokens."""
     text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {duration(cost.seconds)}, "
-    text += f"{cost.gpu_hours:,.0f} GPU-hours"
-    if cost.price is not None:
-        text += f", at a cost of {cost.price:,.0f}"
-    if cost.spot_price is not None:
-        text += f", on spot GPUs {cost.spot_price:,.0f}"
-    text += "; excluding evaluation, checkpoints and failures"
-    if cost.break_even is not None:
-        text += f"; spot is cheaper until interruptions waste {cost.break_even:.0%} of its time"
+    text += f"{cost.gpu_hours:,.0f} GPU-hours; excluding evaluation, checkpoints and failures"
     console.print(text)
 
 
@@ -232,21 +224,6 @@ def show_parts(console: Console, parts: Sequence[RunPart]) -> None:
     console.print(f"Whole run: {told}; without evaluation, checkpoints and failures")
 
 
-def show_inference(console: Console, rows: int, slots: int, found: Sequence[Inference]) -> None:
-    """Print the memory of weights and KV cache by tensor parallelism."""
-    title = f"Generation: KV cache of {rows:,} sequences of {slots:,} tokens, GiB per GPU"
-    cells = [
-        (
-            f"tensor {one.tensor}",
-            f"{one.weights / GIB:.1f}",
-            f"{one.cache / GIB:.1f}",
-            f"{one.rows:,}",
-        )
-        for one in found
-    ]
-    console.print(titled(title, ["", "weights", "cache", "sequences that fit"], cells))
-
-
 def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory | str]]) -> None:
     """Print XLA's peaks and the predicted ones."""
     rows = []
@@ -261,22 +238,6 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
             cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
         rows.append(cells)
     columns = ["compiled without a GPU", "predicted GiB", "XLA's GiB", "error", "took"]
-    console.print(rich_table(columns, rows))
-
-
-def show_lowered(console: Console, chosen: Sequence[Layout], steps: Sequence[LoweredStep]) -> None:
-    """Print the lowered train steps: how long each process needs, and how large they are."""
-    rows = [
-        (
-            f"{i}. {describe(layout.cfg)}, remat {layout.cfg.parallel.remat}",
-            f"{step.trace_seconds:.1f}",
-            f"{step.lower_seconds:.1f}",
-            f"{step.bytecode / (1 << 20):.1f}",
-            step.digest,
-        )
-        for i, (layout, step) in enumerate(zip(chosen, steps, strict=False), 1)
-    ]
-    columns = ["lowered without a GPU", "trace,s", "lower,s", "MiB", "hash"]
     console.print(rich_table(columns, rows))
 
 

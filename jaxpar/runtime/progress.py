@@ -1,4 +1,4 @@
-"""Progress of a conversion: bytes done, bytes per second, and memory used."""
+"""Progress of what reads or writes many bytes, and the memory that a conversion uses."""
 
 import resource
 import sys
@@ -18,24 +18,41 @@ LOG_EVERY = 10.0
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+class Bar:
+    """Bytes done, as a bar on a terminal, or as a line in a log every LOG_EVERY seconds."""
+
+    def __init__(self, drawn: rich.progress.Progress | None):
+        self._drawn, self._next = drawn, time.monotonic() + LOG_EVERY
+        self._task = None if drawn is None else drawn.add_task("", total=None, text="")
+
+    def log(self, line: str) -> None:
+        """Print a line, above the bar."""
+        if self._drawn is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._drawn.console.print(line, highlight=False, markup=False)
+
+    def show(self, done: int, total: int, text: str = "") -> None:
+        """Show how many bytes of all are done, and a text."""
+        if self._drawn is not None and self._task is not None:
+            self._drawn.update(self._task, completed=done, total=total, text=text)
+        elif time.monotonic() >= self._next:
+            self._next += LOG_EVERY
+            self.log(f"{size(done)} of {size(total)}{', ' * bool(text)}{text}")
+
+
 class Meter:
     """Counts the converted bytes and the memory of the process."""
 
-    def __init__(self, total: int, bar: rich.progress.Progress | None):
+    def __init__(self, total: int, shown: Bar):
         self.total, self.done = total, 0
-        self._bar, self._next = bar, time.monotonic() + LOG_EVERY
-        self._task = None if bar is None else bar.add_task("", total=total)
-        self._began = time.perf_counter()
+        self._shown, self._began = shown, time.perf_counter()
         self._before = _reset_peak()
 
     def advance(self, num_bytes: int) -> None:
         """Count more bytes of weights as done."""
         self.done += num_bytes
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self.done)
-        elif time.monotonic() >= self._next:
-            self._next += LOG_EVERY
-            print(f"{size(self.done)} of {size(self.total)}", file=sys.stderr, flush=True)
+        self._shown.show(self.done, self.total)
 
     def summary(self, largest: int) -> str:
         """Return the bytes, the speed, the memory growth and the size of the largest tensor."""
@@ -48,23 +65,31 @@ class Meter:
 
 
 @contextmanager
-def meter(total: int) -> Iterator[Meter]:
-    """Show a progress bar if stderr is a terminal, and a line every `LOG_EVERY` seconds otherwise.
-
-    Args:     total: bytes of weights on disk, in the published model's dtype.
-    """
+def bar() -> Iterator[Bar]:
+    """Show a bar if stderr is a terminal, and lines otherwise."""
     console = terminal.console(stderr=True)
     if not console.is_terminal:
-        yield Meter(total, None)
+        yield Bar(None)
         return
     columns = (
         rich.progress.BarColumn(),
         rich.progress.DownloadColumn(),
         rich.progress.TransferSpeedColumn(),
+        rich.progress.TextColumn("{task.fields[text]}"),
         rich.progress.TimeRemainingColumn(),
     )
-    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        yield Meter(total, bar)
+    with rich.progress.Progress(*columns, console=console, transient=True) as drawn:
+        yield Bar(drawn)
+
+
+@contextmanager
+def meter(total: int) -> Iterator[Meter]:
+    """Show the progress of a conversion.
+
+    Args:     total: bytes of weights on disk, in the published model's dtype.
+    """
+    with bar() as shown:
+        yield Meter(total, shown)
 
 
 def peak_memory() -> int:

@@ -3,7 +3,7 @@
 A run trains in a folder on its host, `run.dir`. A thread uploads what appears there. Data is read
 by parts, through a cache on the host's disk.
 
-    objects   reads and writes objects, with retries        client    the library's settings
+    objects   reads and writes objects, with retries
     lease     the lock of a run in a store
     steps     checkpoints, each complete or absent          parts     files that grow, as parts
     files     the other files of a run                      sessions  who wrote a run last

@@ -6,7 +6,6 @@ with their sizes and SHA-256.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
@@ -20,6 +19,7 @@ from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.paths import cache_folder, is_address, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.lock import locked
 from jaxpar.stores.objects import (
     Altered,
     Conflict,
@@ -140,8 +140,7 @@ def update_copy(
     Raises:   RunError if an object is damaged or missing; StoreError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / ".lock"):
         try:
             recorded = listed_files(objects)
         except Altered as error:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.config import Config, ConfigError, registry
 from jaxpar.config.layout.layer_kinds import of_masks
-from jaxpar.data import Loader
+from jaxpar.data.loader import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, choose
 from jaxpar.model.attention_context import attention_context
 from jaxpar.parallel.context import kernel_request

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config
-from jaxpar.data import Loader
+from jaxpar.data.loader import Loader
 from jaxpar.data.skips import write_skipped
 from jaxpar.runtime import exit_codes
 from jaxpar.step.state import TrainState

@@ -15,8 +15,9 @@ from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.data import Loader, PairLoader, open_loader
 from jaxpar.data.epochs import with_epochs
+from jaxpar.data.loader import Loader
+from jaxpar.data.pair_loader import PairLoader, open_loader
 from jaxpar.data.skips import read_skipped
 from jaxpar.data.teacher_cache.cache import FIELD as CACHE
 from jaxpar.data.teacher_cache.loader import TeacherCacheLoader

@@ -66,8 +66,6 @@ class MupOptions:
     """Their tokens."""
     tolerance: float = FLAT
     """Exponents up to this count as flat."""
-    svg: Annotated[str, Written("FILE")] = ""
-    """File for a chart of sizes against the width."""
 
     def __post_init__(self) -> None:
         check_share(self.tolerance, str(FLAT))

@@ -18,12 +18,12 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmark_table import with_blocks  # noqa: E402
+from calibration import Compared, compare, compare_compiled, conditions  # noqa: E402
 
 from jaxpar.config import Config  # noqa: E402
 from jaxpar.config.command_line import read_config  # noqa: E402
 from jaxpar.config.validate import resolve  # noqa: E402
 from jaxpar.planning.budget import cost_of  # noqa: E402
-from jaxpar.planning.calibration import Compared, compare, compare_compiled, conditions  # noqa: E402
 from jaxpar.planning.predict.communication import Cluster  # noqa: E402
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import predict  # noqa: E402

@@ -5,11 +5,12 @@ python scripts/measure/expert_balance_chart.py NAME=RUN [NAME=RUN ...] --output 
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from jaxpar.tools.charts.chart import Chart, Line, line_chart
-from jaxpar.tools.charts.scale import Scale
-from jaxpar.tools.charts.standalone import svg_file
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from line_chart import Chart, Line, Scale, line_chart, svg_file  # noqa: E402
 
 
 def points_of(folder: Path) -> list[tuple[float, float]]:

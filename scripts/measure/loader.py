@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.data import Loader
 from jaxpar.data.formats.convert import convert
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions
 from jaxpar.sharding.mesh import make_mesh
 

@@ -40,7 +40,7 @@ from jaxpar.config import (
     replace,
 )
 from jaxpar.config.validate import resolve
-from jaxpar.data import Loader
+from jaxpar.data.loader import Loader
 from jaxpar.model.parameters import param_specs
 from jaxpar.runtime import provenance
 from jaxpar.sharding.axes import BATCH_SPEC

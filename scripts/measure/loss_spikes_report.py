@@ -11,13 +11,14 @@ from the weights.
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.charts.chart import Chart, Line, line_chart
-from jaxpar.tools.charts.scale import Scale
-from jaxpar.tools.charts.standalone import svg_file
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from line_chart import Chart, Line, Scale, line_chart, svg_file  # noqa: E402
 
 #: Losses before a step whose median it is compared with, and the fewest that suffice.
 WINDOW, FEWEST = 20, 5

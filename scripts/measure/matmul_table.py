@@ -179,8 +179,11 @@ def _run(command: Sequence[str], flags: str, log: Path) -> None:
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     started = children.start([sys.executable, *command], env, log)
     with stage(f"running python {command[0]}, whose output is in {log}"):
-        ended = children.Children([started], grace=5.0).wait()
-    if ended.get(0) != 0:
+        try:
+            code = started.wait()
+        finally:
+            started.end()
+    if code != 0:
         raise exit_codes.RunError(f"python {' '.join(command)} failed:\n{children.tail(log)}")
 
 

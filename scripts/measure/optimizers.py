@@ -20,9 +20,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.tools.charts.chart import Chart, Line, line_chart
-from jaxpar.tools.charts.scale import scale_of
-from jaxpar.tools.charts.standalone import svg_file
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from line_chart import Chart, Line, line_chart, scale_of, svg_file  # noqa: E402
 
 #: The folders of the seeds of each (rule, learning rate).
 type Runs = dict[tuple[str, str], list[Path]]

@@ -1,12 +1,13 @@
 """What slow_link.py shows: tables and curves."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.charts.chart import Chart, Line, line_chart
-from jaxpar.tools.charts.scale import scale_of
-from jaxpar.tools.charts.standalone import svg_file
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from line_chart import Chart, Line, line_chart, scale_of, svg_file  # noqa: E402
 
 #: Steps between two lines of a curve.
 EVERY = 10

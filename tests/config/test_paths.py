@@ -15,7 +15,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert import torch_file
 from jaxpar.data.formats import writer
 from jaxpar.runtime.files import outputs
-from jaxpar.runtime.files.new_folder import refuse_used
+from jaxpar.runtime.files.outputs import refuse_used
 from jaxpar.tools.report.command import where
 from jaxpar.tools.sweeps.command import read_sweep
 

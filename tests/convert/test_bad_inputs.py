@@ -16,7 +16,7 @@ from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.hf.mesh_load import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
-from jaxpar.runtime.files import atomic, new_folder
+from jaxpar.runtime.files import atomic, outputs
 from tests.convert import tiny
 
 VALUES = tiny.MODELS["llama3_2"]
@@ -242,7 +242,7 @@ def test_a_full_disk_is_seen_before_it_is_full(tmp_path, monkeypatch):
     export = exporting.open_export(tmp_path / "run")
     before = sorted(tmp_path.iterdir())
     usage = types.SimpleNamespace(free=1000)
-    monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=r"RUN = .*needs .* kB of disk space, but 1\.0 kB"):
         importing.from_hf(folder, tmp_path / "new" / "run", silent)
     with pytest.raises(ConfigError, match=r"DIR = .*needs .* kB of disk space, but 1\.0 kB"):
@@ -324,12 +324,12 @@ def test_a_place_where_nothing_can_be_made_is_refused(tmp_path):
     file.touch()
     for path in (file / "run", file / "a" / "b"):
         with pytest.raises(ConfigError) as error:
-            new_folder.refuse_used("RUN", path)
+            outputs.refuse_used("RUN", path)
         assert str(error.value) == (
             f"RUN = {str(path)!r}: cannot be created: {file} is a file. "
             "Fix: use a folder that you can write to."
         )
-    new_folder.refuse_used("RUN", tmp_path / "a" / "b")
+    outputs.refuse_used("RUN", tmp_path / "a" / "b")
 
 
 def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
@@ -337,13 +337,13 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     for path in (Path("."), Path("../here"), tmp_path / "here"):
         with pytest.raises(ConfigError, match=r"RUN = .*: is the current directory.*new"):
-            new_folder.refuse_used("RUN", path)
+            outputs.refuse_used("RUN", path)
     with pytest.raises(ConfigError, match=r"RUN = 'a/\.\./\.\.': already exists"):
-        new_folder.refuse_used("RUN", Path("a/../.."))
+        outputs.refuse_used("RUN", Path("a/../.."))
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
     with pytest.raises(ConfigError, match=r"RUN = .*: is a mount point"):
-        new_folder.refuse_used("RUN", tmp_path / "disk")
+        outputs.refuse_used("RUN", tmp_path / "disk")
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -352,7 +352,7 @@ def test_where_a_link_points_the_folder_is_made(there, tmp_path):
     link.symlink_to(to)
     if there:
         to.mkdir()
-    new_folder.refuse_used("RUN", link)
+    outputs.refuse_used("RUN", link)
     with atomic.new_folder(link) as temporary:
         assert temporary.parent == to.parent
         (temporary / "file").touch()

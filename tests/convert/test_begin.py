@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from jaxpar.config import Config, replace
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import begin_of_prompts
-from jaxpar.data import load_tokenizer
 from jaxpar.data.options import PrepareChatOptions, PrepareOptions
-from jaxpar.data.prepare.chat_command import prepare_chat
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.prepare.text import prepare
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference.load import load
 from tests.convert import tiny
 
@@ -65,7 +65,7 @@ def test_a_run_of_ours_begins_as_its_documents_do(published, tmp_path):
     text, chats = tmp_path / "text", tmp_path / "chats"
     prepare(PrepareOptions(input=(str(tmp_path / "text.txt"),), output=str(text), **given))
     of_chats = {"input": (str(tmp_path / "chats.jsonl"),), "template": "llama3"}
-    prepare_chat(PrepareChatOptions(output=str(chats), **of_chats, **given))
+    prepare_records(PrepareChatOptions(output=str(chats), **of_chats, **given))
     for folder, begins in ((text, False), (chats, True)):
         tokenizer = load_tokenizer(folder)
         cfg = replace(Config(), **{"data.path": str(folder)})

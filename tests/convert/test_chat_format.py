@@ -20,11 +20,10 @@ from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format, exporting, importing
 from jaxpar.convert.hf.tokenizer import as_json, tokenizer_of_run
-from jaxpar.data import load_tokenizer
 from jaxpar.data.options import PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
-from jaxpar.data.prepare.chat_command import prepare_chat
-from jaxpar.data.tokenizer import open_tokenizer
+from jaxpar.data.prepare.records_command import prepare_records
+from jaxpar.data.tokenizer import load_tokenizer, open_tokenizer
 from jaxpar.inference.load import load
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
@@ -72,7 +71,7 @@ def prepared(tokenizer, tmp_path_factory):
         output = str(folder / template)
         if not Path(output).exists():
             files = {"input": (str(folder / "chats.jsonl"),), "output": output}
-            prepare_chat(
+            prepare_records(
                 PrepareChatOptions(**files, tokenizer=str(tokenizer), template=template, holdout=0)
             )
         return output
@@ -222,7 +221,7 @@ def test_conversations_add_their_end_to_published_ones(published, tmp_path):
     """Data with the model's tokenizer: the template stays, and the end of a turn is added."""
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT[:3]}))
     files = {"input": (str(tmp_path / "chats.jsonl"),), "output": str(tmp_path / "data")}
-    prepare_chat(
+    prepare_records(
         PrepareChatOptions(
             **files, tokenizer=str(published), eos_token=harness.END, template="plain", holdout=0
         )

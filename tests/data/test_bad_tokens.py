@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data import Loader
+from jaxpar.data.loader import Loader
 from jaxpar.data.sources import open_tokens
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main

@@ -11,14 +11,15 @@ import pytest
 import tokenizers
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions, InspectOptions, PrepareChatOptions
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
-from jaxpar.data.prepare.chat_command import prepare_chat
-from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
+from jaxpar.data.prepare.records_command import prepare_records
+from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
@@ -86,7 +87,7 @@ def chat(chats, tmp_path_factory) -> Path:
     """The same as bytes, some held out. Tests must not write to it."""
     output = tmp_path_factory.mktemp("prepared") / "chat"
     options = {"input": (str(chats),), "output": str(output), "tokenizer": "bytes"}
-    prepare_chat(PrepareChatOptions(**options, holdout=0.2))
+    prepare_records(PrepareChatOptions(**options, holdout=0.2))
     return output
 
 
@@ -230,7 +231,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(line, rule, tmp_path):
     path.write_text(json.dumps({"messages": MESSAGES}) + "\n\n" + line)
     options = {"output": str(tmp_path / "out"), "tokenizer": "bytes", "holdout": 0.0}
     with pytest.raises(ConfigError, match=rule) as error:
-        prepare_chat(PrepareChatOptions(input=(str(path),), **options))
+        prepare_records(PrepareChatOptions(input=(str(path),), **options))
     assert error.value.value == f"{path}:3" and "--text-field" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 

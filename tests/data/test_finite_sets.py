@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.data import Loader, PairLoader, open_loader
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import PreparePairsOptions
+from jaxpar.data.pair_loader import PairLoader, open_loader
 from jaxpar.data.pairs import plan_rows
-from jaxpar.data.prepare.pairs_command import prepare_pairs
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.objectives.pairs import count_pairs
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
@@ -139,7 +140,7 @@ def test_each_pair_counts_once(sizes, tmp_path):
     lines = [{"prompt": f"{n}?", "chosen": "a" * n, "rejected": "b"} for n in range(1, 40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(tmp_path / "pairs.jsonl"),), "output": str(tmp_path / "out")}
-    prepare_pairs(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.3))
+    prepare_records(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.3))
     values = {"dpo.beta": 0.1, "data.seq_len": 128, "data.document_mask": True}
     loader = open_loader(config(files["output"], **values), mesh_of(**sizes), "val")
     assert isinstance(loader, PairLoader)

@@ -1,14 +1,12 @@
-"""A tokenizer.json from a stranger: one error, little memory, and no panic in this process."""
+"""A tokenizer.json that cannot be used: one error."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from jaxpar.config import ConfigError
-from jaxpar.data import tokenizer_file, tokenizer_probe
 from jaxpar.data.tokenizer import read_tokenizer_json, train_bpe
 
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"}
@@ -87,20 +85,17 @@ def write(folder, change):
 
 
 @pytest.mark.parametrize(("change", "said"), BAD.values(), ids=BAD)
-def test_it_is_one_error(change, said, tmp_path, capfd):
+def test_it_is_one_error(change, said, tmp_path):
     path = write(tmp_path, change)
     with pytest.raises(ConfigError, match=f"--tokenizer.*cannot be read: .*{said}") as error:
         read_tokenizer_json(path)
     assert "\n" not in str(error.value) and len(error.value.rule) < 400
-    assert capfd.readouterr() == ("", "")  # a panic prints its own traceback
 
 
-def test_a_good_one_is_loaded_and_checked_once(tmp_path, monkeypatch):
+def test_a_good_one_is_loaded(tmp_path):
     path = write(tmp_path, {})
     tokenizer = read_tokenizer_json(path)
     assert tokenizer.encode("a b").tolist() == [0, 2]
-    monkeypatch.setattr(tokenizer_file, "_check", lambda data: pytest.fail("again"))
-    assert read_tokenizer_json(path).fingerprint == tokenizer.fingerprint
 
 
 def test_text_that_cannot_be_encoded_is_an_error_too(tmp_path):
@@ -110,26 +105,6 @@ def test_text_that_cannot_be_encoded_is_an_error_too(tmp_path):
         tokenizer.encode("b")
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("bytearray(4 << 30)", "ended with code 1: MemoryError"),
-        ("while True: pass", r"needs more than 1 s|after 6 s"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", "ended with code -6"),
-    ],
-)
-def test_memory_time_and_crashes_stay_in_the_child(program, said, tmp_path, monkeypatch):
-    text = Path(tokenizer_probe.__file__).read_text().replace("import tokenizers", program)
-    script = tmp_path / "probe.py"
-    script.write_text(text.replace("30, 20", "30, 1"))
-    monkeypatch.setattr(tokenizer_probe, "__file__", str(script))
-    monkeypatch.setattr(tokenizer_probe, "MAX_SECONDS", 1)
-    monkeypatch.setattr(tokenizer_file, "_checked", set())
-    with pytest.raises(ConfigError, match=said):
-        read_tokenizer_json(write(tmp_path, {}))
-
-
 def test_a_trained_tokenizer_passes_its_own_check(tmp_path):
     train_bpe(["some text"] * 3, 260).save(tmp_path)
     assert read_tokenizer_json(tmp_path / "tokenizer.json").encode("é").dtype == np.int32
-    assert tokenizer_probe.probe("{}").startswith("Model missing")

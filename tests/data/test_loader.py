@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.formats.inspect import inspect_tokens
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import InspectOptions, PrepareOptions
 from jaxpar.data.packing import num_sequences
 from jaxpar.data.prepare.text import prepare
@@ -216,7 +217,7 @@ def test_prefetch_raises_where_it_failed(cfg, monkeypatch):
 PROGRAM = """
     import jax, numpy as np, sys
     from jaxpar.config import Config, replace
-    from jaxpar.data import Loader
+    from jaxpar.data.loader import Loader
     from jax.sharding import Mesh
     from jaxpar.sharding.axes import AXES
     jax.config.update("jax_num_cpu_devices", 2)

@@ -8,8 +8,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
-from jaxpar.data import Loader
-from jaxpar.data.loader import source_seeds
+from jaxpar.data.loader import Loader, source_seeds
 from jaxpar.data.mixture import BLOCK, Mixture, StagedMixture, apportion
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data import Loader, PairLoader, TokenDataset, open_loader
 from jaxpar.data.formats.rows import BadRow
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import PreparePairsOptions
+from jaxpar.data.pair_loader import PairLoader, open_loader
 from jaxpar.data.pairs import plan_rows
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
-from jaxpar.data.prepare.pairs_command import prepare_pairs
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.tokenizer import open_tokenizer
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
@@ -47,12 +49,12 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
-    assert read_pair(FORMS[form], FIELDS, "here") == PAIR
+    assert read_pair(FIELDS, FORMS[form], "here") == PAIR
 
 
 def test_a_prompt_of_several_turns():
     of = lambda text: [*LONGER, said("assistant", text)]  # noqa: E731
-    pair = read_pair({"chosen": of("4"), "rejected": of("5")}, FIELDS, "here")
+    pair = read_pair(FIELDS, {"chosen": of("4"), "rejected": of("5")}, "here")
     assert pair == Pair(LONGER, PAIR.chosen, PAIR.rejected)
     encoder = ChatEncoder("plain", open_tokenizer("bytes", None))
     for ids, targets in encode_pair(pair, encoder):
@@ -100,7 +102,7 @@ ONCE = {
 
 @pytest.mark.parametrize(("line", "before"), ONCE.values(), ids=ONCE)
 def test_the_prompt_is_there_once(line, before, tmp_path):
-    pair = read_pair(line, FIELDS, "here")
+    pair = read_pair(FIELDS, line, "here")
     assert pair.prompt[before:] == PAIR.prompt
     assert [len(pair.prompt), len(pair.chosen), len(pair.rejected)] == [before + 1, 1, 1]
     assert all(set(message) == {"role", "content"} for part in pair for message in part)
@@ -112,7 +114,7 @@ def test_the_prompt_is_there_once(line, before, tmp_path):
 def test_the_beginning_of_an_answer_may_be_given():
     given = [*PAIR.prompt, said("assistant", "It is")]
     for start in ([], given):
-        pair = read_pair(conversations(start, " ", prompt=given), FIELDS, "here")
+        pair = read_pair(FIELDS, conversations(start, " ", prompt=given), "here")
         assert pair == Pair(given, [said("assistant", " 4")], [said("assistant", " 5")])
 
 
@@ -157,7 +159,7 @@ REFUSED = {
 @pytest.mark.parametrize("line", REFUSED.values(), ids=REFUSED)
 def test_no_prompt_is_there_twice(line):
     with pytest.raises(BadRow, match=r"prompt|system message|before the response") as error:
-        read_pair(line, FIELDS, "here")
+        read_pair(FIELDS, line, "here")
     assert error.value.value == "here"
 
 
@@ -184,7 +186,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(line, rule, tmp_path):
     path.write_text(json.dumps(FORMS["texts"]) + "\n" + line)
     options = {"output": str(tmp_path / "out"), "tokenizer": "bytes", "holdout": 0.0}
     with pytest.raises(ConfigError, match=rule) as error:
-        prepare_pairs(PreparePairsOptions(input=(str(path),), **options))
+        prepare_records(PreparePairsOptions(input=(str(path),), **options))
     assert error.value.value == f"{path}:2"
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 

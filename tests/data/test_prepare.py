@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data import TokenDataset, load_tokenizer, tokenizer
+from jaxpar.data import tokenizer
 from jaxpar.data.formats import readers
 from jaxpar.data.formats.meta import read_meta, token_dtype
+from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import whole_folder
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare import documents, encode
 from jaxpar.data.prepare.splits import Shares, borders_of, place_of
 from jaxpar.data.prepare.text import prepare
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.runtime.files import atomic
 from tests.data.commands import main
 

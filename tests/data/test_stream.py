@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint
@@ -22,6 +23,7 @@ from jaxpar.data.stream import cutting, encoder, pool
 from jaxpar.data.stream import texts as texts_of_parts
 from jaxpar.data.stream.frames import find_frames
 from jaxpar.data.stream.index import PART
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.runtime.exit_codes import RunError
 from tests.data.commands import main
 from tests.data.test_loader import MESHES, assert_same, make_mesh

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data import Loader, open_loader
+from jaxpar.data.loader import Loader
+from jaxpar.data.pair_loader import open_loader
 from jaxpar.data.teacher_cache import cache
 from jaxpar.data.teacher_cache.cache import (
     About,

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions, InspectOptions, PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint, open_tokens
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
 from tests.data.sequences import cut_sequences

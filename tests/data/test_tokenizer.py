@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
-from jaxpar.data import TokenDataset, load_tokenizer
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.options import ConvertOptions, PrepareOptions
 from jaxpar.data.prepare.text import prepare
-from jaxpar.data.tokenizer import ByteTokenizer, open_tokenizer, read_tokenizer_json, train_bpe
+from jaxpar.data.tokenizer import (
+    ByteTokenizer,
+    load_tokenizer,
+    open_tokenizer,
+    read_tokenizer_json,
+    train_bpe,
+)
 from tests.data.commands import main
 
 SAMPLE = ["def f(x):\n    return x + 1\n" * 50, "the quick brown fox " * 50]

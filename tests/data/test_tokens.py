@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data import TokenDataset
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.options import InspectOptions
 from jaxpar.data.sources import open_sources
 from jaxpar.runtime import exit_codes

@@ -13,7 +13,7 @@ import pytest
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
 from jaxpar.data.options import PrepareChatOptions
-from jaxpar.data.prepare.chat_command import prepare_chat
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.inference.generation import generate
 from jaxpar.inference.load import load
 from jaxpar.inference.options import Sampling
@@ -38,7 +38,7 @@ def write_chats(
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(folder / "chats.jsonl"),), "output": str(folder / "out")}
-    prepare_chat(PrepareChatOptions(**files, tokenizer="bytes", holdout=holdout))
+    prepare_records(PrepareChatOptions(**files, tokenizer="bytes", holdout=holdout))
     return folder / "out"
 
 

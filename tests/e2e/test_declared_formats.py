@@ -105,7 +105,7 @@ def entry(key: str) -> Callable[[bytes, Path], None]:
         assert set(seen.unread) <= {"host/b", key}
         seen.there()
         if seen.latest is not None:
-            assert seen.latest.host_of(0) == "a" or not seen.latest.processes
+            assert seen.latest.first_rank(seen.latest.members[0]) == 0
             seen.left_by(seen.latest)
 
     return read

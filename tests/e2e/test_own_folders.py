@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.data.options import PreparePairsOptions
-from jaxpar.data.prepare.pairs_command import prepare_pairs
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.detect import LAUNCHED
 from jaxpar.training.frozen.reference_scores import file_of
@@ -70,7 +70,7 @@ def test_a_reference_that_one_process_has_is_computed_by_all(hosts, train_on_hos
     pairs = [{"prompt": f"{n}?", "chosen": f"{n}.", "rejected": f"{n}!"} for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     files = {"input": (str(tmp_path / "pairs.jsonl"),), "output": str(tmp_path / "pairs")}
-    prepare_pairs(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.2))
+    prepare_records(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.2))
     flags = ["--data.path", files["output"], "--data.seq-len", "64", "--dpo.beta", "0.2"]
     assert "log probabilities" in train_on_hosts(*flags)[0]
     losses, there = records(hosts[0], "loss"), [file_of(h / "run", "train") for h in hosts]

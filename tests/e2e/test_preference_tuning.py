@@ -11,7 +11,7 @@ from jaxpar.checkpoint.branching import branch
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.data.options import PreparePairsOptions
-from jaxpar.data.prepare.pairs_command import prepare_pairs
+from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.training.frozen.reference_scores import file_of
 from tests.slow import slow
 
@@ -28,7 +28,7 @@ def pairs(tmp_path_factory) -> Path:
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(folder / "pairs.jsonl"),), "output": str(folder / "out")}
-    prepare_pairs(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.2))
+    prepare_records(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.2))
     return folder / "out"
 
 

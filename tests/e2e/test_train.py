@@ -20,8 +20,8 @@ from jaxpar import checkpoint
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_json
-from jaxpar.data import load_tokenizer
 from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference import sample as inference_sample
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.options import Sampling

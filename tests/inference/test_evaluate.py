@@ -16,7 +16,7 @@ from jaxpar import checkpoint
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.exporting import open_export, to_hf
-from jaxpar.data import load_tokenizer
+from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference import evaluate as inference_evaluate
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.load import load

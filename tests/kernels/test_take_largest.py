@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxpar.kernels import take_largest as module
 from jaxpar.kernels.platform import Platform, compiling_for
 from jaxpar.kernels.take_largest import by_kernel, by_xla, take_largest
-from jaxpar.planning.lowering import has_plugin, target_config
+from jaxpar.planning.compiling import has_plugin, target_config
 from jaxpar.planning.predict.hardware import GPUS
 from tests.kernels.test_triton_lowering import GPU, TARGET, lowered, on
 from tests.slow import slow

@@ -10,7 +10,6 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
-from jaxpar.planning import calibration
 from jaxpar.planning.command import asked_for
 from jaxpar.planning.layouts import legal_layouts
 from jaxpar.planning.predict import experts, memory
@@ -26,6 +25,7 @@ from jaxpar.planning.showing import caveats
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, bytes_per_device, state_shardings
 from jaxpar.verification import small_config
+from scripts.docs import calibration
 
 QWEN = load_config("qwen3_30b_a3b")
 

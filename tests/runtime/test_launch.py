@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,23 @@ from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
 from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.children import Failure, LastWords, failure_of
+from jaxpar.runtime.processes.detect import LAUNCHED, NUM_HOSTS
+from jaxpar.runtime.processes.hosts import formation
+from jaxpar.runtime.processes.hosts.agent import Agent
+from jaxpar.runtime.processes.hosts.formation import Rules
+from jaxpar.runtime.processes.hosts.generations import Host, Restarts
+from jaxpar.runtime.processes.hosts.membership import Membership
+from jaxpar.runtime.processes.hosts.store import LocalStore
+from jaxpar.runtime.processes.hosts.trainers import (
+    FOLLOW_SECONDS,
+    SETTLE_SECONDS,
+    Program,
+    Trainers,
+)
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.training import loop, start
 from tests.ranks import alive, wait_for
+from tests.runtime.hosts.simulated import Clock, Process, checkpoint, words_of
 
 pytestmark = pytest.mark.waits
 
@@ -163,25 +176,57 @@ def test_no_process_outlives_a_parent_that_is_killed():
     wait_for(lambda: not alive(child))
 
 
-def started(*codes: str) -> children.Children:
-    commands = [[sys.executable, "-c", f"import os, signal, time; {code}"] for code in codes]
-    env = dict(os.environ)
-    return children.Children([children.start(c, env, Path(os.devnull)) for c in commands], 1.0)
+def started(run_dir: Path, clock: Clock, *codes: str) -> Trainers:
+    """The processes of a generation, each of which executes some Python."""
+    left = [[sys.executable, "-c", f"import os, signal, time; {code}"] for code in codes]
+
+    def start(command, env, log):
+        return children.start(left.pop(0), env, Path(os.devnull))
+
+    host = Host(name="a", life="1", address="a", port=1, devices=1, processes=len(codes), ready=1)
+    formed = formation.next_generation(1, [host], None, None, Restarts())
+    family = Trainers(Program(command=[], run_dir=run_dir, start=start), formed, "a", clock)
+    family.start({})
+    return family
 
 
 def test_when_one_fails_the_others_are_ended_whatever_they_do(tmp_path):
     file = str(tmp_path / "deaf")
     deaf = f"signal.signal(15, signal.SIG_IGN); open({file!r}, 'w'); time.sleep(1000)"
-    fails = f"list(iter(lambda: time.sleep(0.01) or os.path.exists({file!r}), True)); os._exit(17)"
-    family = started(fails, deaf, "time.sleep(1000)")
-    ended = family.wait()
-    assert ended[0] == 17 and 1 not in ended and ended.get(2, -15) == -15
-    assert not any(alive(process.pid) for process in family.processes)
+    fails = f"list(iter(lambda: time.sleep(0.01) or os.path.exists({file!r}), True)); os._exit(9)"
+    clock = Clock()
+    family = started(tmp_path, clock, fails, deaf, "time.sleep(1000)")
+    wait_for(lambda: family.look() or 0 in family.ended)
+    assert family.failed() and family.failure is None
+    clock.sleep(SETTLE_SECONDS)
+    wait_for(lambda: family.look() or 2 in family.ended)
+    assert family.ended == {0: 9, 2: -signal.SIGTERM}
+    clock.sleep(family.program.grace)
+    assert family.look() and 1 not in family.ended
+    assert family.failure.code == 9  # not what SIGTERM has made of another
+    assert not any(alive(process.pid) for process in family.processes.values())
 
 
-def test_all_that_end_well_are_waited_for():
-    assert started("time.sleep(1)", "pass").wait() == {0: 0, 1: 0}
-    assert set(started("os._exit(75)", "time.sleep(0.5); os._exit(75)").wait().values()) == {75}
+def test_all_that_end_well_are_waited_for(tmp_path):
+    for code in 0, 75:
+        family = started(
+            tmp_path, Clock(), f"time.sleep(0.2); os._exit({code})", f"os._exit({code})"
+        )
+        wait_for(family.look)
+        assert family.all_ended_with(code) and not family.failed()
+
+
+def test_a_process_that_ends_long_before_the_others_has_failed(tmp_path):
+    clock = Clock()
+    family = started(tmp_path, clock, "pass", "time.sleep(1000)")
+    wait_for(lambda: family.look() or 0 in family.ended)
+    clock.sleep(FOLLOW_SECONDS)
+    assert not family.look() and not family.failed()
+    clock.sleep(1)
+    assert not family.look() and family.failed()
+    clock.sleep(SETTLE_SECONDS)
+    assert not family.look() and family.failure.error == "the others did not end"
+    family.kill()
 
 
 # ------------------------------------------------------------------------------- failures
@@ -222,19 +267,38 @@ def test_the_same_failure_twice():
     assert not killed.same_as(killed)
 
 
-class Attempts(processes_launcher.Launcher):
-    """A launcher whose attempts end as a test says: (codes, newest checkpoint then)."""
+class Attempts:
+    """A launcher of two processes, whose attempts end as a test says: (codes, checkpoint then)."""
 
     def __init__(self, attempts, run_dir: Path, restarts: int = 2):
-        options = LaunchOptions(num_processes=2, restarts=restarts)
-        super().__init__(options, [], replace(Config(), **{"run.dir": str(run_dir)}))
-        self.left = list(attempts)
+        self.left, self.run_dir, self.clock = list(attempts), run_dir, Clock()
+        self.commands: list[list[str]] = []
+        own = {"name": "a", "address": "127.0.0.1", "devices": 2, "processes": 2}
+        here = Membership(LocalStore({}, self.clock), own, 0.0, self.clock)
+        program = Program(command=["train"], run_dir=run_dir, start=self.start)
+        # The limits of several hosts mean nothing here.
+        options = LaunchOptions(num_processes=2, heartbeat_seconds=0, wait_seconds=0)
+        rules = Rules(restarts=restarts)
+        self.agent = Agent(options, rules, program, here, clock=self.clock)
 
-    def attempt(self, resumed):
-        codes, saved = self.left.pop(0)
+    def start(self, command, env, log) -> Any:
+        process = Process(command, env)
+        assert env[LAUNCHED[0]].startswith("127.0.0.1:") and NUM_HOSTS not in env
+        assert (log is None) == (process.rank == 0)
+        codes, saved = self.left[0]
+        process.returncode = codes[process.rank]
+        if process.rank == 1:
+            self.end_of_start(saved)
+        return process
+
+    def end_of_start(self, saved: int | None) -> None:
+        """Both have been started."""
+        self.left.pop(0)
         if saved is not None:
-            (self.run_dir / "checkpoints" / str(saved)).mkdir(parents=True)
-        return codes
+            checkpoint(self.run_dir, saved)
+
+    def run(self) -> int:
+        return self.agent.run()
 
 
 KILLED, FINE = {0: -9, 1: 1}, {0: 0, 1: 0}
@@ -262,11 +326,9 @@ def test_when_a_run_is_started_again(attempts, code, left, tmp_path):
 @pytest.mark.parametrize(("steps", "code", "left"), [((7, 7, 7), 1, 1), ((7, 8, 7, 9), 1, 1)])
 def test_the_same_step_and_error_twice_ends_a_run(steps, code, left, tmp_path):
     class Told(Attempts):
-        def attempt(self, resumed):
-            (self.run_dir / "ranks").mkdir(exist_ok=True)
-            words = {"time": time.time() + 1, "error": "RuntimeError: boom", "step": told.pop(0)}
-            (self.run_dir / "ranks" / "1.json").write_text(json.dumps(words))
-            return super().attempt(resumed)
+        def end_of_start(self, saved):
+            words_of(tmp_path, 1, time=self.clock.now, error="RuntimeError: boom", step=told.pop(0))
+            super().end_of_start(saved)
 
     told = list(steps)
     launcher = Told([({0: -6, 1: 1}, None)] * len(steps), tmp_path)
@@ -274,10 +336,72 @@ def test_the_same_step_and_error_twice_ends_a_run(steps, code, left, tmp_path):
     assert len(launcher.left) == left
 
 
+class Stopped(Attempts):
+    """A launcher that is stopped while its first processes start."""
+
+    def end_of_start(self, saved):
+        super().end_of_start(saved)
+        self.agent.stop(signal.SIGTERM)
+
+
 def test_a_run_that_was_stopped_during_its_start_can_be_started_again(tmp_path):
-    launcher = Attempts([({0: -15, 1: -15}, None)], tmp_path)
-    launcher.stop(signal.SIGTERM)
-    assert launcher.run() == exit_codes.EXIT_PREEMPTED
+    for codes in ({0: -15, 1: -15}, {0: 1, 1: -15}, {0: 75, 1: 75}):
+        assert Stopped([(codes, None)], tmp_path).run() == exit_codes.EXIT_PREEMPTED
+
+
+BEGINNING = "launch: restarting from the beginning, restart 1 of 2"
+SAID = [
+    (Attempts, [(FINE, None)], []),
+    (Attempts, [({0: 75, 1: 75}, None)], []),
+    (
+        Attempts,
+        [(KILLED, None), (KILLED, 5), ({0: 2, 1: 1}, None)],
+        [
+            "launch: process 0 ended with code 137: killed by SIGKILL",
+            BEGINNING,
+            "launch: process 0 ended with code 137: killed by SIGKILL",
+            "launch: restarting from checkpoint 5, restart 1 of 2",
+            "launch: process 0 ended with code 2: see its output",
+            "launch: it would fail again",
+        ],
+    ),
+    (
+        Attempts,
+        [({0: 1, 1: 17}, None)],
+        [
+            "--- end of RUN/logs/rank-1.log",
+            "the end of it",
+            "---",
+            "launch: process 1 ended with code 17: see its output",
+            "launch: it would fail again",
+        ],
+    ),
+    (Stopped, [({0: 75, 1: 75}, None)], []),
+    (Stopped, [({0: -15, 1: 75}, None)], ["launch: stopped by SIGTERM"]),
+    (
+        Stopped,
+        [({0: 1, 1: -6}, None)],
+        [
+            "launch: process 0 ended with code 1: see its output",
+            "launch: stopped by SIGTERM, but failed",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "attempts", "said"), SAID)
+def test_what_a_launcher_says(kind, attempts, said, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-1.log").write_text("the end of it\n")
+    kind(attempts, tmp_path).run()
+    assert capsys.readouterr().err.replace(str(tmp_path), "RUN").splitlines() == said
+
+
+def test_processes_that_fail_start_again_without_delay(tmp_path):
+    """A launcher of one host waits for nobody: neither at the start nor between attempts."""
+    launcher = Attempts([(KILLED, None), (KILLED, 5), (FINE, None)], tmp_path)
+    assert launcher.run() == 0
+    assert launcher.clock.now - Clock().now < 0.5
 
 
 # ---------------------------------------------------------------------------- command line
@@ -347,7 +471,7 @@ def test_a_signal_during_the_start_of_a_process_waits_for_its_end():
 
 
 class Sent(list):
-    """Stands for the children: notes the signals that they get."""
+    """Stands for the processes: notes the signals that they get."""
 
     send = list.append
 
@@ -363,11 +487,11 @@ class Sent(list):
     ],
 )
 def test_signals_are_passed_on(came, sent, tmp_path):
-    launcher = Attempts([], tmp_path)
-    launcher.running = Sent()
+    agent, got = Attempts([], tmp_path).agent, Sent()
+    agent.trainers = got  # type: ignore[assignment]
     for name in came.split():
-        launcher.stop(getattr(signal, name))
-    assert [signal.Signals(number).name for number in launcher.running] == sent
+        agent.stop(getattr(signal, name))
+    assert [signal.Signals(number).name for number in got] == sent
 
 
 def test_last_words_that_cannot_be_read_are_none(tmp_path):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,24 +12,26 @@ import pytest
 from jaxpar.runtime import watchdog
 from jaxpar.runtime.watchdog import Watchdog
 from tests.ranks import HANG, environment
+from tests.runtime.watchdog_clock import Clock
 
 pytestmark = pytest.mark.waits
 
+#: Its limit is short, since it is looked at four times within it.
 SCRIPT = """
 import sys, time
 from jaxpar.runtime import watchdog
-from tests.runtime.test_watchdog import Clock
+from tests.runtime.watchdog_clock import Clock
 if "busy" in sys.argv:
     watchdog.time = clock = Clock()
 if "soon" in sys.argv:
     watchdog.TELL_SECONDS = watchdog.REPORT_SECONDS = 0.5  # nothing is written anyway
-with watchdog.Watchdog(sys.argv[1], 1.0, 60.0) as watch:
+with watchdog.Watchdog(sys.argv[1], 0.2, 60.0) as watch:
     if "busy" in sys.argv:
         watch.enter("evaluation", 6, slow=True)
         clock.advance(2.5)
         for step in range(5):
             watch.enter("step", 7 + step)
-            clock.advance(0.4)
+            clock.advance(0.1)
     watch.enter("data", 12)
     if "busy" in sys.argv:
         clock.now += 2
@@ -38,29 +39,6 @@ with watchdog.Watchdog(sys.argv[1], 1.0, 60.0) as watch:
         time.sleep(1000)
     stuck()
 """
-
-
-class Clock:
-    """Stands for the module `time` in the watchdog's: no busy machine makes it go faster."""
-
-    def __init__(self):
-        self.now, self._looks = 0.0, threading.Semaphore(0)
-
-    def __getattr__(self, name):
-        return getattr(time, name)
-
-    def monotonic(self) -> float:
-        if threading.current_thread().name == "watchdog":
-            self._looks.release()
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Set the clock forward, and return once the watchdog has compared it with its limit."""
-        self.now += seconds
-        while self._looks.acquire(blocking=False):
-            pass
-        for _ in range(2):  # it has compared the first as it takes the second
-            assert self._looks.acquire(timeout=HANG)
 
 
 def hang(run: Path, *before: str) -> subprocess.CompletedProcess:
@@ -102,10 +80,10 @@ def test_a_hang_ends_where_the_run_folders_file_system_hangs_too(tmp_path):
 def test_what_is_not_hung_leaves_nothing(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(watchdog, "time", clock)
-    with Watchdog(tmp_path, 0.5, 0.5) as watch:
+    with Watchdog(tmp_path, 0.1, 0.1) as watch:
         for step in range(6):
             watch.enter("step", step)
-            clock.advance(0.4)
+            clock.advance(0.08)
     with Watchdog(tmp_path, 0, 0) as watch:
         watch.enter("step", 1)
         clock.now += 1000

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.stores import client, lease, mirror, objects, uploading
+from jaxpar.stores import lease, mirror, objects, uploading
 from tests.stores.server import Server, objects_at, server
 
 
@@ -26,7 +26,7 @@ def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(objects, "BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr(client, "REQUEST_RETRIES", 0)
+    monkeypatch.setattr(objects, "REQUEST_RETRIES", 0)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(uploading, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(mirror, "PART_SECONDS", 0.0)

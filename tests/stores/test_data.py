@@ -15,8 +15,8 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
-from jaxpar.data import Loader
 from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder

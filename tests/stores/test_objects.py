@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.stores import client, objects, steps
+from jaxpar.stores import objects, steps
 from jaxpar.stores.objects import ATTEMPTS, Altered, Conflict, Content, Missing, StoreError
 from tests.ranks import HANG
 from tests.stores.server import objects_at
@@ -63,7 +63,7 @@ def test_errors_that_stay_are_reported_with_the_number_of_attempts(s3, store):
 
 
 def test_a_request_without_an_answer_is_sent_again(s3, address, monkeypatch):
-    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(objects, "REQUEST_SECONDS", 0.3)
     store = objects_at(address)
     s3.failing(1, 1.0, "GET")
     with pytest.raises(Missing):

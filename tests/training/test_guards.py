@@ -17,7 +17,7 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
-from jaxpar.data import Loader
+from jaxpar.data.loader import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent

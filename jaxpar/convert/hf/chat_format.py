@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.data import Tokenizer
 from jaxpar.data.prepare.chat import ASSISTANT, EOS, TEMPLATES, ChatEncoder, Special
 from jaxpar.data.sources import chat_template
+from jaxpar.data.tokenizer import Tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -44,7 +44,7 @@ from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
 from jaxpar.model.flops import num_params
 from jaxpar.model.mup.widths import standard
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import extent, grid, volume
 

@@ -1,8 +1,9 @@
 """`from-hf`: converts the folder of a published model to a run with a checkpoint of step 0."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -54,9 +55,9 @@ from jaxpar.convert.run_arrays import (
 )
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
-from jaxpar.model.flops import num_params
+from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
@@ -221,12 +222,8 @@ def from_hf(
     if source.left_out:
         log(f"left out {len(source.left_out)} tensors of layers for multi-token prediction")
     check_tokenizer(source.folder, log, strict=tolerance is not None)
-    refuse_used("RUN", run_dir)
-    check_run_folder("RUN", str(run_dir), "use another name")
-    require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
-    with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source], log)
+    with new_run(cfg, [source], log) as temporary:
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
@@ -236,24 +233,35 @@ def from_hf(
     return source
 
 
-def fill_run(
-    folder: Path, cfg: Config, parts: Sequence[PublishedModel], log: Callable[[str], None]
-) -> None:
-    """Write a complete run into an empty folder: its checkpoint, config and tokenizer files.
+@contextlib.contextmanager
+def new_run(
+    cfg: Config, parts: Sequence[PublishedModel], log: Callable[[str], None]
+) -> Iterator[Path]:
+    """Write a run to a temporary folder, yield it, and rename it if the block succeeds.
+
+    A run has a checkpoint, a config and the files of its tokenizer.
 
     Args:     parts: the published model, and its adapters, if any. log: called with the size and
               speed of reading.
+    Raises:   ConfigError when the run's folder is in use, or the disk is too small.
     """
-    source, about = parts[0], about_import(cfg, [part.name for part in parts])
-    placed = [(part, entry) for part in parts for entry in part.entries]
-    chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
-    arrays = create_run(folder, cfg, chunks, about)
-    with meter(sum(part.num_bytes for part in parts)) as progress:
-        found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
-        log(f"read {progress.summary(source.largest)}")
-    weights_alone.seal(folder, about, found)
-    (folder / "config.json").write_text(to_json(cfg))
-    keep_source(source, folder)
+    run_dir = Path(cfg.run.dir)
+    refuse_used("RUN", run_dir)
+    check_run_folder("RUN", str(run_dir), "use another name")
+    size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
+    require_space("RUN", run_dir, 4 * size)
+    with new_folder(run_dir) as folder:
+        source, about = parts[0], about_import(cfg, [part.name for part in parts])
+        placed = [(part, entry) for part in parts for entry in part.entries]
+        chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
+        arrays = create_run(folder, cfg, chunks, about)
+        with meter(sum(part.num_bytes for part in parts)) as progress:
+            found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
+            log(f"read {progress.summary(source.largest)}")
+        weights_alone.seal(folder, about, found)
+        (folder / "config.json").write_text(to_json(cfg))
+        keep_source(source, folder)
+        yield folder
 
 
 def keep_source(source: PublishedModel, run_dir: Path) -> None:

@@ -21,11 +21,10 @@ from jaxpar.convert.hf.chat_format import (
 )
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.folder import TOKENIZER_FILES
-from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.sources import tokenizer_folder
-from jaxpar.data.tokenizer import JsonTokenizer, read_tokenizer_json
+from jaxpar.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, read_tokenizer_json
 
 #: The files that name the end of text, and the key in each, the first that does counting.
 NAMING_EOS = (

@@ -6,21 +6,17 @@ from pathlib import Path
 
 from jaxpar.checkpoint import weights_alone
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import entry_table, model_of
 from jaxpar.convert.hf.families import MIXTRAL
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors
-from jaxpar.convert.hf.importing import PublishedModel, config_for, fill_run, source_config
+from jaxpar.convert.hf.importing import PublishedModel, config_for, new_run, source_config
 from jaxpar.convert.hf.tensor_layout import sizes_of
 from jaxpar.convert.megatron.arguments import arguments_of, values_of
 from jaxpar.convert.megatron.checkpoint import AGAIN, open_checkpoint
 from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_experts, num_layers
 from jaxpar.convert.run_arrays import open_run
-from jaxpar.model.flops import num_params
-from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
 
 
 def open_source(folder: str | Path) -> PublishedModel:
@@ -82,12 +78,8 @@ def from_megatron(
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
-    refuse_used("RUN", run_dir)
-    check_run_folder("RUN", str(run_dir), "use another name")
-    require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
-    with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source], log)
+    with new_run(cfg, [source], log) as temporary:
         if tolerance is not None:
             read = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             arrays = open_run(temporary, cfg, weights_alone.STEP)

@@ -34,7 +34,7 @@ from jaxpar.convert.safetensors_file import DTYPES, NAMES, create_file, read_hea
 from jaxpar.model.flops import num_adapter_params
 from jaxpar.model.lora import A, B, is_adapter
 from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
+from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import meter
 from jaxpar.stores.models import run_at
 

@@ -9,7 +9,6 @@ from jaxpar.checkpoint import weights_alone
 from jaxpar.config import Config, ConfigError, LoraConfig
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lists.lora_targets import TARGETS
-from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
@@ -17,7 +16,7 @@ from jaxpar.convert.hf.folder import Tensors, check_tensors
 from jaxpar.convert.hf.importing import (
     PublishedModel,
     check_tokenizer,
-    fill_run,
+    new_run,
     open_source,
     source_config,
 )
@@ -25,10 +24,7 @@ from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
 from jaxpar.convert.run_arrays import open_run
 from jaxpar.convert.safetensors_file import read_header
-from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.runtime import hub
-from jaxpar.runtime.files.atomic import new_folder
-from jaxpar.runtime.files.new_folder import refuse_used, require_space
 
 #: Keys of adapter_config.json that do not affect what trained adapters compute.
 _OF_TRAINING = {
@@ -141,12 +137,7 @@ def from_peft(
     check(cfg)
     adapters = _adapters(folder, source, cfg)
     check_tokenizer(source.folder, log, strict=tolerance is not None)
-    refuse_used("RUN", run_dir)
-    check_run_folder("RUN", str(run_dir), "use another name")
-    size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
-    require_space("RUN", run_dir, 4 * size)
-    with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source, adapters], log)
+    with new_run(cfg, [source, adapters], log) as temporary:
         if tolerance is not None:
             tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, weights_alone.STEP), cfg)

@@ -152,7 +152,7 @@ class ChatEncoder:
             yield from ((piece, False) for piece in template.tail)
 
 
-def check_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
+def check_messages(field: str, record: Any, where: str) -> list[dict[str, str]]:
     """Return the messages of a line of chat data.
 
     Raises:   BadRow that names the line, unless it is a list of {"role", "content"} texts with a

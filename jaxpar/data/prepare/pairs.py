@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     rejected: Messages
 
 
-def read_pair(record: Any, fields: tuple[str, str, str], where: str) -> Pair:
+def read_pair(fields: tuple[str, str, str], record: Any, where: str) -> Pair:
     """Return the pair of a line. The prompt is in it once, also if the responses have it too.
 
     Args:     fields: JSON fields of the prompt and of the chosen and the rejected response.

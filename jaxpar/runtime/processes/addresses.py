@@ -16,9 +16,9 @@ def split(address: str) -> tuple[str, int] | None:
     return (host.strip("[]"), number) if host and not bare and 0 < number < 1 << 16 else None
 
 
-def joined(host: str, port: int) -> str:
+def joined(host: str, port: object) -> str:
     """Return host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def address_towards(host: str) -> str | None:

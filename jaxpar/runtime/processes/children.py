@@ -11,10 +11,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -26,12 +26,6 @@ from jaxpar.runtime.signals import heeded
 #: Seconds between checks of the children.
 POLL_SECONDS = 0.05
 
-#: Seconds for the other processes to end by themselves after a failure, with their own messages.
-SETTLE_SECONDS = 1.0
-
-#: Seconds for the others to end after one has succeeded: JAX's shutdown barrier takes up to 30 s.
-FOLLOW_SECONDS = 60.0
-
 _PR_SET_PDEATHSIG = 1
 
 #: Most bytes of the last words of a process.
@@ -39,6 +33,14 @@ MAX_WORDS = 1 << 20
 
 #: Signals from outside, which are unrelated to what the run was doing.
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Clock(Protocol):
+    """The module `time`, or what stands for it."""
+
+    def monotonic(self) -> float: ...
+    def time(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,22 @@ def end_with_parent(parent: int, libc: ctypes.CDLL | None = None) -> None:
         os._exit(exit_codes.EXIT_ERROR)
 
 
-def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen:
+class Child(subprocess.Popen):
+    """A process of a run, or one that serves it."""
+
+    def end(self) -> None:
+        """Kill it and all that it started, and reap it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> Child:
     """Start a process. Args: log: file to append its output to; None: inherit stdout and stderr."""
     before_it_runs = functools.partial(end_with_parent, os.getpid(), ctypes.CDLL(None))
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(open(log, "ab"))
-        return subprocess.Popen(
+        return Child(
             command,
             env=dict(env),
             stdin=subprocess.DEVNULL,
@@ -97,9 +109,9 @@ def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> s
         )
 
 
-def start_talking(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
+def start_talking(command: Sequence[str], env: Mapping[str, str]) -> Child:
     """Start a process whose standard input and output are pipes of text; its errors are dropped."""
-    return subprocess.Popen(
+    return Child(
         command,
         env=dict(env),
         stdin=subprocess.PIPE,
@@ -111,81 +123,11 @@ def start_talking(command: Sequence[str], env: Mapping[str, str]) -> subprocess.
     )
 
 
-def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process and all that it started, and reap it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-class Children:
-    """The processes of one attempt."""
-
-    def __init__(self, started: Sequence[subprocess.Popen], grace: float):
-        """Args:     grace: seconds between SIGTERM and SIGKILL, after a failure of another one."""
-        self.processes, self.grace = list(started), grace
-        self.ended: dict[int, int] = {}
-        """Return codes of the processes that ended by themselves, in that order."""
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to all running processes."""
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill all process groups and reap the processes."""
-        for process in self.processes:
-            kill_group(process)
-
-    def wait(self) -> dict[int, int]:
-        """Wait until all processes have ended; after a failure, end the remaining ones.
-
-        Returns:  the codes of the processes that ended by themselves, in that order.
-        """
-        try:
-            while not self.look():
-                if self.failed():
-                    self._end_the_rest()
-                    break
-                time.sleep(POLL_SECONDS)
-        finally:
-            self.kill()
-        return self.ended
-
-    def look(self) -> bool:
-        """Record the processes that have ended. Returns:  whether all have."""
-        for rank, process in enumerate(self.processes):
-            if rank not in self.ended and process.poll() is not None:
-                self.ended[rank] = process.returncode
-                self._last_end = time.monotonic()
-        return len(self.ended) == len(self.processes)
-
-    def failed(self) -> bool:
-        """Return whether one has failed, or has ended well long before the others."""
-        well = {exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED}
-        if not self.ended:
-            return False
-        late = time.monotonic() - self._last_end > FOLLOW_SECONDS
-        return late or any(code not in well for code in self.ended.values())
-
-    def _end_the_rest(self) -> None:
-        for number, seconds in ((None, SETTLE_SECONDS), (signal.SIGTERM, self.grace)):
-            if number is not None:
-                self.send(number)
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
-                if self.look():
-                    return
-                time.sleep(POLL_SECONDS)
-
-
 def failure_of(ended: Mapping[int, int], words: Mapping[int, LastWords]) -> Failure:
     """Return the failure that caused the others.
 
-    Args:     ended: as returned by `Children.wait`, with at least one failure. words: last words by
-              rank, if they left any.
+    Args:     ended: code of each process that has ended by itself, in that order, with at least one
+              failure. words: last words by rank, if they left any.
     """
     bad = [rank for rank, code in ended.items() if code not in (0, exit_codes.EXIT_PREEMPTED)]
     for code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):

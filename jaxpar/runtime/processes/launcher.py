@@ -1,26 +1,32 @@
-"""Launch the processes of a run on this host, and restart them after a failure."""
+"""Launch the processes of a run on this host, alone or with the launchers of other hosts."""
 
 import contextlib
-import os
 import signal
-import subprocess
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import ConfigArguments, expand_set_options
-from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import create_in
+from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.gpus import visible
-from jaxpar.runtime.processes import children
-from jaxpar.runtime.processes.addresses import FreePort
-from jaxpar.runtime.processes.children import Children, Failure
-from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes import children, mtls
+from jaxpar.runtime.processes.children import POLL_SECONDS
+from jaxpar.runtime.processes.hosts import options, serving
+from jaxpar.runtime.processes.hosts.agent import Agent, report
+from jaxpar.runtime.processes.hosts.copies import Copies, CopiesInMemory, MakesServer
+from jaxpar.runtime.processes.hosts.formation import Rules
+from jaxpar.runtime.processes.hosts.membership import Membership
+from jaxpar.runtime.processes.hosts.store import LocalStore, SharedStore, Store
+from jaxpar.runtime.processes.hosts.trainers import Program
 from jaxpar.runtime.processes.launch_options import LaunchOptions
-from jaxpar.runtime.signals import tolerate_lost_readers
+from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token, token_of
+
+#: The fields that differ between the processes.
+SET_HERE = [f"--cluster.{x}" for x in ("coordinator", "num-processes", "process-id", "detect")]
 
 
 def arguments_of(config: ConfigArguments) -> list[str]:
@@ -36,155 +42,6 @@ def arguments_of(config: ConfigArguments) -> list[str]:
             path, value = name.removeprefix("--").replace("-", "_"), text if given else following
             raise ConfigError(path, value, "is set by the launcher", "remove it")
     return [config.name, *config.overrides]
-
-
-#: The fields that differ between the processes.
-SET_HERE = [f"--cluster.{x}" for x in ("coordinator", "num-processes", "process-id", "detect")]
-
-
-class CopiesInMemory(Protocol):
-    """`memory_checkpoint.places.HostMemory`: copies of the state that outlive the processes."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of this host's copies."""
-
-    def environment(self, peers: Sequence[str] = (), host: int = 0) -> dict[str, str]:
-        """Return variables for the processes."""
-
-    def newest_step(self) -> int:
-        """Return the step of the latest copy; -1 without any."""
-
-
-class Launcher:
-    """Starts a run, and restarts it after failures until it ends."""
-
-    def __init__(
-        self,
-        options: LaunchOptions,
-        args: list[str],
-        cfg: Config,
-        memory: CopiesInMemory | None = None,
-    ):
-        """
-        Args:     memory: where processes keep copies of the state; None: nowhere.
-        Raises:   ConfigError if the GPUs cannot be shared evenly.
-        """
-        self.memory = memory
-        self.options, self.args = options, args
-        self.run_dir = Path(cfg.run.dir)
-        self.gpus = shares_of_gpus(options.num_processes) if not cfg.run.cpu_devices else []
-        self.running: Children | None = None
-        self.stopped_by: signal.Signals | None = None
-
-    def run(self) -> int:
-        """Run until the end. Returns:  the exit code of the run."""
-        previous: Failure | None = None
-        newest, spent, resumed = max(self.saved()), 0, False
-        while True:
-            began = time.time()
-            ended = self.attempt(resumed)
-            code = self.settled(ended)
-            if code is not None:
-                return code
-            failure = children.failure_of(ended, children.last_words(self.run_dir, began))
-            self.tell(failure)
-            on_disk, in_memory = self.saved()
-            saved = max(on_disk, in_memory)
-            spent = 0 if saved > newest else spent
-            final = self.final(failure, previous, spent)
-            if final:
-                return report(final, failure.code)
-            newest, spent, previous, resumed = saved, spent + 1, failure, True
-            where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            where = f"from step {saved}, in memory" if in_memory > on_disk else where
-            report(f"restarting {where}, restart {spent} of {self.options.restarts}")
-
-    def saved(self) -> tuple[int, int]:
-        """Return the step of the latest checkpoint, and of the latest copy in memory; -1 if none.
-
-        In memory, pieces of it may be missing; the processes find out.
-        """
-        in_memory = self.memory.newest_step() if self.memory else -1
-        return newest_checkpoint(self.run_dir), in_memory
-
-    def attempt(self, resumed: bool) -> dict[int, int]:
-        """Start all processes and wait until they end. Returns:  as `Children.wait`."""
-        with contextlib.closing(FreePort("127.0.0.1")) as port:
-            return self.started(f"127.0.0.1:{port.number}", resumed).wait()
-
-    def started(self, coordinator: str, resumed: bool) -> Children:
-        """Start all processes, which connect to the first one as their coordinator."""
-        count = self.options.num_processes
-        args = self.args + (["--checkpoint.resume", "auto"] if resumed else [])
-        command = [sys.executable, "-u", "-m", "jaxpar.train", *args]
-        started: list[subprocess.Popen] = []
-        self.running = Children(started, self.options.grace)
-        for rank in range(count):
-            place = dict(zip(LAUNCHED, (coordinator, str(count), str(rank)), strict=True))
-            env = os.environ | place | (self.gpus[rank] if self.gpus else {})
-            env |= self.memory.environment() if self.memory else {}
-            self.running.processes.append(children.start(command, env, self.log(rank)))
-        if self.stopped_by:
-            self.running.send(signal.SIGTERM)
-        return self.running
-
-    def log(self, rank: int) -> Path | None:
-        """Return the log file of a process; None for the terminal."""
-        if rank == 0:
-            return None
-        folder = self.run_dir / "logs"
-        with create_in(self.run_dir):
-            folder.mkdir(exist_ok=True)
-        return folder / f"rank-{rank}.log"
-
-    def settled(self, ended: dict[int, int]) -> int | None:
-        """Return the exit code, or None after a failure."""
-        codes = set(ended.values())
-        if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_OK}:
-            return exit_codes.EXIT_OK
-        if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_PREEMPTED}:
-            return exit_codes.EXIT_PREEMPTED
-        ends = signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
-        asked = {exit_codes.EXIT_PREEMPTED, *(-number for number in ends)}
-        if self.stopped_by and codes & asked:
-            # Saved, or ended during the start, before there was anything to save.
-            return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
-        return None
-
-    def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
-        """Return why there is no restart; empty if there is one."""
-        if self.stopped_by:
-            return f"stopped by {self.stopped_by.name}, but failed"
-        return children.why_final(failure, previous, spent, self.options.restarts)
-
-    def tell(self, failure: Failure) -> None:
-        """Report the failure, with the end of the log if it is not on the terminal."""
-        log = self.log(failure.rank)
-        if log is not None and (end := children.tail(log)):
-            print(f"--- end of {log}\n{end}\n---", file=sys.stderr)
-        report(str(failure))
-
-    def stop(self, number: signal.Signals) -> None:
-        """Forward a signal: the first makes the run save and stop, the second ends it at once.
-
-        SIGHUP is forwarded as it is, since process 0 writes to the same terminal. It never ends a
-        run at once: when a terminal closes, it may come twice.
-        """
-        tolerate_lost_readers()
-        hung_up = number == signal.SIGHUP
-        if self.stopped_by and hung_up:
-            return
-        if self.running is not None:
-            first = signal.SIGHUP if hung_up else signal.SIGTERM
-            self.running.send(signal.SIGKILL if self.stopped_by else first)
-        self.stopped_by = number
-
-
-def report(text: str, code: int = 0) -> int:
-    """Print a line of the launcher. Returns:  the code."""
-    print(f"launch: {text}", file=sys.stderr, flush=True)
-    return code
 
 
 def shares_of_gpus(count: int) -> list[dict[str, str]]:
@@ -204,11 +61,92 @@ def shares_of_gpus(count: int) -> list[dict[str, str]]:
     return [{name: ",".join(ids[i * each : (i + 1) * each])} for i in range(count)]
 
 
-def newest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the latest complete checkpoint, by its folder name; -1 if none.
+def run(
+    asked: LaunchOptions,
+    args: list[str],
+    cfg: Config,
+    memory: CopiesInMemory | None,
+    makes_server: MakesServer,
+) -> int:
+    """Train on this host, with the launchers of others if `--nodes` says so.
 
-    Also of shards, if hosts share no folder (`jaxpar.stores.shards`).
+    Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
+              nowhere. makes_server: serves these to other hosts.
+    Returns:  the run's exit code.
+    Raises:   ConfigError for GPUs that cannot be shared, addresses that the others cannot use, and
+              a token that is missing or cannot be read.
     """
-    places = "checkpoints/*", "shards/*/checkpoints/*"
-    names = [p.name for place in places for p in run_dir.glob(place) if p.name.isdigit()]
-    return max(map(int, names), default=-1)
+    count = asked.num_processes
+    gpus = shares_of_gpus(count) if not cfg.run.cpu_devices else []
+    devices = cfg.run.cpu_devices * count or (len(visible.visible_gpu_ids()) if gpus else count)
+    program = Program(
+        command=[sys.executable, "-u", "-m", "jaxpar.train", *args],
+        run_dir=Path(cfg.run.dir),
+        gpus=gpus,
+        grace=asked.grace,
+    )
+    stopped: list[signal.Signals] = []
+    children.on_signals(stopped.append)
+    own: dict[str, Any] = {"name": asked.host_name or socket.gethostname(), "devices": devices}
+    own |= {"processes": count, "address": "127.0.0.1"}
+    rules, service = Rules(restarts=asked.restarts), None
+    copies = None if memory is None else Copies(memory)
+    store: Store = LocalStore({})
+    with contextlib.ExitStack() as until_the_end:
+        if asked.nodes:
+            token = token_for_hosts(cfg)
+            mtls.arguments()  # as the coordinator of a generation has them, in a process of its own
+            least, most = options.limits(asked.nodes)
+            rules = Rules(
+                least=least,
+                most=most,
+                restarts=asked.restarts,
+                obstacle=lambda devices: options.obstacle(cfg, devices),
+            )
+            service = serving.served_here(asked.rendezvous)
+            if service is not None:
+                until_the_end.callback(service.end)
+            own["address"] = _address(asked, stopped)
+            if memory is not None:
+                made = makes_server(memory.folder, own["address"], token)
+                server = until_the_end.enter_context(made)
+                copies, own["piece_port"] = Copies(memory, server, token), server.port
+            run_name = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
+            store = SharedStore(asked.rendezvous, run_name, token, asked.heartbeat_seconds)
+        here = Membership(store, own, asked.heartbeat_seconds)
+        until_the_end.callback(here.close)
+        agent = Agent(asked, rules, program, here, copies)
+        children.on_signals(agent.stop)
+        if stopped:
+            agent.stop(stopped[0])
+        code = agent.run()
+        if service is not None:
+            serving.linger(here, 2 * asked.heartbeat_seconds)
+        return code
+
+
+def token_for_hosts(cfg: Config) -> RunToken:
+    """Return the token by which the hosts of a run recognize one another. Raises: ConfigError."""
+    if cfg.run.store and given_token() is None:
+        rule = "is needed with --nodes and run.store: the hosts need share no folder to find it in"
+        fix = "put the same secret on every host, and set it to the file's path"
+        raise ConfigError(TOKEN_FILE, "", rule, fix)
+    return token_of(Path(cfg.run.dir))
+
+
+def _address(asked: LaunchOptions, stopped: Collection[signal.Signals]) -> str:
+    """Return this host's address, once the rendezvous has one: names of new pods come late.
+
+    Raises:   RunError after --wait-seconds.
+    """
+    until, told = time.monotonic() + asked.wait_seconds, False
+    while not (own := options.own_address(asked)):
+        host, _ = options.checked_address("--rendezvous", asked.rendezvous)
+        if not told:
+            report(f"the rendezvous {host} has no address that this host can reach; waiting")
+            told = True
+        if stopped or time.monotonic() > until:
+            limit = f"{asked.wait_seconds:g} s, --wait-seconds"
+            raise RunError(f"the rendezvous {host} is unknown or out of reach, after {limit}")
+        time.sleep(POLL_SECONDS)
+    return own

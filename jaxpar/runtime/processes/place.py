@@ -80,8 +80,3 @@ def number(env: Environment, name: str, default: int | None = None, least: int =
     if int(low) < least:
         raise NotANumber(name, text, f"must be at least {least}", "check what sets it")
     return int(low)
-
-
-def address(host: str, port: object) -> str:
-    """Return host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -6,7 +6,8 @@ Variables as in the manuals of srun 20.11 to 25.05, section OUTPUT ENVIRONMENT V
 import re
 
 from jaxpar.config import ConfigError, flag
-from jaxpar.runtime.processes.place import Environment, ProcessPlace, address, all_of, number
+from jaxpar.runtime.processes.addresses import joined
+from jaxpar.runtime.processes.place import Environment, ProcessPlace, all_of, number
 
 #: A part of SLURM_TRES_PER_TASK that counts GPUs: gres/gpu=2, gres/gpu:h100=2, gres:gpu:h100:2.
 _GPUS = re.compile(r"gres[/:]gpu(?:[:=](.*))?")
@@ -38,7 +39,7 @@ def slurm_task(env: Environment, port: int) -> ProcessPlace | None:
     bound = gpus_are_bound(env)
     return ProcessPlace(
         source="slurm",
-        coordinator=address(first_host(env["SLURM_STEP_NODELIST"]), port),
+        coordinator=joined(first_host(env["SLURM_STEP_NODELIST"]), port),
         num_processes=count,
         process_id=number(env, "SLURM_PROCID"),
         num_hosts=hosts,

@@ -9,7 +9,8 @@ import zlib
 from collections.abc import Callable
 
 from jaxpar.config import ConfigError
-from jaxpar.runtime.processes.place import Environment, ProcessPlace, address, all_of, number
+from jaxpar.runtime.processes.addresses import joined
+from jaxpar.runtime.processes.place import Environment, ProcessPlace, all_of, number
 from jaxpar.runtime.processes.slurm import first_host, slurm_task
 
 #: Variables that `jaxpar.launch` sets: coordinator, number of processes, process id.
@@ -83,7 +84,7 @@ def kubeflow_jaxjob(env: Environment) -> ProcessPlace | None:
     count = number(env, "NUM_PROCESSES")
     return ProcessPlace(
         source="jaxjob",
-        coordinator=address(values[0], values[1]),
+        coordinator=joined(values[0], values[1]),
         num_processes=count,
         process_id=number(env, "PROCESS_ID"),
         num_hosts=count,
@@ -107,7 +108,7 @@ def torch(env: Environment) -> ProcessPlace | None:
     count, local = number(env, counts[0]), number(env, "LOCAL_WORLD_SIZE", 0)
     return ProcessPlace(
         source="torch",
-        coordinator=address(values[0], values[1]),
+        coordinator=joined(values[0], values[1]),
         num_processes=count,
         process_id=number(env, counts[1]),
         num_hosts=count if nodes else (-(-count // local) if local else None),
@@ -133,7 +134,7 @@ def mpi(env: Environment) -> ProcessPlace | None:
     job = next(filter(None, (namespace, uri.partition(".")[0], *jobs)), "mpi")
     return ProcessPlace(
         source="mpi",
-        coordinator=address(host, port_of(job)) if host else "",
+        coordinator=joined(host, port_of(job)) if host else "",
         num_processes=size,
         process_id=rank,
         num_hosts=-(-size // local),
@@ -171,7 +172,7 @@ def flux(env: Environment) -> ProcessPlace | None:
     job = env.get("FLUX_JOB_ID", "flux")
     return ProcessPlace(
         source="flux",
-        coordinator=address("127.0.0.1", port_of(job)) if hosts == 1 else "",
+        coordinator=joined("127.0.0.1", port_of(job)) if hosts == 1 else "",
         num_processes=size,
         process_id=number(env, "FLUX_TASK_RANK"),
         num_hosts=hosts,

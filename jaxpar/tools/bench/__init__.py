@@ -7,7 +7,6 @@ MAY_IMPORT = (
     "parallel",
     "model",
     "step",
-    "planning",
     "tools.profiling",
     "monitoring",
     "training",

@@ -1,13 +1,12 @@
-"""Draws charts as self-contained SVG: lines with marks, histograms and bars."""
+"""Draws histograms and bars as SVG, and the empty charts that the page's script draws."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree.ElementTree import Element
 
 from jaxpar.runtime.units import duration
 from jaxpar.tools.charts.elements import e
-from jaxpar.tools.charts.scale import Scale, short
+from jaxpar.tools.charts.scale import Scale
 
 #: Size of the drawing and bounds of the plot, in units of about a pixel.
 WIDTH, HEIGHT = 560, 270
@@ -15,50 +14,6 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 548, 16, 228
 
 #: Number of colors. Further runs repeat them with other dashes.
 COLOURS = 7
-
-#: Marks of one kind that are closer than this are merged.
-MARK_WIDTH = 5
-
-#: Most dots on a line. The line passes through all points.
-MAX_DOTS = 20
-
-
-@dataclass(frozen=True)
-class Line:
-    """A run's line in a chart."""
-
-    run: int
-    points: Sequence[tuple[float, float]]
-    kind: str = "line"
-    """line, raw (faint) or dots (points connected by a line)."""
-    band: Sequence[tuple[float, float, float]] = ()
-    """(x, low, high): the range of the values that the line averages."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A mark in a chart for an event of a run."""
-
-    run: int
-    kind: str
-    x: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A line chart."""
-
-    title: str
-    about: str
-    """A description for screen readers."""
-    x: Scale
-    y: Scale
-    x_label: str
-    lines: Sequence[Line]
-    ticks: Sequence[Tick] = ()
-    attributes: tuple[tuple[str, object], ...] = ()
-    """Attributes of the SVG element, for the script."""
 
 
 def across(scale: Scale, value: float) -> float:
@@ -69,26 +24,6 @@ def across(scale: Scale, value: float) -> float:
 def up(scale: Scale, value: float) -> float:
     """Return the vertical position of a value."""
     return BOTTOM - scale.at(value) * (BOTTOM - TOP)
-
-
-def line_chart(chart: Chart) -> Element:
-    """Draw a line chart."""
-    made = drawing(chart.title, chart.about, dict(chart.attributes))
-    made.extend(axes(chart.x, chart.y, chart.x_label))
-    for line in chart.lines:
-        color = color_of(line.run)
-        if line.band:
-            made.append(e("path", class_=f"band {color}", d=_band(chart, line.band)))
-        if len(line.points) > 1:
-            kind = "line thin" if line.kind == "dots" else line.kind
-            made.append(
-                e("path", class_=f"{kind} {color}", d=path_of(chart.x, chart.y, line.points))
-            )
-        if line.kind == "dots" or len(line.points) == 1:
-            made.append(_dots(chart, line, color))
-    made.extend(_mark(chart, tick) for tick in thinned(chart.x, chart.ticks))
-    made.append(e("path", class_="cross", d=f"M{LEFT} {TOP}V{BOTTOM}"))
-    return made
 
 
 def color_of(run: int) -> str:
@@ -124,54 +59,9 @@ def axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
     yield e("text", x_label, class_="xname", x=RIGHT, y=HEIGHT - 4)
 
 
-def path_of(x: Scale, y: Scale, points: Iterable[tuple[float, float]]) -> str:
-    """Return the SVG path through points."""
-    return "M" + "L".join(f"{across(x, at):.1f} {up(y, value):.1f}" for at, value in points)
-
-
-def _band(chart: Chart, band: Sequence[tuple[float, float, float]]) -> str:
-    over = [(x, high) for x, _, high in band]
-    under = [(x, low) for x, low, _ in reversed(band)]
-    return path_of(chart.x, chart.y, over + under) + "Z"
-
-
-def _dots(chart: Chart, line: Line, color: str) -> Element:
-    every = -(-len(line.points) // MAX_DOTS)
-    dots = e("g", class_=f"dots {color}")
-    for x, y in line.points[::-1][::every]:
-        place = {"cx": f"{across(chart.x, x):.1f}", "cy": f"{up(chart.y, y):.1f}"}
-        dots.append(e("circle", e("title", f"{short(y)} at {short(x)}"), r=3, **place))
-    return dots
-
-
-# --------------------------------------------------------------------------------------- marks
-
-#: Path of each kind of mark, from (0, 0) on the step axis; the plot is 212 high.
-_SHAPES = {
-    "restart": "M0 0V-212M-4 -205L0 -212L4 -205",
-    "rewind": "M0 0V-212M7 -212H0L4 -208M0 -212L4 -216",
-    "skipped": "M-4 -3L4 -11M4 -3L-4 -11",
-    "failed": "M0 0V-8M-3 -11L3 -17M3 -11L-3 -17",
-    "saved": "M0 0V-8",
-}
-
-
-def _mark(chart: Chart, tick: Tick) -> Element:
-    place = f"translate({across(chart.x, tick.x):.1f} {BOTTOM})"
-    kind = tick.kind.replace(" ", "-")
-    shape = e("path", d=_SHAPES[tick.kind])
-    color = color_of(tick.run)
-    script = {"data-run": tick.run, "data-at": tick.x}
-    named = e("title", tick.text)
-    return e("g", named, shape, class_=f"mark {kind} {color}", transform=place, **script)
-
-
 def mark_sign(kind: str) -> Element:
-    """Draw a mark for the legend."""
-    height = 212 if kind in ("restart", "rewind") else 20
-    shape = e("path", class_=f"mark {kind.replace(' ', '-')}", d=_SHAPES[kind])
-    box = f"-10 {-height - 5} 20 24" if height == 212 else "-10 -20 20 24"
-    return e("svg", shape, viewBox=box, class_="sign", aria_hidden="true")
+    """Return a mark for the legend, which the script draws."""
+    return e("svg", class_="sign", aria_hidden="true", data_sign=kind)
 
 
 def line_sign(kind: str) -> Element:
@@ -183,20 +73,6 @@ def line_sign(kind: str) -> Element:
     else:
         shape = e("path", class_="line", d="M0 6H28")
     return e("svg", shape, viewBox="0 0 28 12", class_="swatch gray", aria_hidden="true")
-
-
-def thinned(x: Scale, ticks: Iterable[Tick]) -> list[Tick]:
-    """Merge marks of the same run and kind that would overlap."""
-    kept: dict[tuple[int, str, int], list[Tick]] = {}
-    for tick in ticks:
-        if x.low <= tick.x <= x.high:
-            column = int(across(x, tick.x) / MARK_WIDTH)
-            kept.setdefault((tick.run, tick.kind, column), []).append(tick)
-    more = lambda ticks: f" (and {len(ticks) - 1} more here)" if len(ticks) > 1 else ""  # noqa: E731
-    return [Tick(t[0].run, t[0].kind, t[0].x, t[0].text + more(t)) for t in kept.values()]
-
-
-# ----------------------------------------------------------------------------- other drawings
 
 
 def histogram(

@@ -2,7 +2,7 @@
 
 docs/doctor.md explains each check.
 
-facts, numa       what a process reads about its host
+facts             what a process reads about its host
 measure/          verifies collectives; times collectives, pairs of devices and matmuls
 checks/           pure functions from facts and figures to findings
 examination       runs the sections in order

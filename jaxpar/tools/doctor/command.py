@@ -28,7 +28,7 @@ def examine(options: DoctorOptions) -> int:
     own, was_set = begin(options)
     width = max(terminal.console().width, MIN_WIDTH)
     console = terminal.console(highlight=False, width=width, quiet=peers.rank() != 0)
-    progress = SectionProgress(console, options.seconds)
+    progress = SectionProgress(options.seconds)
     with progress.section("start"):
         own = facts.with_devices(own, peers.rank(), bool(options.config.asked().run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)

@@ -19,9 +19,9 @@ from jaxpar.tools.doctor import showing
 from jaxpar.tools.doctor.checks import gpu as gpu_checks
 from jaxpar.tools.doctor.checks import host, measured
 from jaxpar.tools.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
-from jaxpar.tools.doctor.checks.numa import numa_binding
+from jaxpar.tools.doctor.checks.host import numa_binding
 from jaxpar.tools.doctor.facts import HostFacts
-from jaxpar.tools.doctor.measure import bandwidth, compute, latency, verification
+from jaxpar.tools.doctor.measure import bandwidth, compute, verification
 from jaxpar.tools.doctor.measure import hosts as hosts_of
 from jaxpar.tools.doctor.measure import links as links_of
 from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
@@ -183,14 +183,6 @@ class Examination:
         record = [{"over": "all", **_figures(row)} for row in rows]
         record += [{"over": one.over, **_figures(one.row)} for one in apart]
         return Section(record, found, [*showing.bandwidth(rows), *showing.hosts(apart)])
-
-    def latency(self) -> Section:
-        """Time small messages by NCCL and by XLA's kernel."""
-        if not self.on_gpu or not self._several():
-            return Section([], [skipped("latency", "needs two GPUs")])
-        mesh, o = bandwidth.one_axis(jax.devices()), self.options
-        rows = list(latency.measure(mesh, o.repeats, o.seconds, self.progress.tell))
-        return Section([dataclasses.asdict(r) for r in rows], [], [showing.latency(rows)])
 
     def links(self) -> Section:
         """Time every pair of devices."""

@@ -10,7 +10,8 @@ import platform
 import resource
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,37 @@ from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes.networks import host as networks
 from jaxpar.runtime.processes.networks.choosing import choose
 from jaxpar.runtime.processes.networks.host import rdma_ports
-from jaxpar.tools.doctor import numa
-from jaxpar.tools.doctor.numa import NumaFacts
+
+
+@dataclass(frozen=True)
+class NumaFacts:
+    """The NUMA nodes of a host; GPUs by their PCI addresses.
+
+    nodes       number of NUMA nodes. cpus   those that this process may use, as "0-3,8".
+    own         this process's GPUs. near   the CPUs near each GPU. node   its NUMA node.
+    """
+
+    nodes: int = 1
+    cpus: str = ""
+    own: list[str] = field(default_factory=list)
+    near: dict[str, str] = field(default_factory=dict)
+    node: dict[str, int | None] = field(default_factory=dict)
+
+
+def read_numa(ids: Sequence[str], root: Path = pci.ROOT) -> NumaFacts:
+    """Read the facts about NUMA nodes.
+
+    Args:     ids: this process's GPUs, as in CUDA_VISIBLE_DEVICES. root: of the kernel's files.
+    """
+    there = pci.gpus(root)
+    return NumaFacts(
+        nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        cpus=pci.write_cpus(os.sched_getaffinity(0)),
+        own=pci.addresses_of(ids, there),
+        near={gpu: pci.write_cpus(pci.local_cpus(gpu, root)) for gpu in there},
+        node={gpu: pci.numa_node(gpu, root) for gpu in there},
+    )
+
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
@@ -124,7 +154,7 @@ def of_the_host(
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
         host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
         infiniband=rdma_ports(root / "sys/class/infiniband"),
-        numa=numa.read(own, root),
+        numa=read_numa(own, root),
         network=json.loads(json.dumps(dataclasses.asdict(network))),
         **found,
     )

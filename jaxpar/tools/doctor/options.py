@@ -16,7 +16,6 @@ SECTIONS = {
     "hardware": "GPUs, links and host, as reported by the driver and the kernel",
     "collectives": "is every collective's result correct?",
     "bandwidth": "how fast are collectives?",
-    "latency": "how fast are collectives of small messages, by NCCL and by XLA's kernel?",
     "links": "how fast is each pair of devices?",
     "compute": "how fast are matmuls and copies?",
 }

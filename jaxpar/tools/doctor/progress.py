@@ -1,4 +1,4 @@
-"""Shows the current operation, and ends the program if a section hangs."""
+"""Says what a section does if it takes long, and ends the program if it hangs."""
 
 import contextlib
 import os
@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.stages import Stage, stage
 
 type Tell = Callable[[str], None]
 
@@ -20,19 +19,20 @@ def no_report(text: str) -> None:
 
 
 class SectionProgress:
-    """A status line for the current operation, and a time limit for each section."""
+    """The current operation, and a time limit for each section."""
 
-    def __init__(self, console: Console, seconds: float):
+    def __init__(self, seconds: float):
         """Args:     seconds: time limit; a section that takes longer counts as hung."""
-        self.console, self.limit = console, seconds
+        self.limit = seconds
         self.seconds: dict[str, float] = {}
         self.at = ""
-        self._show: Tell = no_report
+        self._stage: Stage | None = None
 
     def tell(self, text: str) -> None:
         """Report that an operation begins."""
         self.at = text
-        self._show(text)
+        if self._stage is not None:
+            self._stage.at(text)
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -42,15 +42,10 @@ class SectionProgress:
         timer.daemon = True
         timer.start()
         try:
-            if self.console.is_terminal:
-                with self.console.status(name) as status:
-                    self._show = lambda text: status.update(f"{name}: {text}")
-                    yield
-            else:
+            with stage(name) as self._stage:
                 yield
         finally:
             timer.cancel()
-            self._show = no_report
             self.seconds[name] = round(time.monotonic() - began, 2)
 
     def _hung(self, name: str) -> None:

@@ -19,7 +19,6 @@ from jaxpar.tools.doctor.facts import HostFacts
 from jaxpar.tools.doctor.measure import links as links_of
 from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.tools.doctor.measure.hosts import HostRow
-from jaxpar.tools.doctor.measure.latency import LatencyRow
 from jaxpar.tools.doctor.measure.links import Link
 from jaxpar.tools.doctor.options import SECTIONS
 
@@ -145,22 +144,6 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
         made(f"bus bandwidth, {unit}", lambda row: f"{row.bus / scale:,.1f}"),
         made(f"algorithm bandwidth, {unit}", lambda row: f"{row.algorithm / scale:,.1f}"),
     ]
-
-
-def latency(rows: Sequence[LatencyRow]) -> Group:
-    """Return the time of small messages by size, with a column per collective and method."""
-    columns = list(dict.fromkeys((row.kind, row.method) for row in rows))
-    at = {(row.size, row.kind, row.method): row.call for row in rows}
-
-    def cell(call: Spread | None) -> str:
-        return "-" if call is None else _spread(call)
-
-    lines = [
-        (binary_size(size), *(cell(at[size, *column]) for column in columns))
-        for size in sorted({row.size for row in rows})
-    ]
-    title = "  µs per call, and how much slower the slowest batch is"
-    return titled(title, ["size", *(f"{kind}, {method}" for kind, method in columns)], lines)
 
 
 def hosts(rows: Sequence[HostRow]) -> list[Group]:

@@ -2,8 +2,6 @@
 
 loading             reads a profile: traces of all processes, HLO, memory
 breakdown           compute, communication, exposed and idle time; by class, scope and kernel
-roofline            FLOPs, bytes and roofline shares of kernels and matmuls
-limits              what limits each kernel, scope and step; the use of tensor cores
 launching           calls of the host, its lead, and gaps between kernels
 comparison          two profiles, before and after
 table, sections     the output of `python -m jaxpar.profile`

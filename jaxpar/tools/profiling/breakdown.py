@@ -13,15 +13,13 @@ count time twice if kernels on several streams overlap.
 """
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from jaxpar.monitoring.hlo import text as hlo
-from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.tools.profiling import limits, roofline
 from jaxpar.tools.profiling.hlo.attribution import attribute
 from jaxpar.tools.profiling.launching import launching
 from jaxpar.tools.profiling.trace import cpu_trace
@@ -31,9 +29,9 @@ from jaxpar.tools.profiling.trace.kernels import (
     COMMUNICATION,
     COPY,
     HOST,
-    MATMUL,
     classify,
     family,
+    uses_tensor_cores,
 )
 from jaxpar.tools.profiling.trace.launches import Chip, waves
 from jaxpar.tools.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
@@ -114,14 +112,11 @@ def profile(
     trace: KernelTrace,
     hlo_text: str | hlo.Module = "",
     top: int = 10,
-    gpu: Gpu | None = None,
-    attention_flops: float | None = None,
 ) -> dict[str, Any]:
     """Return the figures of a trace, in milliseconds per step: means over devices and steps.
 
     Args:     hlo_text: `compiled.as_text()` of the module, or the result of `hlo.parse`; without
-        it, kernels inside command buffers have no scope. top: kernels to list, by total time. gpu:
-        the GPU whose peaks to use; None: no shares. attention_flops: of one device in one step.
+        it, kernels inside command buffers have no scope. top: kernels to list, by total time.
     Raises:   NoKernels if no step is complete.
     """
     module = None
@@ -136,10 +131,10 @@ def profile(
     each = {n: _mean_of([of_step(s) for s in steps]) for n, steps in devices.items() if steps}
     every = [step for steps in devices.values() for step in steps]
     gaps = [gap for steps in trace.devices.values() if (gap := between_steps(steps)) is not None]
-    mean, by_class = _mean_of(list(each.values())), _by_class(every)
+    mean = _mean_of(list(each.values()))
     if not mean["step"]:
         raise NoKernels(f"the kernels of {trace.module} in the trace take no time")
-    rows = roofline.with_costs(kernel_rows(every, trace.chip), module, gpu, attention_flops)
+    rows = kernel_rows(every, trace.chip)
     return {
         "module": trace.module,
         "devices": len(each),
@@ -149,27 +144,15 @@ def profile(
         "devices_ms": {str(n): {k: v / 1e6 for k, v in e.items()} for n, e in each.items()},
         "between_steps_ms": fmean(gaps) / 1e6 if gaps else None,
         "exposed_share": mean["exposed"] / mean["step"],
-        "by_class": by_class,
+        "by_class": _by_class(every),
         "communication": _by_kind(every),
         "by_scope_ms": _by_scope(every),
         "unattributed_ms": _unattributed(every),
-        "matmuls": roofline.of_matmuls(module, by_class.get(MATMUL, {}).get("ms"), gpu),
-        **_why(trace, rows, mean["step"] / 1e6, gpu, top),
-    }
-
-
-def _why(
-    trace: KernelTrace, rows: list[dict[str, Any]], step_ms: float, gpu: Gpu | None, top: int
-) -> dict[str, Any]:
-    """Return the top kernels and, on GPUs, what limits them, scopes and the step."""
-    if not trace.on_gpu:
-        return {"top_kernels": rows[:top], "limits": None, "scopes": None, "launching": None}
-    rows = limits.with_bounds(rows)
-    return {
+        "tensor_ms": sum(row["ms"] for row in rows if row["tensor_cores"])
+        if trace.on_gpu
+        else None,
         "top_kernels": rows[:top],
-        "limits": limits.summary(rows, step_ms, gpu),
-        "scopes": limits.by_scope(rows, step_ms),
-        "launching": launching(list(trace.devices.values())),
+        "launching": launching(list(trace.devices.values())) if trace.on_gpu else None,
     }
 
 
@@ -228,7 +211,8 @@ def kernel_rows(
 ) -> list[dict[str, Any]]:
     """Return kernels by total time, grouped by name, scope and result shape.
 
-    op, ops            an HLO instruction of the group, and how often each of them ran.
+    op                 an HLO instruction of the group.
+    tensor_cores       whether kernels of this name use them.
     occupancy, waves   theoretical occupancy, and how often the blocks fill the GPU
                        (`trace/launches.py`): means, or None if unknown.
     """
@@ -246,7 +230,7 @@ def kernel_rows(
             "ms": sum(k.ns for k in items) / 1e6 / len(steps),
             "scope": scope,
             "op": items[0].kernel.op,
-            "ops": Counter(item.kernel.op for item in items),
+            "tensor_cores": uses_tensor_cores(name, items[0].what),
             "result": result,
             **_filling(items, chip),
         }

@@ -79,7 +79,7 @@ def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     facts = loaded.facts
     attention = facts.attention_flops_per_device if facts is not None else None
     try:
-        found = breakdown.profile(loaded.trace, loaded.module or "", top, gpu, attention)
+        found = breakdown.profile(loaded.trace, loaded.module or "", top)
     except (ValueError, LookupError) as error:
         rule = f"is damaged: {error}" if isinstance(error, LookupError) else str(error)
         fix = "trace the steps again: docs/profiling.md"

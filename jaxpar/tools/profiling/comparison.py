@@ -1,4 +1,4 @@
-"""Compares two profiles: milliseconds per step before and after, by class, limit and scope."""
+"""Compares two profiles: milliseconds per step before and after, by class and scope."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     Each row has its names and "before", "after" and "difference" in milliseconds per step. Rows
     that only one profile has are 0 in the other. Scopes are in order of the difference's size.
 
-    Returns:  {"step", "classes", "limits", "scopes"}.
+    Returns:  {"step", "classes", "scopes"}.
     """
     both = [before, after]
     parts = [
@@ -29,15 +29,10 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         for p in both
     ]
     classes = [{(name,): row["ms"] for name, row in p["by_class"].items()} for p in both]
-    limits = [
-        {(name,): ms for name, ms in ((p.get("limits") or {}).get("by_bound_ms") or {}).items()}
-        for p in both
-    ]
     scopes = sorted(_rows(*map(_by_scope, both)), key=lambda row: -abs(row["difference"]))
     return {
         "step": _rows(*parts),
         "classes": _rows(*classes),
-        "limits": _rows(*limits),
         "scopes": scopes,
     }
 
@@ -73,8 +68,6 @@ def in_words(found: dict[str, Any], titles: Sequence[str]) -> str:
     """
     head = f"before  {titles[0]}\nafter   {titles[1]}"
     parts = [head, _table(found["step"], ("ms per step",)), _table(found["classes"], ("kernels",))]
-    if found["limits"]:
-        parts.append(_table(found["limits"], ("limit",)))
     if found["scopes"]:
         parts.append(_table(found["scopes"][:MAX_ROWS], ("pass", "scope")))
     left = len(found["scopes"]) - MAX_ROWS

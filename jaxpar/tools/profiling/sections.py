@@ -22,8 +22,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 CPU_NOTE = (
     "this is a CPU trace: instructions run on host threads with little overlap; communication "
-    "includes waiting for the other devices; simulated devices share the cores; there are no GPU "
-    "kernels and no rooflines"
+    "includes waiting for the other devices; simulated devices share the cores"
 )
 
 #: A device is a straggler if its compute time exceeds the mean by this share.
@@ -31,14 +30,8 @@ SLOW = 0.02
 
 
 def rates(profile: dict[str, Any], facts: ProfileFacts | None) -> str:
-    """Return the FLOP/s of matmuls, attention and model; "" if nothing is known."""
-    lines, matmuls = [], profile.get("matmuls")
-    if matmuls:
-        share = f", {matmuls['share']:.1%} of the bfloat16 peak" if matmuls["share"] else ""
-        rate = f"{digits(matmuls['flops_per_second'] / 1e12)} TFLOP/s while they run{share}"
-        lines.append(
-            f"  matmuls: {digits(matmuls['flops'] / 1e12)} TFLOP per step and device, {rate}"
-        )
+    """Return the FLOP/s of attention and model; "" if nothing is known."""
+    lines = []
     if attention := profile.get("attention"):
         rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
         flops = f"{digits(attention['flops'] / 1e12)} TFLOP per step and device"

@@ -25,8 +25,6 @@ def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
     Args:     sent: the card of `collective_bytes`, for the bytes of each collective.
     """
     parts = [_head(profile), _classes(profile)]
-    if profile["limits"]:
-        parts.append(_limits(profile))
     if profile["launching"]:
         parts.append(_launching(profile["launching"], profile["between_steps_ms"]))
     if profile["communication"]:
@@ -75,20 +73,11 @@ def _classes(p: dict[str, Any]) -> str:
         rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
     idle = p["ms"]["idle"]
     rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
-    return indented(rows, left=(0, 4))
-
-
-def _limits(p: dict[str, Any]) -> str:
-    """Return the time by limit, and the use of the tensor cores."""
-    found, step = p["limits"], p["ms"]["step"]
-    rows = [("limit", "ms", "of step")]
-    rows += [(n, f"{ms:,.1f}", f"{ms / step:.1%}") for n, ms in found["by_bound_ms"].items()]
-    text = f"  tensor cores: {found['tensor_share']:.1%} of the step in kernels that use them"
-    if found["flops_per_second"]:
-        text += f", at {digits(found['flops_per_second'] / 1e12)} TFLOP/s"
-    if found["peak_share"]:
-        text += f"; {found['peak_share']:.1%} of the bfloat16 peak over the step"
-    return f"{indented(rows)}\n\n{text}"
+    text = indented(rows, left=(0, 4))
+    if p["tensor_ms"] is not None:
+        share = p["tensor_ms"] / step
+        text += f"\n\n  tensor cores: {share:.1%} of the step in kernels that use them"
+    return text
 
 
 def _launching(found: dict[str, Any], between_ms: float | None) -> str:
@@ -153,14 +142,14 @@ def _scopes(p: dict[str, Any]) -> str:
     shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
     if p["unattributed_ms"] >= 0.05:
         shown.append(f"unattributed {p['unattributed_ms']:,.1f}")
-    rows = _limits_of_scopes(p) if p["scopes"] else _classes_of_scopes(p, times)
+    rows = _classes_of_scopes(p, times)
     return "  compute by pass: " + "   ".join(shown) + "\n\n" + indented(rows, left=(0, 1))
 
 
 def _classes_of_scopes(
     p: dict[str, Any], times: dict[tuple[str, str], float]
 ) -> list[tuple[str, ...]]:
-    """Return rows with a column per class, for traces that do not tell more."""
+    """Return rows with a column per class."""
     classes = [what for what in p["by_class"] if what != COMMUNICATION]
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in p["by_scope_ms"]:
@@ -172,22 +161,11 @@ def _classes_of_scopes(
     return rows
 
 
-def _limits_of_scopes(p: dict[str, Any]) -> list[tuple[str, ...]]:
-    shown = [n for n in _RATES if n == "tensor_share" or any(r.get(n) for r in p["scopes"])]
-    rows: list[tuple[str, ...]] = [
-        ("pass", "scope", "ms", "of step", *(_RATES[name][0] for name in shown))
-    ]
-    for r in p["scopes"][:MAX_ROWS]:
-        each = [_cell(name, r.get(name)) for name in shown]
-        rows.append((r["pass"], r["scope"] or "-", f"{r['ms']:,.1f}", f"{r['share']:.1%}", *each))
-    return rows
-
-
 def _kernels(p: dict[str, Any]) -> str:
     """Return two lines per kernel: its figures and place, then its name, result and instruction."""
-    top, step = [k | _rates(k) for k in p["top_kernels"]], p["ms"]["step"]
-    shown = [name for name in _RATES if any(k.get(name) for k in top)]
-    rows = [("ms", "of step", "count", "mean us", *(_RATES[name][0] for name in shown), "place")]
+    top, step = p["top_kernels"], p["ms"]["step"]
+    shown = [name for name in _COLUMNS if any(k.get(name) for k in top)]
+    rows = [("ms", "of step", "count", "mean us", *(_COLUMNS[name][0] for name in shown), "place")]
     for k in top:
         numbers = [f"{k['ms']:,.1f}", f"{k['ms'] / step:.1%}"]
         numbers += [f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
@@ -208,34 +186,17 @@ def _names(k: dict[str, Any]) -> tuple[str, str, str]:
     return _cut(k["name"], MAX_NAME_CHARS), _cut(k["result"], MAX_RESULT_CHARS), op
 
 
-def _rates(k: dict[str, Any]) -> dict[str, float]:
-    """Return FLOP/s and bytes/s of a kernel, as far as its costs are known."""
-    costs = {"flops_per_second": k.get("flops"), "bytes_per_second": k.get("bytes")}
-    return {
-        name: cost / k["mean_us"] * 1e6 for name, cost in costs.items() if cost and k["mean_us"]
-    }
-
-
 def _cell(name: str, value: Any) -> str:
-    return "-" if value is None or value == 0 else _RATES[name][1](value)
+    return "-" if value is None else _COLUMNS[name][1](value)
 
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-#: What is known about a kernel or a scope (`limits.py`): title and format.
-_RATES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "flops_per_second": ("TFLOP/s", lambda value: digits(value / 1e12)),
-    "bytes_per_second": ("GB/s", lambda value: digits(value / 1e9)),
-    "roofline": ("roof", _percent),
-    "occupancy": ("occ.", _percent),
+#: What is known about a kernel: title and format.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "occupancy": ("occ.", lambda value: f"{value:.0%}"),
     "waves": ("waves", digits),
-    "tensor_share": ("tensor", _percent),
     "tensor_cores": ("tensor", lambda uses: "yes" if uses else "no"),
-    "bound": ("limit", str),
 }

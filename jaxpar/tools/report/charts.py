@@ -1,4 +1,5 @@
-"""Builds the charts over steps from the runs' series, and the data to draw them again."""
+"""Builds the charts over steps: empty ones with tables, and the data with which the script draws
+them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,17 +8,16 @@ from xml.etree.ElementTree import Element
 
 from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.tools.charts import chart
-from jaxpar.tools.charts.chart import Chart, Line, Tick
 from jaxpar.tools.charts.elements import e, table
-from jaxpar.tools.charts.scale import Scale, scale_of, short
-from jaxpar.tools.report.runs import OF_FOLLOWERS, OF_SETS, RunRead
+from jaxpar.tools.charts.scale import short
+from jaxpar.tools.report.runs import OF_FOLLOWERS, OF_SETS, Mark, RunRead
 from jaxpar.tools.report.series import Point
 
 #: Rows per run in the table under a chart.
 MAX_ROWS = 12
 
-#: Most points of the table of a run's hours by step.
-MAX_HOURS = 200
+#: Most points of the table of a run's hours by step, of a line over time, and most marks of a kind.
+MAX_HOURS, MAX_POINTS, MAX_MARKS = 200, 400, 100
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Shown:
     """Another metric, drawn as points."""
     least: float = 0.2
     log: bool = False
-    """`least` and `log`: as in `scale_of`."""
+    """`least`: smallest span of the axis relative to the largest value, so that noise is not
+    magnified. `log`: whether the axis may be logarithmic."""
 
 
 SHOWN = (
@@ -103,56 +104,11 @@ def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     nats = {"data-nats": f" {unit}"} if shown.beside == "held_out_loss" else {}
     head = e("h3", shown.title, e("span", f" {unit}", **nats) if unit else None)
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
-    figure.append(e("div", _chart(runs, shown), class_="view"))
+    about = "; ".join(_sentence(run, shown) for run in runs)
+    script = {"data-metric": shown.name, "data-least": shown.least, "data-log": shown.log}
+    figure.append(e("div", chart.drawing(shown.title, about, script), class_="view"))
     figure.append(_table(runs, shown))
     return figure
-
-
-def _chart(runs: Sequence[RunRead], shown: Shown) -> Element:
-    lines, ticks = [], []
-    for index, run in enumerate(runs):
-        lines += _lines(index, run, shown)
-        ticks += [Tick(index, m.kind, float(m.step), f"{run.name}: {m.text}") for m in run.marks]
-    ends = [x for line in lines for x, _ in line.points]
-    if shown.name == "last half":
-        # The points cover all steps. The loss determines where the second half begins.
-        first = min(x for line in lines if line.kind != "dots" for x, _ in line.points)
-        x = Scale(first, max(max(ends), first + 1))
-        lines = [_from(line, x.low) for line in lines]
-    else:
-        x = Scale(0.0, max(ends))
-    y = scale_of(_heights(lines), least=shown.least, log=shown.log)
-    about = "; ".join(_sentence(run, shown) for run in runs)
-    script = {"data-metric": shown.name, "data-low": x.low, "data-high": x.high}
-    more = tuple((script | {"data-least": shown.least, "data-log": shown.log}).items())
-    full = Chart(shown.title, about, x, y, "steps", [li for li in lines if li.points], ticks, more)
-    return chart.line_chart(full)
-
-
-def _lines(index: int, run: RunRead, shown: Shown) -> list[Line]:
-    points = points_of(run, shown.name)
-    main = [(float(p.step), p.smooth if shown.smooth else p.mean) for p in points]
-    band = [(float(p.step), p.low, p.high) for p in points]
-    single = all(p.low == p.high for p in points)
-    found = []
-    if shown.smooth and single:
-        found.append(Line(index, [(float(p.step), p.mean) for p in points], "raw"))
-    found.append(Line(index, main, "line", () if single else band))
-    if shown.beside:
-        beside = [(float(p.step), p.mean) for p in points_of(run, shown.beside)]
-        found.append(Line(index, beside, "dots"))
-    return found
-
-
-def _from(line: Line, low: float) -> Line:
-    """Return the part of a line from a position on the axis."""
-    points = [(x, y) for x, y in line.points if x >= low]
-    return Line(line.run, points, line.kind, line.band)
-
-
-def _heights(lines: Sequence[Line]) -> list[float]:
-    drawn = [y for line in lines for _, y in line.points]
-    return drawn + [y for line in lines for _, *both in line.band for y in both]
 
 
 def _sentence(run: RunRead, shown: Shown) -> str:
@@ -181,12 +137,12 @@ def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
 
 
 def page_data(runs: Sequence[RunRead]) -> dict[str, Any]:
-    """Return the data with which the script draws the charts again, and shows values.
+    """Return the data with which the script draws the charts, and shows values.
 
     Returns:  for each run: its name, tokens per step, steps and tokens if steps differ in size,
-              steps and hours since it began, bits per byte of a nat per token; and by metric the
-              steps `x` and values `y`. `m` has the means that are smoothed in `y`; `lo` and `hi`
-              the range of values, where it is more than one.
+              steps and hours since it began, and the same of each attempt, its marks, bits per byte
+              of a nat per token; and by metric the steps `x` and values `y`. `m` has the means that
+              are smoothed in `y`; `lo` and `hi` the range of values, where it is more than one.
     """
     beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}
     return {"runs": [_run_data(run, shown_of(runs)) for run in runs], "beside": beside}
@@ -208,6 +164,8 @@ def _run_data(run: RunRead, charts: Sequence[Shown]) -> dict[str, Any]:
         metrics[name] = found
     tokens, bits = run.tokens_per_step, bits_per_nat(run)
     about = {"name": run.name, "tokens_per_step": tokens, "bits": bits, "hours": hours_of(run)}
+    about["progress"] = [list(zip(*_thinned(part), strict=True)) for part in run.progress if part]
+    about["marks"] = marks_of(run)
     if run.sizes_change and "loss" in metrics:
         steps = metrics["loss"]["x"]
         about["tokens"] = steps, [run.tokens_at(step) for step in steps]
@@ -239,3 +197,18 @@ def hours_of(run: RunRead) -> tuple[list[int], list[float]]:
     every = -(-len(kept) // MAX_HOURS) or 1
     kept = [*kept[:-1:every], *kept[-1:]]
     return [step for step, _ in kept], [float(f"{at:.6g}") for _, at in kept]
+
+
+def _thinned(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    every = -(-len(points) // MAX_POINTS) or 1
+    return [*points[:-1:every], points[-1]]
+
+
+def marks_of(run: RunRead) -> list[Mark]:
+    """Return a run's marks; those of one kind that would overlap are merged."""
+    width = max(run.last_step, 1) / MAX_MARKS
+    kept: dict[tuple[str, int], list[Mark]] = {}
+    for mark in run.marks:
+        kept.setdefault((mark.kind, int(mark.step / width)), []).append(mark)
+    more = lambda marks: f" (and {len(marks) - 1} more here)" if len(marks) > 1 else ""  # noqa: E731
+    return [marks[0]._replace(text=marks[0].text + more(marks)) for marks in kept.values()]

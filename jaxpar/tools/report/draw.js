@@ -1,6 +1,6 @@
 "use strict";
-// Draws the charts again when a control of the page changes. Without the script, charts are as they
-// came: over steps, with axes, titles and tables. Sizes and shapes are those of chart.py.
+// Draws the charts, and again when a control of the page changes. Without the script there are the
+// tables of values. Sizes are those of chart.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const LEFT = 58, RIGHT = 548, TOP = 16, BOTTOM = 228, WIDTH = 560, COLOURS = 7, SVG = "http://www.w3.org/2000/svg";
 const state = { x: "steps", smooth: 2, logy: false, logx: false, bits: false, off: new Set(), zoom: null };
@@ -55,8 +55,19 @@ function inBits(metric, run) {
   return state.bits && run.bits && ["loss", "last half", "held_out_loss"].includes(metric) ? run.bits : 1;
 }
 
-function linesOf(metric) {
-  const found = [];
+// The chart of progress over time has its own axis; the others have that of the controls.
+const own = (svg) => svg.dataset.metric === "progress";
+const chosen = (svg) => (own(svg) ? { ...state, x: svg.dataset.unit, logx: false, logy: false, zoom: null } : state);
+
+function linesOf(svg) {
+  const found = [], { metric, factor } = svg.dataset;
+  if (own(svg)) {
+    data.runs.forEach((run, index) => {
+      for (const [hours, steps] of state.off.has(index) ? [] : run.progress)
+        found.push({ run, index, x: hours.map((at) => at * factor), y: steps, means: steps });
+    });
+    return found;
+  }
   data.runs.forEach((run, index) => {
     if (state.off.has(index)) return;
     for (const name of [metric, data.beside[metric]]) {
@@ -76,9 +87,9 @@ function linesOf(metric) {
 }
 
 // The part of a line within the axis, with its ends where the line leaves it.
-function cut(line, low, high) {
+function cut(line, low, high, logx) {
   const kept = [];
-  line.x.forEach((x, i) => { if (x >= low && x <= high && (!state.logx || x > 0)) kept.push(i); });
+  line.x.forEach((x, i) => { if (x >= low && x <= high && (!logx || x > 0)) kept.push(i); });
   return kept;
 }
 
@@ -124,16 +135,16 @@ function verticalScale(values, least, log) {
 
 // Of all charts: that of the zoom, or of a chart's own points.
 function horizontalScale(svg, lines) {
-  const xs = lines.flatMap((line) => line.x);
+  const xs = lines.flatMap((line) => line.x), { zoom, logx } = chosen(svg);
   let low = svg.dataset.metric === "last half" ? Math.min(...lines.flatMap((l) => (l.beside ? [] : l.x))) : 0;
   let high = Math.max(...xs);
-  if (state.zoom) [low, high] = state.zoom;
-  if (state.logx) {
+  if (zoom) [low, high] = zoom;
+  if (logx) {
     const least = Math.min(...xs.filter((x) => x > 0));
     if (low <= 0) low = least;
   }
   if (!(high > low)) high = low + 1;
-  return scale(low, high, state.logx && low > 0);
+  return scale(low, high, logx && low > 0);
 }
 
 // ------------------------------------------------------------------------------------- drawing
@@ -144,20 +155,19 @@ function colour(index) {
 }
 
 function draw(svg) {
-  const lines = linesOf(svg.dataset.metric), { least, log } = svg.dataset;
-  svg.replaceChildren(...[...svg.children].filter((c) => c.matches("title, desc, .mark, .cross, .zoom")));
-  const marks = svg.querySelector(".mark, .cross");
-  const put = (made) => svg.insertBefore(made, marks);
+  const lines = linesOf(svg), { least, log } = svg.dataset, { logx, logy, x: unit } = chosen(svg);
+  svg.replaceChildren(...[...svg.children].filter((c) => c.matches("title, desc, .cross, .zoom")));
+  const put = (made) => svg.insertBefore(made, svg.querySelector(".cross"));
   svg.scales = null;
   if (!lines.some((line) => line.x.length)) {
     put(element("text", { class: "xlabel", x: (LEFT + RIGHT) / 2, y: (TOP + BOTTOM) / 2 }, "no run is selected"));
-    return placeMarks(svg, null);
+    return;
   }
-  const x = horizontalScale(svg, lines), kept = lines.map((line) => cut(line, x.low, x.high));
+  const x = horizontalScale(svg, lines), kept = lines.map((line) => cut(line, x.low, x.high, logx));
   const heights = lines.flatMap((line, n) => kept[n].flatMap((i) => [line.y[i], ...(line.lo ? [line.lo[i], line.hi[i]] : line.raw ? [line.means[i]] : [])]));
   const positive = heights.every((value) => value > 0), wide = Math.max(...heights) / Math.min(...heights) > 50;
-  const logarithmic = positive && (state.logy || (log === "True" && wide));
-  const y = verticalScale(heights.length ? heights : [0, 1], Number(least), logarithmic);
+  const logarithmic = positive && (logy || (log === "True" && wide));
+  const y = verticalScale(own(svg) ? [0, ...heights] : heights.length ? heights : [0, 1], Number(least || 0), logarithmic);
   svg.scales = { x, y };
   const px = (value) => (LEFT + x.at(value) * (RIGHT - LEFT)).toFixed(1);
   const py = (value) => (BOTTOM - y.at(value) * (BOTTOM - TOP)).toFixed(1);
@@ -170,9 +180,9 @@ function draw(svg) {
     put(element("path", { class: "axis", d: `M${px(tick)} ${BOTTOM}v5` }));
     put(element("text", { class: "xlabel", x: px(tick), y: BOTTOM + 20 }, short(tick)));
   }
-  put(element("text", { class: "xname", x: RIGHT, y: 266 }, state.x));
+  put(element("text", { class: "xname", x: RIGHT, y: 266 }, unit));
   lines.forEach((line, n) => drawLine(put, line, kept[n], px, py));
-  placeMarks(svg, x);
+  drawMarks(put, svg, x);
 }
 
 function drawLine(put, line, kept, px, py) {
@@ -198,11 +208,29 @@ function drawLine(put, line, kept, px, py) {
   put(dots);
 }
 
-function placeMarks(svg, x) {
-  for (const mark of svg.querySelectorAll("g.mark")) {
-    const run = Number(mark.dataset.run), at = x && x.at(across(data.runs[run], Number(mark.dataset.at)));
-    const shown = x && at >= 0 && at <= 1 && !state.off.has(run);
-    mark.style.display = shown ? "" : "none";
-    if (shown) mark.setAttribute("transform", `translate(${(LEFT + at * (RIGHT - LEFT)).toFixed(1)} ${BOTTOM})`);
-  }
+// Each kind of mark, from (0, 0) on the step axis; the plot is 212 high.
+const SHAPES = {
+  restart: "M0 0V-212M-4 -205L0 -212L4 -205", rewind: "M0 0V-212M7 -212H0L4 -208M0 -212L4 -216",
+  skipped: "M-4 -3L4 -11M4 -3L-4 -11", failed: "M0 0V-8M-3 -11L3 -17M3 -11L-3 -17", saved: "M0 0V-8",
+};
+
+function drawMarks(put, svg, x) {
+  data.runs.forEach((run, index) => {
+    if (state.off.has(index)) return;
+    for (const [kind, step, hours, text] of run.marks) {
+      if (own(svg) && hours === null) continue;
+      const at = x.at(own(svg) ? hours * svg.dataset.factor : across(run, step));
+      if (!(at >= 0 && at <= 1)) continue;
+      const place = `translate(${(LEFT + at * (RIGHT - LEFT)).toFixed(1)} ${BOTTOM})`;
+      const mark = element("g", { class: `mark ${kind} ${colour(index)}`, transform: place });
+      mark.append(element("title", {}, `${run.name}: ${text}`), element("path", { d: SHAPES[kind] }));
+      put(mark);
+    }
+  });
+}
+
+for (const sign of document.querySelectorAll("[data-sign]")) {
+  const kind = sign.dataset.sign, high = ["restart", "rewind"].includes(kind);
+  sign.setAttribute("viewBox", high ? "-10 -217 20 24" : "-10 -20 20 24");
+  sign.append(element("path", { class: `mark ${kind}`, d: SHAPES[kind] }));
 }

@@ -33,7 +33,6 @@ function remembered() {
   state.off = new Set(numbers("off").filter((index) => index in data.runs));
   const zoom = numbers("zoom");
   state.zoom = zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null;
-  return given.size > 0;
 }
 
 function zoomTo(low, high) {
@@ -42,7 +41,7 @@ function zoomTo(low, high) {
 }
 
 if (controls) {
-  const again = remembered();
+  remembered();
   document.getElementById(`view-${state.x}`).checked = true;
   for (const choice of controls.querySelectorAll("input[name=view]"))
     choice.addEventListener("change", () => { state.x = choice.value; state.zoom = null; changed(); });
@@ -63,14 +62,16 @@ if (controls) {
     box.addEventListener("change", () => { state.off[box.checked ? "delete" : "add"](index); changed(); });
   });
   document.getElementById("reset").addEventListener("click", () => zoomTo(0, 0));
-  document.body.classList.add("scripted");
-  if (again) drawAll();
 }
+document.body.classList.add("scripted");
+for (const svg of charts) svg.append(element("path", { class: "cross", d: `M${LEFT} ${TOP}V${BOTTOM}` }));
+drawAll();
 
 // --------------------------------------------------------------------------- values at the pointer
 
-function valuesAt(metric, x) {
-  return linesOf(metric).filter((line) => line.x.length).map((line) => {
+function valuesAt(svg, x) {
+  const there = (line) => line.x.length && (!own(svg) || (line.x[0] <= x && x <= line.x.at(-1)));
+  return linesOf(svg).filter(there).map((line) => {
     const at = nearest(line.x, x);
     const name = (data.runs.length > 1 ? line.run.name + "  " : "") + (line.beside ? "held-out  " : "");
     return { x: line.x[at], text: name + short(line.y[at]) + (line.beside ? " at " + short(line.x[at]) : "") };
@@ -96,14 +97,14 @@ for (const svg of charts) {
   const show = (place) => {
     const there = scales();
     if (!there || place < 0 || place > 1) return hide();
-    const found = valuesAt(svg.dataset.metric, there.x.value(place));
+    const found = valuesAt(svg, there.x.value(place));
     if (!found.length) return hide();
     const x = found[0].x, at = LEFT + Math.min(Math.max(there.x.at(x), 0), 1) * (RIGHT - LEFT);
     const box = svg.getBoundingClientRect();
     held = place;
     cross.setAttribute("transform", `translate(${at - LEFT} 0)`);
     cross.style.visibility = "visible";
-    tip.textContent = [`${state.x.replace(/s$/, "")} ${short(x)}`, ...found.map((f) => f.text)].join("\n");
+    tip.textContent = [`${chosen(svg).x.replace(/s$/, "")} ${short(x)}`, ...found.map((f) => f.text)].join("\n");
     tip.hidden = false;
     const left = (at * box.width) / WIDTH + svg.parentElement.offsetLeft + 12;
     const turned = left + tip.offsetWidth > figure.clientWidth;
@@ -128,7 +129,7 @@ for (const svg of charts) {
     zoom.setAttribute("width", 0);
     const to = inside(placeOf(event)), start = from, x = svg.scales && svg.scales.x;
     from = null;
-    if (event.type !== "pointerup" || start === null || !x || Math.abs(to - start) < 0.02) return;
+    if (event.type !== "pointerup" || start === null || !x || own(svg) || Math.abs(to - start) < 0.02) return;
     zoomTo(x.value(Math.min(start, to)), x.value(Math.max(start, to)));
   };
   svg.addEventListener("pointerup", ended);
@@ -141,7 +142,7 @@ for (const svg of charts) {
     const there = scales(), at = held === null ? 0.5 : held;
     if (!there) return;
     const { low, high, value } = there.x, middle = value(at);
-    const around = (factor) => zoomTo(Math.max(middle - (middle - low) * factor, 0), middle + (high - middle) * factor);
+    const around = (factor) => !own(svg) && zoomTo(Math.max(middle - (middle - low) * factor, 0), middle + (high - middle) * factor);
     const keys = {
       ArrowLeft: () => show(inside(at - 0.01)), ArrowRight: () => show(inside(at + 0.01)),
       Home: () => show(0), End: () => show(1),

@@ -1,4 +1,4 @@
-"""Builds the report's section about profiles: where the time of a step goes, and its limits."""
+"""Builds the report's section about profiles: where the time of a step goes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,37 +50,21 @@ def _head(found: dict[str, Any], loaded: LoadedProfile) -> str:
     text = f"Steps {about.first_step} to {last}: " if about else ""
     parts = [f"{name} {ms[name]:,.1f} ms" for name in ("step", "compute", "exposed", "idle")]
     text += ", ".join(parts)
-    if found["limits"]:
-        text += f". Tensor cores: {found['limits']['tensor_share']:.1%} of the step. Limits: "
-        text += ", ".join(
-            f"{name} {each / ms['step']:.1%}"
-            for name, each in found["limits"]["by_bound_ms"].items()
-        )
+    if found["tensor_ms"] is not None:
+        text += f". Tensor cores: {found['tensor_ms'] / ms['step']:.1%} of the step"
     return text + "."
 
 
 def _scopes(found: dict[str, Any]) -> Element:
     """Return a table of the passes and scopes with most time."""
-    if found["scopes"] is None:
-        times: dict[tuple[str, str], float] = {}
-        for row in found["by_scope_ms"]:
-            place = row["pass"], row["scope"]
-            times[place] = times.get(place, 0.0) + row["ms"]
-        ordered = sorted(times.items(), key=lambda item: -item[1])[:MAX_ROWS]
-        step = found["ms"]["step"]
-        return table(
-            ["pass", "scope", "ms", "of step"],
-            [[*place, f"{ms:,.1f}", f"{ms / step:.1%}"] for place, ms in ordered],
-            texts=2,
-        )
-    rows = [
-        [
-            *(r["pass"], r["scope"], r["bound"] or "–", f"{r['ms']:,.1f}", f"{r['share']:.1%}"),
-            f"{r['tensor_share']:.0%}",
-            "–" if r["occupancy"] is None else f"{r['occupancy']:.0%}",
-            *(f"{r['flops_per_second'] / 1e12:,.0f}", f"{r['bytes_per_second'] / 1e9:,.0f}"),
-        ]
-        for r in found["scopes"][:MAX_ROWS]
-    ]
-    names = ["pass", "scope", "limit", "ms", "of step", "tensor cores", "occupancy", "TFLOP/s"]
-    return table([*names, "GB/s"], rows, texts=3)
+    times: dict[tuple[str, str], float] = {}
+    for row in found["by_scope_ms"]:
+        place = row["pass"], row["scope"]
+        times[place] = times.get(place, 0.0) + row["ms"]
+    ordered = sorted(times.items(), key=lambda item: -item[1])[:MAX_ROWS]
+    step = found["ms"]["step"]
+    return table(
+        ["pass", "scope", "ms", "of step"],
+        [[*place, f"{ms:,.1f}", f"{ms / step:.1%}"] for place, ms in ordered],
+        texts=2,
+    )

@@ -6,16 +6,14 @@ from xml.etree.ElementTree import Element
 
 from jaxpar.runtime.units import duration
 from jaxpar.tools.charts import chart
-from jaxpar.tools.charts.chart import Chart, Line, Tick
 from jaxpar.tools.charts.elements import e, table
-from jaxpar.tools.charts.scale import Scale, scale_of
 from jaxpar.tools.report.runs import KINDS, RunRead
 
 #: Bars of a histogram.
 BARS = 40
 
-#: Most points of a progress line, and most checkpoints in its table.
-MAX_POINTS, MAX_SAVES = 400, 12
+#: Most checkpoints in the table of progress.
+MAX_SAVES = 12
 
 
 def histogram(runs: Sequence[RunRead]) -> Element | None:
@@ -43,20 +41,10 @@ def histogram(runs: Sequence[RunRead]) -> Element | None:
 
 def progress(runs: Sequence[RunRead]) -> Element | None:
     """Return the chart of steps over time, with events."""
-    lines = [Line(i, _thinned(part)) for i, run in enumerate(runs) for part in run.progress if part]
-    if not lines or max(x for line in lines for x, _ in line.points) <= 0:
+    hours = max((x for run in runs for part in run.progress for x, _ in part), default=0.0)
+    if hours <= 0:
         return None
-    hours = max(x for line in lines for x, _ in line.points)
     unit, factor = ("hours", 1.0) if hours >= 2 else ("minutes", 60.0)
-    lines = [Line(li.run, [(x * factor, y) for x, y in li.points]) for li in lines]
-    ticks = [
-        Tick(i, m.kind, m.hours * factor, f"{run.name}: {m.text}")
-        for i, run in enumerate(runs)
-        for m in run.marks
-        if m.hours is not None
-    ]
-    x = Scale(0.0, hours * factor)
-    y = scale_of([0.0, *(y for line in lines for _, y in line.points)])
     counts = [f"{run.name}: {_counted(run)}" for run in runs]
     rows = [
         [run.name, m.kind, m.step, f"{m.hours * factor:.2f}" if m.hours is not None else "", m.text]
@@ -64,11 +52,12 @@ def progress(runs: Sequence[RunRead]) -> Element | None:
         for m in _important(run)
     ]
     names = ["run", "event", "step", unit, ""]
-    full = Chart("Progress over time", "; ".join(counts), x, y, unit, lines, ticks)
+    about = {"data-metric": "progress", "data-unit": unit, "data-factor": factor}
+    drawn = chart.drawing("Progress over time", "; ".join(counts), about)
     return e(
         "figure",
         e("h3", "Progress over time", e("span", " completed steps")),
-        chart.line_chart(full),
+        e("div", drawn, class_="view"),
         e("details", e("summary", "Values"), table(names, rows, texts=2)),
         id="progress",
     )
@@ -85,12 +74,6 @@ def _important(run: RunRead) -> list[Any]:
     """Return the marks for the table: recent events, and the latest checkpoints."""
     rest = [mark for mark in run.marks if mark.kind != "saved"]
     return rest[-50:] + [mark for mark in run.marks if mark.kind == "saved"][-MAX_SAVES:]
-
-
-def _thinned(points: list[tuple[float, int]]) -> list[tuple[float, float]]:
-    every = -(-len(points) // MAX_POINTS) or 1
-    kept = [*points[::every], points[-1]] if (len(points) - 1) % every else points[::every]
-    return [(x, float(y)) for x, y in kept]
 
 
 def goodput(runs: Sequence[RunRead]) -> Element | None:

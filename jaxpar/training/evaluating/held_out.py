@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
-from jaxpar.data import Loader, open_loader
 from jaxpar.data.formats.meta import TRAIN
+from jaxpar.data.loader import Loader
+from jaxpar.data.pair_loader import open_loader
 from jaxpar.data.sources import check_tokenizers
 
 #: The order of tokens along the sequence axis, by their number: as in `Loader`.

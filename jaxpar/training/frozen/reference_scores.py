@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
-from jaxpar.data import PairLoader
+from jaxpar.data.pair_loader import PairLoader
 from jaxpar.data.pairs import places_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.parallel.context import order_of

@@ -1,7 +1,5 @@
 """The work of `python -m jaxpar.verify --mup`."""
 
-from collections.abc import Callable, Mapping
-
 import jax
 
 from jaxpar.config import Config, ConfigError
@@ -9,17 +7,13 @@ from jaxpar.config.model_source import ModelReader
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.files import atomic
-from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
+from jaxpar.verification.coordinates.activations import ActivationSizes, measure
 from jaxpar.verification.coordinates.growth import growth, table, verdicts
 from jaxpar.verification.coordinates.wider import prepared, widened
 from jaxpar.verification.options import MupOptions
-
-type Draw = Callable[[Mapping[int, Mapping[str, float]], str, str], bytes]
 
 
 def widths_of(text: str, cfg: Config) -> list[int]:
@@ -40,13 +34,11 @@ def widths_of(text: str, cfg: Config) -> list[int]:
     return widths
 
 
-def check_coordinates(options: MupOptions, model_from: ModelReader, draw: Draw) -> int:
+def check_coordinates(options: MupOptions, model_from: ModelReader) -> int:
     """Measure every width, print the table, and return the exit code.
 
-    Args:     model_from: reads the model that `--model.from` names. draw: makes the file of --svg,
-              from sizes by width and kind, a title, and the line under it.
+    Args:     model_from: reads the model that `--model.from` names.
     """
-    check_file("--svg", options.svg or None, "mup.svg", in_existing_folder=True)
     asked = options.config.asked(model_from)
     cfg = prepared(asked, options.sequences, options.length)
     configs = {width: resolve(widened(cfg, width), 1) for width in widths_of(options.widths, asked)}
@@ -64,10 +56,6 @@ def check_coordinates(options: MupOptions, model_from: ModelReader, draw: Draw) 
     exponents = growth(found)
     print(f"\nmean |activation| after step {options.steps}, by d_model\n")
     print(table(found, exponents, options.tolerance))
-    if options.svg:
-        sizes = {width: {kind: one.end[kind] for kind in KINDS} for width, one in found.items()}
-        atomic.write(options.svg, draw(sizes, title, under))
-        print(f"\nwrote {options.svg}")
     wrong = verdicts(exponents, options.tolerance)
     print("\n" + ("; ".join(wrong) if wrong else "flat: no activation depends on the width"))
     return exit_codes.EXIT_ERROR if wrong else exit_codes.EXIT_OK

@@ -6,7 +6,8 @@ import pytest
 
 from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes.hosts import generations, options
+from jaxpar.runtime.processes.hosts import formation, generations, options
+from jaxpar.runtime.processes.hosts.formation import Rules
 from jaxpar.runtime.processes.hosts.generations import (
     End,
     Generation,
@@ -25,7 +26,7 @@ def host(name: str, **more) -> Host:
 
 def generation(names: str, number: int = 1, **more) -> Generation:
     hosts = [host(name) for name in names]
-    formed = generations.next_generation(number, hosts, None, None, Restarts())
+    formed = formation.next_generation(number, hosts, None, None, Restarts())
     return dataclasses.replace(formed, **more)
 
 
@@ -43,12 +44,12 @@ def seen(
 
 def test_members_have_ranks_in_their_order():
     members = [host("b", processes=2), host("a", processes=3), host("c")]
-    formed = generations.next_generation(4, members, None, None, Restarts())
+    formed = formation.next_generation(4, members, None, None, Restarts())
     assert formed.members == ("b", "a", "c") and formed.processes == 6
     assert [formed.first_rank(name) for name in "bac"] == [0, 2, 5]
-    assert [formed.host_of(rank) for rank in range(6)] == ["b", "b", "a", "a", "a", "c"]
+    assert [formed.count_of(name) for name in "bac"] == [2, 3, 1]
     assert formed.coordinator == f"10.0.0.{ord('b')}:5000"
-    v6 = generations.next_generation(4, [host("b", address="fd00::1")], None, None, Restarts())
+    v6 = formation.next_generation(4, [host("b", address="fd00::1")], None, None, Restarts())
     assert v6.coordinator == "[fd00::1]:5000"
 
 
@@ -105,37 +106,39 @@ def test_what_cannot_be_read_is_passed_over(key):
 
 def test_those_that_trained_before_keep_their_order():
     before = generation("cab")
-    names = [h.name for h in generations.in_order([host(n) for n in "adbc"], before)]
+    names = [h.name for h in formation.in_order([host(n) for n in "adbc"], before)]
     assert names == ["c", "a", "b", "d"]
-    assert [h.name for h in generations.in_order([host("b"), host("a")], None)] == ["a", "b"]
+    assert [h.name for h in formation.in_order([host("b"), host("a")], None)] == ["a", "b"]
 
 
-def by(*numbers: int):
-    return lambda devices: devices in numbers
+def rules(least: int, most: int, *numbers: int) -> Rules:
+    """Args:     numbers: of devices that can train; all without any."""
+    obstacle = lambda devices: "" if devices in numbers or not numbers else "it does not divide"  # noqa: E731
+    return Rules(least=least, most=most, restarts=3, obstacle=obstacle)
 
 
 @pytest.mark.parametrize(
-    ("there", "least", "most", "fits", "expected"),
+    ("there", "of", "expected"),
     [
-        ("abcd", 2, 4, by(2, 4, 8), "abcd"),
-        ("abc", 2, 4, by(2, 4, 8), "ab"),  # 6 devices do not divide the batch
-        ("abc", 3, 4, by(2, 4, 8), None),
-        ("abcd", 2, 3, by(4, 6, 8), "abc"),
-        ("a", 2, 4, by(2, 4, 8), None),
+        ("abcd", rules(2, 4, 2, 4, 8), "abcd"),
+        ("abc", rules(2, 4, 2, 4, 8), "ab"),  # 6 devices do not divide the batch
+        ("abc", rules(3, 4, 2, 4, 8), None),
+        ("abcd", rules(2, 3, 4, 6, 8), "abc"),
+        ("a", rules(2, 4, 2, 4, 8), None),
     ],
 )
-def test_as_many_hosts_train_as_can(there, least, most, fits, expected):
-    chosen = generations.chosen([host(name) for name in there], least, most, fits)
+def test_as_many_hosts_train_as_can(there, of, expected):
+    chosen = formation.chosen([host(name) for name in there], of)
     assert (chosen and "".join(h.name for h in chosen)) == expected
 
 
 def test_devices_fit_that_divide_the_global_batch_and_the_model():
     sizes = {"train.global_batch_size": 24, "run.cpu_devices": 1, "model.vocab_size": 512}
     cfg = replace(Config(), **sizes)
-    fits = options.fits(cfg)
-    assert cfg.model.d_model % 3 and [n for n in range(1, 9) if fits(n)] == [1, 2, 4, 8]
+    fitting = [n for n in range(1, 9) if not options.obstacle(cfg, n)]
+    assert cfg.model.d_model % 3 and fitting == [1, 2, 4, 8]
     assert options.obstacle(cfg, 5).startswith("model.d_model must be divisible by parallel.data")
-    assert options.fits(replace(cfg, **{"parallel.auto": "all"}))(7)
+    assert not options.obstacle(replace(cfg, **{"parallel.auto": "all"}), 7)
 
 
 def test_a_member_that_is_gone_has_started_again_or_gave_up_is_noticed():
@@ -151,12 +154,12 @@ def test_a_member_that_is_gone_has_started_again_or_gave_up_is_noticed():
 def test_a_loss_explains_the_failure_of_another_member():
     formed = generation("abc")
     failed = Over(kind="failed", text="", code=1)
-    assert generations.lost_of(seen("abc", "ac"), formed, failed) == ["b"]
-    assert generations.lost_of(seen("abc"), formed, failed) == []
+    assert formation.lost_of(seen("abc", "ac"), formed, failed) == ["b"]
+    assert formation.lost_of(seen("abc"), formed, failed) == []
     lost = Over(kind="lost", text="", hosts=("c",))
-    assert generations.lost_of(seen("abc", "ac"), formed, lost) == ["b", "c"]
+    assert formation.lost_of(seen("abc", "ac"), formed, lost) == ["b", "c"]
     joins = Over(kind="join", text="", hosts=("d",))
-    assert generations.lost_of(seen("abcd", "acd"), formed, joins) == []
+    assert formation.lost_of(seen("abcd", "acd"), formed, joins) == []
 
 
 def test_hosts_join_only_if_more_would_train():
@@ -164,12 +167,12 @@ def test_hosts_join_only_if_more_would_train():
     waiting = lambda names: dataclasses.replace(  # noqa: E731
         seen("ab" + names), hosts={n: host(n, ready=2 if n in names else 1) for n in "ab" + names}
     )
-    any_number, of = lambda _: True, generations.newcomers
-    assert of(waiting("c"), formed, 1, 4, any_number) == ["c"]
-    assert of(waiting("c"), formed, 1, 2, any_number) == []  # --nodes 1:2
-    assert of(waiting("c"), formed, 1, 4, by(4, 8)) == []
-    assert of(waiting("cd"), formed, 1, 4, by(4, 8)) == ["c", "d"]
-    assert of(waiting(""), formed, 1, 4, any_number) == []
+    of = formation.newcomers
+    assert of(waiting("c"), formed, rules(1, 4)) == ["c"]
+    assert of(waiting("c"), formed, rules(1, 2)) == []  # --nodes 1:2
+    assert of(waiting("c"), formed, rules(1, 4, 4, 8)) == []
+    assert of(waiting("cd"), formed, rules(1, 4, 4, 8)) == ["c", "d"]
+    assert of(waiting(""), formed, rules(1, 4)) == []
 
 
 def test_a_host_lives_while_its_entry_changes():

@@ -3,54 +3,51 @@
 import os
 import stat
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes.hosts import link, membership, running
+from jaxpar.runtime.processes import launcher
+from jaxpar.runtime.processes.hosts import link, signatures
 from jaxpar.runtime.processes.hosts.generations import End
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.store import Read
+from jaxpar.runtime.processes.hosts.signatures import Signatures
+from jaxpar.runtime.processes.hosts.store import LocalStore, Read
 from jaxpar.runtime.processes.token import FILE, TOKEN, TOKEN_FILE, RunToken, given_token, token_of
 
 SECRET, OTHER = RunToken("a token of sixteen"), RunToken("another token of sixteen")
 
 
-class FakeStore:
-    """A store in this process, which all memberships share."""
+class SignedStore(LocalStore):
+    """A store in this process that signs, as one of another process does."""
 
-    texts: dict[str, str]
-
-    def __init__(self, *_: Any):
-        self._read: Read | None = None
-
-    def free(self) -> bool:
-        return self._read is None
+    def __init__(self, texts: dict[str, str], run: str, token: RunToken):
+        super().__init__(texts)
+        self.signatures = Signatures(run, token)
 
     def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
-        FakeStore.texts |= {k: v for k, v in create.items() if k not in FakeStore.texts} | dict(own)
-        self._read = Read(dict(FakeStore.texts), time.monotonic())
+        super().ask(self.signatures.signed(own), self.signatures.signed(create))
 
     def answer(self) -> Read | None:
-        read, self._read = self._read, None
-        return read
-
-    def close(self) -> None:
-        pass
+        read = super().answer()
+        return read and Read(self.signatures.verified(read.texts), read.asked)
 
 
 @pytest.fixture
-def joins(monkeypatch):
-    monkeypatch.setattr(membership, "Store", FakeStore)
-    FakeStore.texts = {}
+def texts() -> dict[str, str]:
+    """What the store has, which all memberships share."""
+    return {}
+
+
+@pytest.fixture
+def joins(texts):
     made: list[Membership] = []
 
     def join(name: str, secret: RunToken = SECRET, run: str = "runs/x") -> Membership:
         own = {"name": name, "address": "127.0.0.1", "devices": 1, "processes": 1}
-        made.append(Membership("127.0.0.1:1", run, own, 60.0, secret))
+        made.append(Membership(SignedStore(texts, run, secret), own, 60.0))
         return made[-1]
 
     yield join
@@ -61,7 +58,6 @@ def joins(monkeypatch):
 def look(here: Membership) -> Any:
     """The view after an exchange."""
     here.hurry()
-    here.turn()
     return here.turn()
 
 
@@ -75,13 +71,13 @@ def test_hosts_with_one_token_see_each_other(joins):
     assert look(a).ends == {1: End(code=0, text="")}
 
 
-def test_what_a_stranger_writes_is_passed_over_with_one_warning_each(joins, capsys):
+def test_what_a_stranger_writes_is_passed_over_with_one_warning_each(joins, texts, capsys):
     a, b = joins("a"), joins("b")
     b.create("end/1", End(code=17, text="").as_text())
     for one in (a, b, a):
         look(one)
     end = End(code=0, text="").as_text()
-    signed = {k.rpartition("/")[0]: (k, v) for k, v in FakeStore.texts.items()}
+    signed = {k.rpartition("/")[0]: (k, v) for k, v in texts.items()}
     key, text = signed["end/1"]
     for stranger in (
         {"end/1": end, "end/2": f"{'0' * 64} {end}", "host/evil": "{", "note": "", "": ""},
@@ -89,25 +85,25 @@ def test_what_a_stranger_writes_is_passed_over_with_one_warning_each(joins, caps
         {key.replace("end/1", "end/3"): text},  # of another generation
         {"host/b\x1b[2J/x": "", "host/" + "x" * 10_000: "x" * 10_000},
     ):
-        FakeStore.texts |= stranger
+        texts |= stranger
         for _ in range(3):
             found = look(a)
             assert set(found.hosts) == {"a", "b"} and found.ends == {1: End(code=17, text="")}
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(FakeStore.texts) - 3 and len(set(said)) >= len(said) - 3
+    assert len(said) == len(texts) - 3 and len(set(said)) >= len(said) - 3
     assert all("is not signed with this run's token" in line for line in said)
     assert all(len(line) < 300 and "\x1b" not in line for line in said)
-    FakeStore.texts |= {f"note/{i}": "" for i in range(1000)}
+    texts |= {f"note/{i}": "" for i in range(1000)}
     look(a)
-    assert len(capsys.readouterr().err.splitlines()) == membership.MAX_WARNINGS - len(said)
+    assert len(capsys.readouterr().err.splitlines()) == signatures.MAX_WARNINGS - len(said)
 
 
-def test_a_stranger_who_replaces_entries_is_not_believed(joins):
+def test_a_stranger_who_replaces_entries_is_not_believed(joins, texts):
     a = joins("a")
     a.create("end/1", End(code=17, text="").as_text())
     look(a)
-    for key in list(FakeStore.texts):
-        FakeStore.texts[key] = "x"
+    for key in list(texts):
+        texts[key] = "x"
     found = look(a)
     assert set(found.hosts) == {"a"} and not found.ends
 
@@ -121,10 +117,10 @@ def test_hosts_of_another_token_or_run_are_not_of_this_one(joins, capsys, other,
     assert "the entry host/b of the rendezvous is passed over" in capsys.readouterr().err
 
 
-def test_an_entry_of_another_version_is_passed_over_with_one_warning(joins, capsys):
+def test_an_entry_of_another_version_is_passed_over_with_one_warning(joins, texts, capsys):
     a = joins("a")
     later = a.own.as_text().replace('"version": 1', '"version": 2').replace('"a"', '"b"')
-    FakeStore.texts |= a._signed({"host/b": later})
+    texts |= a.store.signatures.signed({"host/b": later})
     for _ in range(3):
         assert set(look(a).hosts) == {"a"}
     said = capsys.readouterr().err.splitlines()
@@ -196,7 +192,7 @@ def test_a_token_that_is_missing_or_cannot_be_read_is_said_with_a_fix(tmp_path, 
     monkeypatch.delenv(TOKEN_FILE, raising=False)
     cfg = replace(Config(), **{"run.store": "s3://bucket/run", "run.dir": str(tmp_path / "run")})
     with pytest.raises(ConfigError, match=f"{TOKEN_FILE}.*is needed with --nodes and run.store"):
-        running._token(cfg)
+        launcher.token_for_hosts(cfg)
     assert not os.listdir(tmp_path)
 
 

@@ -20,7 +20,4 @@ def test_every_section_on_gpus(tmp_path, devices, monkeypatch):
     if len(devices) > 1:
         assert status["collectives"] == "pass"
         assert len(found["bandwidth"]) == 6 * 4
-        assert len(found["latency"]) == 2 * 2 * 5
-        kernel = [row["call"] for row in found["latency"] if row["method"] == "kernel"]
-        assert all(kernel) == (len(devices).bit_count() == 1)
         assert len(found["links"]) == len(devices) * (len(devices) - 1) // 2

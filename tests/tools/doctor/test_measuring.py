@@ -1,14 +1,12 @@
 """Collectives are verified, and figures are what they are called; on simulated devices."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from rich.console import Console
 
 from jaxpar.commands import read
 from jaxpar.config import ConfigError, ParallelConfig
@@ -20,7 +18,6 @@ from jaxpar.tools.doctor.measure import (
     bandwidth,
     compute,
     hosts,
-    latency,
     links,
     verification,
 )
@@ -205,48 +202,6 @@ def test_calls_that_the_compiler_leaves_out_are_seen(devices):
     idle = dataclasses.replace(kind, run=lambda x: x)
     with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program instead of 3"):
         bandwidth.compile_repeated(mesh, idle, 8, 3)
-
-
-def test_small_messages_are_timed_by_the_method_that_the_program_uses(devices, monkeypatch):
-    """CPUs have no kernel for small messages, so it has no time there."""
-    monkeypatch.setattr(latency, "SIZES", (1 << 10,))
-    rows = list(latency.measure(bandwidth.one_axis(devices[:2]), 2, 10))
-    timed = [(row.kind, row.method) for row in rows]
-    assert timed == list(itertools.product(latency.KINDS, latency.METHODS))
-    assert {row.size for row in rows} == {1 << 10}
-    assert all((row.call is None) == (row.method == "kernel") for row in rows)
-    console = Console(width=118)
-    with console.capture() as printed:
-        console.print(showing.latency(rows))
-    shown = printed.get()
-    assert shown.count("all-gather, kernel") == shown.count("1 KiB") == 1
-    assert shown.count(" -") == 2
-
-
-PROGRAM = """HloModule jit_f, num_partitions=2
-
-%sum (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %all-reduce = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %start = ((f32[8]{0}), f32[8]{0}) fusion-start(%x), calls=%sum, backend_config={KIND}
-  %done = f32[8]{0} fusion-done(%start), backend_config={KIND}
-  ROOT %y = f32[8]{0} fusion(%done), kind=kCustom, calls=%sum, backend_config={OTHER}
-}
-"""
-
-
-def test_a_program_that_mixes_methods_is_seen():
-    """A fusion that is started and awaited counts once."""
-    kernel = '{"kind":"__triton_collective"}'
-    both = PROGRAM.replace("{KIND}", kernel).replace("{OTHER}", kernel)
-    assert latency.uses_kernel(both, 2)
-    assert not latency.uses_kernel(PROGRAM, 2)
-    with pytest.raises(bandwidth.LeftOut, match="1 of 2 calls use XLA's kernel"):
-        latency.uses_kernel(PROGRAM.replace("{KIND}", kernel), 2)
 
 
 # -------------------------------------------------------------------------------------- links

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpar.tools.doctor import showing
-from jaxpar.tools.doctor.checks.numa import numa_binding
+from jaxpar.tools.doctor.checks.host import numa_binding
 from jaxpar.tools.doctor.facts import HostFacts, StartedAs, of_the_host
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, h200

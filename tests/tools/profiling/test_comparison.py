@@ -21,7 +21,6 @@ def figures(scopes: dict[tuple[str, str], float], step: float, **classes: float)
         "by_scope_ms": [
             {"pass": p, "scope": s, "class": "fusion", "ms": ms} for (p, s), ms in scopes.items()
         ],
-        "limits": None,
         "unattributed_ms": 0.0,
     }
 

@@ -94,8 +94,6 @@ def test_a_cpus_profile(shown, profiled):
         assert {("forward", scope), ("backward", scope)} <= places, scope
     assert ("outside", "optimizer") in places
     assert found["devices_ms"].keys() == {"0", "1"}
-    # 2 layers, 256 tokens on 2 devices: forward and backward multiply at least as the model does.
-    assert found["matmuls"]["flops"] >= 0.9 * found["model"]["flops"]
     memory = shown["memory"]
     assert sum(memory["given"].values()) == memory["arguments"] and memory["temporaries"] > 0
     assert memory["given"]["state.params"] == memory["given"]["state.opt_state[0].mu"]

@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.monitoring.hlo import text as hlo
 from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.tools.profiling.hlo.costs import cost_of
+from jaxpar.tools.profiling.hlo.costs import multiplications
 
 #: As on a GPU, where a layer's values go through barriers, whose results are tuples.
 HLO = """\
@@ -73,19 +73,17 @@ def test_types_of_operands():
 
 
 @pytest.mark.parametrize(
-    ("name", "flops", "size", "dtype"),
+    ("name", "flops"),
     [
-        ("custom-call.1", 2 * 4 * 16 * 32, 2 * (4 * 16 + 16 * 32 + 4 * 32), "bf16"),
-        ("fusion.1", 2 * 4 * 16 * 32, 2 * (4 * 16 + 16 * 32 + 4 * 32), "bf16"),
-        ("fusion.2", 0, 4 * (1 + 128 + 128), ""),  # the pair, and its piece written in place
-        ("gone", 0, None, ""),
-        ("whole", None, 4 * 1000 + 2 * (4 * 16 + 16 * 32) + 4 * 1000 + 2 * 4 * 16, ""),
+        ("custom-call.1", 2 * 4 * 16 * 32),
+        ("fusion.1", 2 * 4 * 16 * 32),
+        ("fusion.2", 0),
+        ("gone", 0),
     ],
 )
-def test_costs_count_the_element_alone(name, flops, size, dtype):
+def test_products_are_of_the_element_alone(name, flops):
     module = hlo.parse(HLO)
-    cost = cost_of(module, module.instructions[name])
-    assert (cost.flops, cost.bytes, cost.dtype) == (flops, size, dtype)
+    assert multiplications(module, module.instructions[name]) == flops
 
 
 def test_so_do_bytes_that_are_sent():

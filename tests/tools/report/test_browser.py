@@ -124,22 +124,43 @@ def test_tokens_and_hours_instead_of_steps(show, file):
 
 
 @pytest.mark.waits
-def test_what_is_drawn_again_is_what_came(show, file):
-    """Over steps, with the smoothing that the page has: each line of each chart, to a pixel."""
-    paths = (
-        "[...document.querySelectorAll('figure svg[data-metric]')].map(s => "
-        "[...s.querySelectorAll('path.line, path.raw, path.band')].map(p => "
-        "[p.getAttribute('class').trim(), ...p.getAttribute('d').match(/-?[0-9.]+/g).map(Number)]))"
-    )
+def test_a_line_is_where_its_values_are_on_the_axis(show, file):
+    """The last value of the table, and the last point of the line, by the labels of the axis."""
     page = show(file, WIDE).page
-    before = page.evaluate(paths)
-    page.evaluate("drawAll()")
-    after = page.evaluate(paths)
-    assert len(before) >= 8 and [len(c) for c in before] == [len(c) for c in after]
-    flat = lambda charts: [line for lines in charts for line in lines]  # noqa: E731
-    for line, again in zip(flat(before), flat(after), strict=True):
-        assert line[0] == again[0]
-        np.testing.assert_allclose(line[1:], again[1:], atol=1.0)
+    labels = page.locator("#mfu .ylabel").evaluate_all(
+        "all => all.map(t => [Number(t.getAttribute('y')), Number(t.textContent)])"
+    )
+    (low, at_low), (high, at_high) = labels[0], labels[-1]
+    path = page.locator("#mfu .line.r1").first.get_attribute("d")
+    last = float(re.findall(r"-?[0-9.]+", path)[-1])
+    drawn = at_low + (last - low) / (high - low) * (at_high - at_low)
+    cells = page.locator("#mfu tbody tr").last.locator("td").all_text_contents()
+    assert cells[0] == "200" and drawn == pytest.approx(float(cells[1]), rel=2e-3)
+
+
+@pytest.mark.waits
+def test_the_second_half_has_an_axis_of_its_own(show, file):
+    page = show(file, WIDE).page
+    has_ticks(page, "120", "140", "160", "180", "200", metric="last-half")
+
+
+@pytest.mark.waits
+def test_progress_is_over_time_with_events(show, file):
+    page = show(file, WIDE).page
+    expect(page.locator("#progress .xname")).to_have_text("minutes")
+    expect(page.locator("#progress .line.r0")).to_have_count(2)  # two attempts
+    expect(page.locator("#progress .mark.restart.r0")).to_have_count(1)
+    click(page, "#view-tokens")
+    expect(page.locator("#progress .xname")).to_have_text("minutes")
+    expect(page.locator("#loss .mark.restart.r0")).to_have_count(1)
+
+
+@pytest.mark.waits
+def test_without_the_script_there_are_tables(show, file):
+    page = show(file, WIDE, script=False).page
+    expect(page.locator("#loss svg")).to_be_hidden()
+    page.locator("#loss summary").click()
+    expect(page.locator("#loss tbody tr").last).to_contain_text("200")
 
 
 @pytest.mark.waits

@@ -1,6 +1,5 @@
 """The report as a file: nothing in a run can become markup, nothing is loaded, all is written."""
 
-import itertools
 import json
 import math
 import os
@@ -80,18 +79,6 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     assert tags.count("script") == 2 and "img" not in tags and tags.count("b") == 2
     assert Tags(page_of(clean)).found.count(("script", {})) == 1
     assert "alert(1)" in text and "<script>alert" not in text and "\x00" not in text
-
-
-def test_the_second_half_has_an_axis_of_its_own(tmp_path):
-    folder, noise = tmp_path / "run", random.Random(0)
-    folder.mkdir()
-    held_out = lambda step: {"step": step, "held_out_loss": 2 + 8 / math.sqrt(step)}  # noqa: E731
-    records = ([record(s, noise), *([held_out(s)] if s % 20 == 0 else [])] for s in range(1, 401))
-    write_lines(folder / "metrics.jsonl", itertools.chain.from_iterable(records))
-    figures = [a for tag, a in Tags(page_of(folder)).found if "data-metric" in a]
-    ends = {a["data-metric"]: (a["data-low"], a["data-high"]) for a in figures}
-    assert tuple(map(float, ends["last half"])) == (201, 400)
-    assert tuple(map(float, ends["loss"])) == (0, 400)
 
 
 def test_each_set_has_a_chart_and_the_test_split_a_figure(tmp_path):

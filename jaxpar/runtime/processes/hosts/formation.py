@@ -1,14 +1,12 @@
-"""Forms the next generation, between two generations or at the start."""
+"""Which hosts form the next generation, and whether there is one. Pure functions."""
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.addresses import joined
 from jaxpar.runtime.processes.children import Failure
-from jaxpar.runtime.processes.hosts import generations, options
 from jaxpar.runtime.processes.hosts.generations import (
     End,
     Generation,
@@ -17,159 +15,118 @@ from jaxpar.runtime.processes.hosts.generations import (
     Restarts,
     StoreView,
 )
-from jaxpar.runtime.processes.launcher import newest_checkpoint, report
-
-if TYPE_CHECKING:
-    from jaxpar.runtime.processes.hosts.agent import Agent
 
 
-class Formation:
-    """What one launcher knows while no generation trains."""
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What decides who trains, and for how long."""
 
-    def __init__(self, agent: "Agent"):
-        self._agent = agent
-        self.before: Generation | None = None
-        """The generation before, as this host knows it."""
-        self.over_since: float | None = None
-        """When this host knew that it was over."""
-        self._short_since: float | None = None
-        self._enough_since: float | None = None
+    least: int = 1
+    most: int = 1
+    """Limits on the number of hosts."""
+    restarts: int
+    """Maximum restarts after failures without a new checkpoint in between."""
+    obstacle: Callable[[int], str] = lambda devices: ""
+    """Returns why a number of devices cannot train; empty if it can."""
 
-    def started(self, generation: Generation) -> None:
-        """Note that this host is in a generation."""
-        self.before, self.over_since = generation, None
-        self._short_since = self._enough_since = None
 
-    def turn(self, seen: StoreView) -> int | None:
-        """Form the next generation if it is time, and up to this host.
+def in_order(hosts: Sequence[Host], before: Generation | None) -> list[Host]:
+    """Order hosts: those that trained before keep their order, the others follow by name."""
+    places = {m: i for i, m in enumerate(before.members)} if before else {}
+    return sorted(hosts, key=lambda h: (places.get(h.name, len(places)), h.name))
 
-        Returns:  the exit code if this host gives up.
-        """
-        latest, agent, now = seen.latest, self._agent, time.monotonic()
-        if latest is not None and latest.number not in seen.overs:
-            self._declare_lost(seen, latest)
-            return None
-        there, before = seen.there(), latest or self.before
-        number = max([latest.number + 1 if latest else 1, *(host.ready for host in there)])
-        agent.here.say(ready=number)  # it runs nothing
-        ready = [host for host in there if host.ready == number]
-        members = generations.chosen(
-            generations.in_order(ready, before), agent.least, agent.most, agent.fits
-        )
-        if members is None:
-            return self._short(seen, ready, now)
-        self._short_since, self._enough_since = None, self._enough_since or now
-        unsure = len(ready) < len(there) or agent.here.liveness.unknown(now)
-        more = before is None and len(ready) < agent.most
-        if unsure or (more and now - self._enough_since < agent.options.join_seconds):
-            return None
-        if members[0].name == agent.name:
-            self._propose(number, members, ready, before, seen)
-        return None
 
-    def _declare_lost(self, seen: StoreView, latest: Generation) -> None:
-        """Declare a generation over whose members are all gone: none of them will."""
-        agent = self._agent
-        if agent.here.liveness.unknown(time.monotonic()):
-            return
-        gone = seen.absent(latest)
-        if len(gone) == len(latest.members):
-            text = generations.lost_text(gone, 0.0, agent.name)
-            lost = Over(kind="lost", text=text, hosts=tuple(gone))
-            agent.here.create(f"over/{latest.number}", lost.as_text())
+def chosen(hosts: Sequence[Host], rules: Rules) -> list[Host] | None:
+    """Return the first hosts, as many as can train; None if none can. Args: hosts: in order."""
+    for count in range(min(len(hosts), rules.most), rules.least - 1, -1):
+        if not rules.obstacle(sum(host.devices for host in hosts[:count])):
+            return list(hosts[:count])
+    return None
 
-    def _short(self, seen: StoreView, ready: Sequence[Host], now: float) -> int | None:
-        """Wait for hosts. Returns:  the exit code once this has taken too long."""
-        agent = self._agent
-        self._short_since, self._enough_since = self._short_since or now, None
-        names = ", ".join(host.name for host in ready)
-        need = f"{len(ready)} of at least {agent.least} hosts: {names}"
-        if len(ready) >= agent.least:
-            devices = sum(host.devices for host in ready)
-            why = options.obstacle(agent.cfg, devices)
-            need = f"{names}, whose {devices} devices cannot train, nor those of fewer: {why}"
-        limit = agent.options.wait_seconds
-        if now - self._short_since < limit:
-            agent.tell(f"waiting up to {limit:g} s for more hosts; {need}")
-            return None
-        over = seen.over
-        stopped = over is not None and over.kind == "stopped"
-        code = exit_codes.EXIT_PREEMPTED if stopped else exit_codes.EXIT_ERROR
-        return report(f"after {limit:g} s, --wait-seconds, there are {need}", code)
 
-    def _propose(
-        self,
-        number: int,
-        members: Sequence[Host],
-        ready: Sequence[Host],
-        before: Generation | None,
-        seen: StoreView,
-    ) -> None:
-        """Write the next generation, or the end of the run if it does not go on."""
-        over = seen.overs.get(before.number) if before is not None else None
-        restarts, lost = Restarts(saved=self._newest(ready)), []
-        if before is not None and over is not None:
-            lost = generations.lost_of(seen, before, over)
-            restarts, final = self._after(before, over, lost, self._newest(ready))
-            if final is not None:
-                self._agent.here.create(f"end/{before.number}", final.as_text())
-                return
-        formed = generations.next_generation(number, members, before, over, restarts)
-        names = {host.name for host in members}
-        spare = tuple(host.name for host in ready if host.name not in names)
-        formed = replace(formed, lost=tuple(lost), spare=spare)
-        if over is not None and over.kind == "failed" and lost:
-            silent = round(max(map(self._agent.silent, lost)), 1)
-            why = f"{generations.lost_text(lost, silent, self._agent.name)}; {over.text}"
-            formed = replace(formed, silent=silent, why=why)
-        self._agent.here.create(f"generation/{number}", formed.as_text())
+def next_generation(
+    number: int,
+    members: Sequence[Host],
+    before: Generation | None,
+    over: Over | None,
+    restarts: Restarts,
+) -> Generation:
+    """Return the generation that these hosts form. Args: before, over: the one before, if any."""
+    first = members[0]
+    return Generation(
+        number=number,
+        members=tuple(host.name for host in members),
+        lives=tuple(host.life for host in members),
+        counts=tuple(host.processes for host in members),
+        coordinator=joined(first.address, first.port),
+        pieces=tuple(joined(h.address, h.piece_port) for h in members if h.piece_port),
+        resumed=before is not None,
+        why=over.text if over is not None else "start",
+        restarts=restarts,
+        silent=over.silent if over is not None else 0.0,
+    )
 
-    def _after(
-        self, before: Generation, over: Over, lost: Sequence[str], saved: int
-    ) -> tuple[Restarts, End | None]:
-        """Count a restart. Returns:  the counts, and the end of the run if there is no restart."""
-        past = before.restarts
-        spent = 0 if saved > past.saved else past.spent
-        if over.kind == "stopped" and not over.hosts:
-            text = f"generation {before.number} has stopped"
-            return past, End(code=exit_codes.EXIT_PREEMPTED, text=text)
-        if over.kind != "failed" or lost:
-            return replace(past, spent=spent, saved=saved), None
-        told: dict[str, Any] = {"rank": over.rank, "code": over.code}
-        told |= {"step": over.step, "error": over.error}
-        previous = Failure(rank=past.rank, code=past.code, step=past.step, error=past.error)
-        failure = Failure(**told)
-        limit = self._agent.options.restarts
-        final = children.why_final(failure, previous if past.code else None, spent, limit)
-        if final:
-            return past, End(code=over.code, text=f"{over.text}; {final}")
-        return Restarts(spent=spent + 1, saved=saved, **told), None
 
-    def _newest(self, hosts: Sequence[Host]) -> int:
-        """Return the latest step that is saved, on the disk or in the memory of these hosts."""
-        in_memory = max((host.in_memory for host in hosts), default=-1)
-        return max(newest_checkpoint(self._agent.run_dir), in_memory)
+def after(
+    before: Generation, over: Over, lost: Sequence[str], saved: int, limit: int
+) -> tuple[Restarts, End | None]:
+    """Count a restart. Returns:  the counts, and the end of the run if there is no restart.
 
-    def described(self, generation: Generation, seen: StoreView) -> str:
-        """Describe a generation that starts."""
-        agent = self._agent
-        names, number = ", ".join(generation.members), len(generation.members)
-        text = f"generation {generation.number}: {generation.why}; {number} of "
-        text += f"{agent.least}:{agent.most} hosts train: {names}"
-        if generation.processes > 1:
-            text += f"; {generation.processes} processes, coordinator {generation.coordinator}"
-        if generation.spare:
-            named = (*generation.members, *generation.spare)
-            both = [seen.hosts[name] for name in named if name in seen.hosts]
-            why = options.obstacle(agent.cfg, sum(host.devices for host in both))
-            why = "the most are training" if number == agent.most else f"with more, {why}"
-            text += f"; spare: {', '.join(generation.spare)} ({why})"
-        if generation.resumed:
-            saved = self._newest([])
-            where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            members = [seen.hosts[name] for name in generation.members if name in seen.hosts]
-            copy = self._newest(members)
-            text += f"; from step {copy}, in memory" if copy > saved else f"; {where}"
-            spent = generation.restarts.spent
-            text += f"; restart {spent} of {agent.options.restarts}" if spent else ""
-        return text
+    Args:     lost: hosts that the generation has lost. saved: the latest step that is saved. limit:
+              on restarts without a new checkpoint.
+    """
+    past = before.restarts
+    spent = 0 if saved > past.saved else past.spent
+    if over.kind == "stopped" and not over.hosts:
+        text = f"generation {before.number} has stopped" if over.text else ""
+        return past, End(code=exit_codes.EXIT_PREEMPTED, text=text)
+    if over.kind != "failed" or lost:
+        return replace(past, spent=spent, saved=saved), None
+    failure, previous = (
+        Failure(rank=one.rank, code=one.code, step=one.step, error=one.error)
+        for one in (over, past)
+    )
+    final = children.why_final(failure, previous if past.code else None, spent, limit)
+    if final:
+        return past, End(code=over.code, text=final)
+    return Restarts(spent=spent + 1, saved=saved, **asdict(failure)), None
+
+
+def lost_of(seen: StoreView, before: Generation, over: Over) -> list[str]:
+    """Return the hosts that a generation has lost: also those whose loss made another one fail."""
+    if over.kind not in ("lost", "failed"):
+        return []
+    known = over.hosts if over.kind == "lost" else ()
+    return [m for m in before.members if m in known or m in seen.absent(before)]
+
+
+def newcomers(seen: StoreView, generation: Generation, rules: Rules) -> list[str]:
+    """Return the hosts that wait, if a generation with them would have more members than now."""
+    able = [h for h in seen.there() if h.name in generation.members or h.ready > generation.number]
+    better = chosen(in_order(able, generation), rules)
+    if better is None or len(better) <= len(generation.members):
+        return []
+    return [host.name for host in better if host.name not in generation.members]
+
+
+def lost_text(hosts: Sequence[str], silent: float, by: str) -> str:
+    """Describe a loss."""
+    names = ", ".join(hosts)
+    gone = f"no sign of life for {silent:.1f} s" if silent else "it has started again"
+    return f"lost {names}: {gone} (seen by {by})"
+
+
+def described(generation: Generation, seen: StoreView, rules: Rules) -> str:
+    """Describe a generation of several hosts that starts."""
+    names, number = ", ".join(generation.members), len(generation.members)
+    text = f"generation {generation.number}: {generation.why}; {number} of "
+    text += f"{rules.least}:{rules.most} hosts train: {names}"
+    if generation.processes > 1:
+        text += f"; {generation.processes} processes, coordinator {generation.coordinator}"
+    if generation.spare:
+        named = (*generation.members, *generation.spare)
+        both = [seen.hosts[name] for name in named if name in seen.hosts]
+        why = rules.obstacle(sum(host.devices for host in both))
+        why = "the most are training" if number == rules.most else f"with more, {why}"
+        text += f"; spare: {', '.join(generation.spare)} ({why})"
+    return text

@@ -1,4 +1,4 @@
-"""Generations: the sets of hosts that train together, one after another. Pure functions.
+"""Generations: the sets of hosts that train together, one after another.
 
 The store has, for a run:
 
@@ -12,7 +12,7 @@ launchers that see different things still do the same. An entry that this versio
 passed over: launchers of a run may have different versions.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
@@ -22,7 +22,6 @@ from jaxpar.config import declared
 from jaxpar.config.declared import Count, Misshapen, Name, Port
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.numerals import only_digits
-from jaxpar.runtime.processes.addresses import joined
 from jaxpar.runtime.processes.hosts.link import MAX_BYTES
 
 #: A step of the run; -1: none.
@@ -131,9 +130,9 @@ class Generation(_Entry):
         """Return the rank of a member's first process."""
         return sum(self.counts[: self.members.index(name)])
 
-    def host_of(self, rank: int) -> str:
-        """Return the member that runs a process."""
-        return next(m for m in reversed(self.members) if self.first_rank(m) <= rank)
+    def count_of(self, name: str) -> int:
+        """Return the number of a member's processes."""
+        return self.counts[self.members.index(name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,73 +245,3 @@ def _name(entry: Host | Generation) -> str:
 
 def _is_number(name: str) -> bool:
     return only_digits(name) and len(name) < 19
-
-
-def in_order(hosts: Sequence[Host], before: Generation | None) -> list[Host]:
-    """Order hosts: those that trained before keep their order, the others follow by name."""
-    places = {m: i for i, m in enumerate(before.members)} if before else {}
-    return sorted(hosts, key=lambda h: (places.get(h.name, len(places)), h.name))
-
-
-def chosen(
-    hosts: Sequence[Host], least: int, most: int, fits: Callable[[int], bool]
-) -> list[Host] | None:
-    """Choose the members of a generation: as many hosts as can train.
-
-    Args:     hosts: in their order. least, most: limits on their number. fits: whether a number of
-              devices can divide the batch.
-    Returns:  the first hosts, as many as can train; None if none can.
-    """
-    for count in range(min(len(hosts), most), least - 1, -1):
-        if fits(sum(host.devices for host in hosts[:count])):
-            return list(hosts[:count])
-    return None
-
-
-def next_generation(
-    number: int,
-    members: Sequence[Host],
-    before: Generation | None,
-    over: Over | None,
-    restarts: Restarts,
-) -> Generation:
-    """Return the generation that these hosts form. Args: before, over: the one before, if any."""
-    first = members[0]
-    return Generation(
-        number=number,
-        members=tuple(host.name for host in members),
-        lives=tuple(host.life for host in members),
-        counts=tuple(host.processes for host in members),
-        coordinator=joined(first.address, first.port),
-        pieces=tuple(joined(h.address, h.piece_port) for h in members if h.piece_port),
-        resumed=before is not None,
-        why=over.text if over is not None else "start",
-        restarts=restarts,
-        silent=over.silent if over is not None else 0.0,
-    )
-
-
-def lost_of(seen: StoreView, before: Generation, over: Over) -> list[str]:
-    """Return the hosts that a generation has lost: also those whose loss made another one fail."""
-    if over.kind not in ("lost", "failed"):
-        return []
-    known = over.hosts if over.kind == "lost" else ()
-    return [m for m in before.members if m in known or m in seen.absent(before)]
-
-
-def newcomers(
-    seen: StoreView, generation: Generation, least: int, most: int, fits: Callable[[int], bool]
-) -> list[str]:
-    """Return the hosts that wait, if a generation with them would have more members than now."""
-    able = [h for h in seen.there() if h.name in generation.members or h.ready > generation.number]
-    better = chosen(in_order(able, generation), least, most, fits)
-    if better is None or len(better) <= len(generation.members):
-        return []
-    return [host.name for host in better if host.name not in generation.members]
-
-
-def lost_text(hosts: Sequence[str], silent: float, by: str) -> str:
-    """Describe a loss."""
-    names = ", ".join(hosts)
-    gone = f"no sign of life for {silent:.1f} s" if silent else "it has started again"
-    return f"lost {names}: {gone} (seen by {by})"

@@ -18,10 +18,10 @@ class Liveness:
     """By host: its last text, and when that text was first seen."""
     _looked: bool = False
     _fresh: set[str] = field(default_factory=set)
-    """Hosts whose entry has changed since this launcher first saw it, or is this launcher's own."""
+    """Hosts whose entry has changed since this launcher first saw it."""
 
     def note(self, entries: Mapping[str, str], now: float) -> None:
-        """Take note of the entries of all hosts, read at the time `now`.
+        """Take note of the entries of the other hosts, read at the time `now`.
 
         An entry of the first look may be that of a host which is long gone. It counts as a sign of
         life only once it changes.

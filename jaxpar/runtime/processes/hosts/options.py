@@ -1,7 +1,5 @@
 """The rules about the options of a launcher that is one of several."""
 
-from collections.abc import Callable
-
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_SECONDS
@@ -24,11 +22,13 @@ def limits(nodes: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def check_address(name: str, address: str, rule: str = "is not HOST:PORT") -> None:
-    """Raises:   ConfigError for an address that is not HOST:PORT."""
-    if addresses.split(address) is None:
+def checked_address(name: str, address: str, rule: str = "is not HOST:PORT") -> tuple[str, int]:
+    """Return host and port of an option. Raises:   ConfigError."""
+    found = addresses.split(address)
+    if found is None:
         fix = f"use {name} HOST:29400, the same on every host"
         raise ConfigError(name, address, rule, fix)
+    return found
 
 
 def check(options: LaunchOptions) -> None:
@@ -38,7 +38,7 @@ def check(options: LaunchOptions) -> None:
     """
     limits(options.nodes)
     met = options.rendezvous
-    check_address("--rendezvous", met, "is not HOST:PORT" if met else "is needed with --nodes")
+    checked_address("--rendezvous", met, "is not HOST:PORT" if met else "is needed with --nodes")
     seconds = {
         "--join-seconds": (options.join_seconds, 0.0, 10),
         "--wait-seconds": (options.wait_seconds, 1.0, 600),
@@ -51,11 +51,6 @@ def check(options: LaunchOptions) -> None:
     if "/" in options.host_name or options.host_name != options.host_name.strip():
         rule = "must be a name without / or spaces around it"
         raise ConfigError("--host-name", options.host_name, rule, "use --host-name gpu01")
-
-
-def fits(cfg: Config) -> Callable[[int], bool]:
-    """Return whether a number of devices can train a config, whose global batch stays the same."""
-    return lambda devices: not obstacle(cfg, devices)
 
 
 def obstacle(cfg: Config, devices: int) -> str:
@@ -73,18 +68,16 @@ def obstacle(cfg: Config, devices: int) -> str:
 
 
 def own_address(options: LaunchOptions) -> str:
-    """Return this host's address for the others.
+    """Return this host's address for the others; empty while the rendezvous has none.
 
     Raises:   ConfigError if it is a loopback address, but the rendezvous is not.
     """
-    found = addresses.split(options.rendezvous)
-    assert found is not None
-    host, _ = found
     if options.address:
         if not addresses.is_here(options.address):
             rule, fix = "is no address of this host", "see ip addr, or remove --address"
             raise ConfigError("--address", options.address, rule, fix)
         return options.address
+    host, _ = checked_address("--rendezvous", options.rendezvous)
     own = addresses.address_towards(host)
     if own is None:
         return ""  # the name is not known yet, or there is no route: the launcher tries again

@@ -1,13 +1,14 @@
 """The launcher's side of the store: it writes and reads texts, and never waits.
 
-Calls of JAX's client may hang while a link is cut. They run in a child process (`link.py`), which
-is killed when it does not answer, and started again.
+The launcher of a run on one host has the store in its own process. Those of several hosts share a
+service, whose client may hang while a link is cut. Its calls run in a child process (`link.py`),
+which is killed when it does not answer, and started again.
 """
 
 import contextlib
+import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.children import Clock
 from jaxpar.runtime.processes.hosts import link, service
+from jaxpar.runtime.processes.hosts.signatures import Signatures
+from jaxpar.runtime.processes.token import RunToken
 
 #: Seconds between the ends and starts of a link that fails.
 AGAIN_SECONDS = 0.5
@@ -41,15 +45,49 @@ class Read:
     """When the request was first sent, by `time.monotonic`: the texts are not older than that."""
 
 
-class Store:
-    """Two connections to the store, each made again whenever it is lost.
+class LocalStore:
+    """A store in this process, which answers at once."""
+
+    trouble = ""
+    """Why the store does not answer, while it does not."""
+
+    def __init__(self, texts: dict[str, str], clock: Clock = time):
+        """Args:     texts: that it starts with, and keeps."""
+        self._texts, self._clock = texts, clock
+        self._read: Read | None = None
+
+    def free(self) -> bool:
+        """Return whether a request can be sent now."""
+        return self._read is None
+
+    def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
+        """Send a request, once `free`. Args: own: texts to set. create: texts to set once."""
+        self._texts |= {**create, **self._texts, **own}
+        self._read = Read(dict(self._texts), self._clock.monotonic())
+
+    def answer(self) -> Read | None:
+        """Return the answer to the last request, once."""
+        read, self._read = self._read, None
+        return read
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class SharedStore:
+    """Two connections to the service that has the store, each made again whenever it is lost.
 
     A lost packet can hold up a connection for seconds, since TCP doubles its waits. So a request
     that is not answered soon is sent through the other connection too. The first answer counts.
     """
 
-    def __init__(self, address: str, prefix: str, patience: float):
-        """Args:     patience: seconds after which a link that does not answer is started again."""
+    def __init__(self, address: str, run: str, token: RunToken, patience: float):
+        """
+        Args:     run: names the run, as other runs may use the same service. patience: seconds
+                  after which a link that does not answer is started again.
+        """
+        self.signatures = Signatures(run, token)
+        prefix = f"jaxpar/{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self._command = [sys.executable, "-m", link.__name__, address, prefix]
         self._patience = patience
         self.links: list[Connection] = []
@@ -57,10 +95,9 @@ class Store:
         self._ended = float("-inf")
         self._request: StoreRequest | None = None
         self.trouble = ""
-        """Why the store does not answer, while it does not."""
 
     def free(self) -> bool:
-        """Return whether a request can be sent now; starts links that are missing."""
+        """As `Store.free`; starts links that are missing."""
         ready = [each for each in self.links if each.ready]
         # The second one once the first one is ready, so that a busy host starts one at a time.
         missing = len(self.links) < min(len(ready) + 1, LINKS)
@@ -69,19 +106,19 @@ class Store:
         return self._request is None and any(each.idle() for each in ready)
 
     def ask(self, own: Mapping[str, str], create: Mapping[str, str]) -> None:
-        """Send a request, once `free`. Args: own: texts to set. create: texts to set once."""
-        self._request = StoreRequest(json.dumps({"set": own, "create": create}), time.monotonic())
+        texts = {"set": self.signatures.signed(own), "create": self.signatures.signed(create)}
+        self._request = StoreRequest(json.dumps(texts), time.monotonic())
         self._send(self._request)
 
     def answer(self) -> Read | None:
-        """Return the answer to the last request, once."""
         read = None
         for each in list(self.links):
             for said in each.heard():
                 if "error" in said:
                     self.trouble = said["error"]
                 elif "texts" in said and (request := each.answered()) is not None:
-                    read, self._request, self.trouble = Read(said["texts"], request.sent), None, ""
+                    read = Read(self.signatures.verified(said["texts"]), request.sent)
+                    self._request, self.trouble = None, ""
         if read is not None:
             self._end_late_ones()
         self._watch()
@@ -91,7 +128,6 @@ class Store:
         return read
 
     def close(self) -> None:
-        """End the links."""
         for each in self.links:
             each.end()
         self.links = []
@@ -130,6 +166,9 @@ class Store:
             self._request = None  # to be asked again
 
 
+type Store = LocalStore | SharedStore
+
+
 @dataclass(frozen=True, eq=False)
 class StoreRequest:
     """What is asked, and when it was first sent, by `time.monotonic`."""
@@ -148,8 +187,8 @@ class Connection:
         """The request that it has not answered yet."""
         self._since = time.monotonic()
         self._answers: list[dict[str, Any]] = []
-        self._process = children.start_talking(command, os.environ | quiet)
-        take = threading.Thread(target=_take, args=(self._process, self._answers), daemon=True)
+        self.process = children.start_talking(command, os.environ | quiet)
+        take = threading.Thread(target=_take, args=(self.process, self._answers), daemon=True)
         take.start()
 
     def idle(self) -> bool:
@@ -158,11 +197,11 @@ class Connection:
 
     def send(self, request: StoreRequest) -> None:
         """Send a request, while idle."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         self.request, self._since = request, time.monotonic()
         with contextlib.suppress(OSError):  # it has ended, which `ended` notices
-            self._process.stdin.write(request.line + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(request.line + "\n")
+            self.process.stdin.flush()
 
     def heard(self) -> list[dict[str, Any]]:
         """Return what it has said since the last call."""
@@ -183,16 +222,12 @@ class Connection:
 
     def ended(self) -> bool:
         """Return whether its process has ended and all it has said was heard."""
-        return self._process.poll() is not None and not self._answers
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
-        self._process.send_signal(number)
+        return self.process.poll() is not None and not self._answers
 
     def end(self) -> None:
         """End it at once."""
-        children.kill_group(self._process)
-        for pipe in (self._process.stdin, self._process.stdout):
+        self.process.end()
+        for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError, AttributeError):
                 pipe.close()  # type: ignore[union-attr]
 
@@ -214,20 +249,20 @@ class Service:
         command = [sys.executable, "-m", service.__name__, address, str(nodes)]
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "4", "GRPC_VERBOSITY": "NONE"}
         self.address = address
-        self._process = children.start_talking(command, os.environ | quiet)
+        self.process = children.start_talking(command, os.environ | quiet)
 
     def ended(self) -> int | None:
         """Return its exit code, None while it serves."""
-        return self._process.poll()
+        return self.process.poll()
 
     def wait_until_serving(self) -> bool:
         """Wait until it serves. Returns:  False if it has ended instead."""
-        assert self._process.stdout is not None
-        if self._process.stdout.readline():
+        assert self.process.stdout is not None
+        if self.process.stdout.readline():
             return True
-        self._process.wait()
+        self.process.wait()
         return False
 
     def end(self) -> None:
         """End it at once."""
-        children.kill_group(self._process)
+        self.process.end()

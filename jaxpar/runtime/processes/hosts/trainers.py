@@ -2,72 +2,129 @@
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.processes import children
-from jaxpar.runtime.processes.children import Children, Failure
-from jaxpar.runtime.processes.detect import LAUNCHED, NUM_HOSTS
+from jaxpar.runtime.processes.children import Child, Clock, Failure
+from jaxpar.runtime.processes.detect import LAUNCHED
 from jaxpar.runtime.processes.hosts.generations import Generation
 
-#: The program of a training process.
-PROGRAM = (sys.executable, "-u", "-m", "jaxpar.train")
+#: Seconds for the other processes to end by themselves after a failure, with their own messages.
+SETTLE_SECONDS = 1.0
+
+#: Seconds for the others to end after one has succeeded: JAX's shutdown barrier takes up to 30 s.
+FOLLOW_SECONDS = 60.0
+
+#: The codes of processes that have not failed, and those that are the run's own verdict.
+WELL = {exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED}
+VERDICTS = {exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS}
 
 
-class Trainers(Children):
-    """The training processes of one generation on this host, with their global ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a host runs in each generation."""
 
-    def __init__(self, generation: Generation, name: str, run_dir: Path, grace: float):
+    command: Sequence[str]
+    """Of each process, for the first generation of a run."""
+    run_dir: Path
+    gpus: Sequence[Mapping[str, str]] = ()
+    """Variables that give each process its GPUs; empty without GPUs."""
+    grace: float = 5.0
+    """Seconds between SIGTERM and SIGKILL, after a failure of another process."""
+    start: Callable[[Sequence[str], Mapping[str, str], Path | None], Child] = children.start
+    """Starts a process, with a command, variables and a log."""
+
+
+class Trainers:
+    """The training processes of one generation on this host, by their global ranks.
+
+    Once one has failed, the others get SETTLE_SECONDS to end by themselves, then SIGTERM, and
+    SIGKILL after the grace period.
+    """
+
+    def __init__(self, program: Program, generation: Generation, name: str, clock: Clock = time):
         """Args:     name: of this host."""
-        super().__init__([], grace)
-        self.generation, self.name, self.run_dir = generation, name, run_dir
-        self.first_rank = generation.first_rank(name)
-        self.began, self._asked, self._kill_at = time.time(), False, float("inf")
+        self.program, self.generation, self._clock = program, generation, clock
+        first, count = generation.first_rank(name), generation.count_of(name)
+        self.ranks = range(first, first + count)
+        self.processes: dict[int, Child] = {}
+        self.ended: dict[int, int] = {}
+        """Return codes of the processes that ended by themselves, in that order."""
+        self.failure: Failure | None = None
+        """What caused the failures here, once it is known."""
+        self._began, self._asked, self._killed = clock.time(), False, False
+        self._last_end = self._ask_at = self._kill_at = float("inf")
 
-    def start(
-        self,
-        args: Sequence[str],
-        gpus: Sequence[Mapping[str, str]],
-        hosts: int,
-        more: Mapping[str, str],
-    ) -> None:
-        """Start the processes.
-
-        Args:     args: of `jaxpar.train`. gpus: variables of each process, or none. hosts: with
-                  addresses of their own. more: variables of all processes.
-        """
-        generation, count = self.generation, self.generation.processes
+    def start(self, variables: Mapping[str, str]) -> None:
+        """Start the processes. Args: variables: of all of them."""
+        generation, gpus = self.generation, self.program.gpus
         resume = ["--checkpoint.resume", "auto"] if generation.resumed else []
-        command = [*PROGRAM, *args, *resume]
-        for local in range(generation.counts[generation.members.index(self.name)]):
-            rank = self.first_rank + local
-            place = (generation.coordinator, str(count), str(rank))
-            env = os.environ | dict(zip(LAUNCHED, place, strict=True)) | {NUM_HOSTS: str(hosts)}
-            env |= dict(more) | dict(gpus[local] if gpus else {})
-            self.processes.append(children.start(command, env, self.log(rank)))
+        for local, rank in enumerate(self.ranks):
+            place = (generation.coordinator, str(generation.processes), str(rank))
+            env = os.environ | dict(zip(LAUNCHED, place, strict=True)) | dict(variables)
+            env |= gpus[local] if gpus else {}
+            command = [*self.program.command, *resume]
+            self.processes[rank] = self.program.start(command, env, self.log(rank))
 
     def log(self, rank: int) -> Path | None:
         """Return the log file of a process; None for the terminal."""
         if rank == 0:
             return None
-        folder = self.run_dir / "logs"
-        with create_in(self.run_dir):
+        folder = self.program.run_dir / "logs"
+        with create_in(self.program.run_dir):
             folder.mkdir(exist_ok=True)
         return folder / f"rank-{rank}.log"
+
+    def look(self) -> bool:
+        """Notice which processes have ended, and end the others when it is time.
+
+        Returns:  whether none runs.
+        """
+        if self._killed:
+            return True
+        for rank, process in self.processes.items():
+            if rank not in self.ended and process.poll() is not None:
+                self.ended[rank] = process.returncode
+                self._last_end = self._clock.monotonic()
+        done, now = len(self.ended) == len(self.processes), self._clock.monotonic()
+        if self.failed():
+            self.end_soon()
+            known = done or now >= self._ask_at or VERDICTS & set(self.ended.values())
+            if known and self.failure is None:
+                words = children.last_words(self.program.run_dir, self._began)
+                self.failure = children.failure_of(self.ended, words)
+        if not done and now >= self._kill_at:
+            self.kill()
+            return True
+        if not done and now >= self._ask_at:
+            self.ask_to_stop()
+        return done
 
     def all_ended_with(self, code: int) -> bool:
         """Return whether all processes have ended by themselves with a code."""
         return len(self.ended) == len(self.processes) and set(self.ended.values()) == {code}
 
-    def failure(self) -> Failure:
-        """Return the failure of this host that caused the others here, by global rank."""
-        words = children.last_words(self.run_dir, self.began)
-        ended = {self.first_rank + local: code for local, code in self.ended.items()}
-        return children.failure_of(ended, words)
+    def failed(self) -> bool:
+        """Return whether one has failed, has ended otherwise than the others or long before."""
+        codes = set(self.ended.values())
+        if len(self.ended) == len(self.processes):
+            return bool(codes - WELL) or len(codes) > 1
+        late = self._clock.monotonic() - self._last_end > FOLLOW_SECONDS
+        return late or bool(codes - WELL)
+
+    def state(self) -> tuple[int, bool, bool]:
+        """Return what changes whenever the launcher may have something to do."""
+        return len(self.ended), self.failure is not None, self._killed
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all running processes."""
+        for process in self.processes.values():
+            process.send_signal(number)
 
     def ask_to_stop(self) -> None:
         """Ask the processes to save and stop, once."""
@@ -75,18 +132,14 @@ class Trainers(Children):
             self._asked = True
             self.send(signal.SIGTERM)
 
-    def end_within(self, seconds: float) -> None:
-        """Kill the processes if they have not ended by then."""
-        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
+    def end_soon(self) -> None:
+        """End the processes as after a failure of one of them."""
+        if self._ask_at == float("inf"):
+            self._ask_at = self._clock.monotonic() + SETTLE_SECONDS
+            self._kill_at = self._ask_at + self.program.grace
 
-    def over(self) -> bool:
-        """Return whether no process runs. Kills them once the time has come."""
-        done = self.look()
-        if not done and time.monotonic() > self._kill_at:
-            self.kill()
-            return True
-        return done
-
-    def stopped_well(self) -> bool:
-        """Return whether all processes have saved and stopped."""
-        return self.all_ended_with(exit_codes.EXIT_PREEMPTED)
+    def kill(self) -> None:
+        """Kill all processes, with all that they have started."""
+        self._killed = True
+        for process in self.processes.values():
+            process.end()

@@ -13,7 +13,6 @@ from jaxpar.config import ConfigError
 from jaxpar.monitoring.hlo import text as hlo
 from jaxpar.monitoring.profiles.capture import capture
 from jaxpar.monitoring.profiles.folder import ProfileFacts, write_facts
-from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import TrainState
 from jaxpar.tools.profiling import breakdown, table
@@ -103,9 +102,7 @@ def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]
             facts = running.facts(SETTLE + steps) if running.facts is not None else None
             if facts is not None and keep is not None:
                 write_facts(Path(keep), facts)
-            attention = facts.attention_flops_per_device if facts is not None else None
-            gpu, text = gpu_of_kind(found.device_kind), running.hlo_text
-            return {"profile": breakdown.profile(found, text, 10, gpu, attention)}
+            return {"profile": breakdown.profile(found, running.hlo_text, 10)}
     except (OSError, RuntimeError, ValueError) as error:
         if begun and not taken:
             raise  # a step failed

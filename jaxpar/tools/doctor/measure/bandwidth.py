@@ -10,7 +10,6 @@ take as long as the host needs to launch a call (docs/experiments/small_collecti
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,18 +143,16 @@ def calls_for(size: int) -> int:
     return next(calls for most, calls in CALLS if size <= most)
 
 
-def compile_repeated(
-    mesh: Mesh, kind: Kind, elements: int, calls: int, options: dict[str, Any] | None = None
-) -> jax.stages.Compiled:
+def compile_repeated(mesh: Mesh, kind: Kind, elements: int, calls: int) -> jax.stages.Compiled:
     """Compile a program of `calls` dependent calls.
 
-    Args:     elements: size of the operand on each device. options: of the compiler.
+    Args:     elements: size of the operand on each device.
     Returns:  [devices * elements] float32 -> the same; the argument is donated.
     Raises:   LeftOut if the compiler removed calls.
     """
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
-    program = trace_repeated(mesh, kind, x, calls).lower().compile(options)
+    program = trace_repeated(mesh, kind, x, calls).lower().compile()
     require_calls(program, kind.opcodes, calls)
     return program
 
