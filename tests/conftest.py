@@ -57,6 +57,7 @@ LONGEST = (
     "training/test_evaluation.py",
     "kernels/test_recurrence.py",
     "e2e/test_preference_tuning.py",
+    "inference/test_speculative.py",
     "meshes/test_float8_experts.py",
     "model/test_experts.py",
     "parallel/test_collectives.py",

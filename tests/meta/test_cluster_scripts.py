@@ -21,6 +21,7 @@ from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import detect
+from jaxpar.tools.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"
@@ -148,6 +149,7 @@ def test_slurm_knows_the_options():
     text = SLURM.read_text()
     assert text.count("#SBATCH ") > 8 and sbatch_misfits(text) == []
     assert set(VALUES) <= SBATCH
+    assert sbatch_misfits(job_array("python", ["quickstart"], [["a"], ["b"]], "runs/s")) == []
     for option, instead in (("nodes=2", "node=2"), ("mode=append", "mode=add"), ("@300", "@5m")):
         assert len(sbatch_misfits(text.replace(option, instead))) == 1
 

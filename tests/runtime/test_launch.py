@@ -225,7 +225,8 @@ def test_a_process_that_ends_long_before_the_others_has_failed(tmp_path):
     clock.sleep(1)
     assert not family.look() and family.failed()
     clock.sleep(SETTLE_SECONDS)
-    assert not family.look() and family.failure.error == "the others did not end"
+    said = "hang: process 0 ended with code 0, and the others did not end"
+    assert not family.look() and str(family.failure) == said and family.failure.code == 124
     family.kill()
 
 
@@ -247,7 +248,9 @@ FAILURES = [
     ({0: -6, 1: 17}, {1: words(1, "bad numerics: x")}, (1, 17, 7, "bad numerics: x")),
     ({0: 1, 1: 2}, {}, (1, 2, None, "see its output")),
     ({0: 124, 1: 124}, {0: words(3, "hang: a"), 1: words(2, "hang: b")}, (1, 124, 7, "hang: b")),
-    ({1: 0}, {}, (1, 0, None, "the others did not end")),
+    ({1: 75}, {}, (1, 75, None, "the others did not end")),
+    # Not a code that says that the run is complete.
+    ({1: 0}, {}, (1, 124, None, "hang: process 1 ended with code 0, and the others did not end")),
 ]
 
 

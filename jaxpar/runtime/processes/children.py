@@ -54,6 +54,8 @@ class Failure:
     error: str
 
     def __str__(self) -> str:
+        if self.error.startswith(f"hang: process {self.rank} ended"):
+            return self.error
         where = "" if self.step is None else f" at step {self.step}"
         return f"process {self.rank} ended with code {self.code}{where}: {self.error}"
 
@@ -158,9 +160,11 @@ def why_final(failure: Failure, previous: Failure | None, spent: int, restarts: 
 
 
 def _failure(rank: int, code: int, words: Mapping[int, LastWords]) -> Failure:
-    well = code in (0, exit_codes.EXIT_PREEMPTED)
     said = words.get(rank) if code >= 0 else None
-    error = "the others did not end" if well else "see its output"
+    error = "the others did not end" if code == exit_codes.EXIT_PREEMPTED else "see its output"
+    if code == exit_codes.EXIT_OK:  # which would say that the run is complete
+        error = f"hang: process {rank} ended with code 0, and the others did not end"
+        code, said = exit_codes.EXIT_HANG, None
     error = f"killed by {signal.Signals(-code).name}" if code < 0 else error
     return Failure(
         rank=rank,
