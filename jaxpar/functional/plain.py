@@ -25,14 +25,21 @@ jax.tree_util.register_static(ModelConfig)
 type Params = dict[str, Any]
 
 
-@jax.jit  # uncompiled, they would differ in the last bit
 def init(model: ModelConfig, key: jax.Array) -> Params:
     """Return initial parameters.
 
     Args:     model: the section of a config. key: from `jax.random.key`.
     Returns:  float32 arrays; for `jax.random.key(N)`, those of a run with `train.seed` N, bit for
               bit.
+    Raises:   ConfigError for what is no model.
     """
+    _require_model(model)
+    return _init(model, key)
+
+
+@jax.jit
+def _init(model: ModelConfig, key: jax.Array) -> Params:
+    # Compiled, as in a run: eagerly, values would differ in the last bit.
     return initialize(specs_of(Config(model=model)), key)
 
 
@@ -135,6 +142,7 @@ _ARRAYS = ("tokens", "labels", "positions", "segment_ids")
 
 def _check(params: Params, model: ModelConfig) -> None:
     """Raises:   ConfigError unless the parameters have the names and shapes of a model's."""
+    _require_model(model)
     wanted = {name: spec.shape for name, spec in flat(specs_of(Config(model=model))).items()}
     found = {name: jnp.shape(a) for name, a in flat(params).items()}
     fix = "use init(model, key), or load(RUN) and its config.model"
@@ -145,3 +153,10 @@ def _check(params: Params, model: ModelConfig) -> None:
         if found[name] != shape:
             rule = f"has the shape {list(found[name])}, and this model's has {list(shape)}"
             raise ConfigError("params", name, rule, fix)
+
+
+def _require_model(model: Any) -> None:
+    """Raises:   ConfigError for what is no section `model`."""
+    if not isinstance(model, ModelConfig):
+        rule = "must be the section `model` of a config"
+        raise ConfigError("model", type(model).__name__, rule, "use config.model")

@@ -166,6 +166,16 @@ def test_a_batch_of_another_shape_is_refused(given, said, params):
         functional.loss(params, given, MODEL)
 
 
+def test_a_config_is_no_model(params, batch):
+    for call in (
+        lambda: functional.init(TINY, KEY),
+        lambda: functional.apply(params, batch.tokens, TINY),
+        lambda: functional.loss(params, batch, TINY),
+    ):
+        with pytest.raises(ConfigError, match=r"model = 'Config'.*Fix: use config.model"):
+            call()
+
+
 def test_a_loss_of_pairs_is_refused():
     with pytest.raises(ConfigError, match=r"dpo.beta.*more than a batch of tokens"):
         functional.loss_of(replace(TINY, **{"dpo.beta": 0.1}))
