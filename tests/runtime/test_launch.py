@@ -248,7 +248,8 @@ FAILURES = [
     ({0: -6, 1: 17}, {1: words(1, "bad numerics: x")}, (1, 17, 7, "bad numerics: x")),
     ({0: 1, 1: 2}, {}, (1, 2, None, "see its output")),
     ({0: 124, 1: 124}, {0: words(3, "hang: a"), 1: words(2, "hang: b")}, (1, 124, 7, "hang: b")),
-    ({1: 75}, {}, (1, 75, None, "the others did not end")),
+    ({1: 75}, {}, (1, 75, None, "the others did not stop with it")),
+    ({0: 0, 1: 75}, {}, (1, 75, None, "the others did not stop with it")),
     # Not a code that says that the run is complete.
     ({1: 0}, {}, (1, 124, None, "hang: process 1 ended with code 0, and the others did not end")),
 ]

@@ -140,7 +140,8 @@ def failure_of(ended: Mapping[int, int], words: Mapping[int, LastWords]) -> Fail
     if outside:
         return _failure(outside[0], ended[outside[0]], words)
     spoken = sorted((words[rank].time, rank) for rank in bad if rank in words)
-    rank = spoken[0][1] if spoken else bad[0] if bad else next(iter(ended))
+    preempted = [rank for rank, code in ended.items() if code == exit_codes.EXIT_PREEMPTED]
+    rank = spoken[0][1] if spoken else [*bad, *preempted, *ended][0]
     return _failure(rank, ended[rank], words)
 
 
@@ -161,7 +162,8 @@ def why_final(failure: Failure, previous: Failure | None, spent: int, restarts: 
 
 def _failure(rank: int, code: int, words: Mapping[int, LastWords]) -> Failure:
     said = words.get(rank) if code >= 0 else None
-    error = "the others did not end" if code == exit_codes.EXIT_PREEMPTED else "see its output"
+    stopped = code == exit_codes.EXIT_PREEMPTED
+    error = "the others did not stop with it" if stopped else "see its output"
     if code == exit_codes.EXIT_OK:  # which would say that the run is complete
         error = f"hang: process {rank} ended with code 0, and the others did not end"
         code, said = exit_codes.EXIT_HANG, None
