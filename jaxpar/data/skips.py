@@ -101,5 +101,6 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write the skipped batches of a run atomically."""
+    run_dir.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     content = SkipsFile(windows=list(map(list, skipped.ranges)), rewinds=skipped.rewinds)
     atomic.write(run_dir / SKIPPED_FILE, (declared.to_json(content) + "\n").encode())

@@ -89,6 +89,7 @@ class RecentSteps:
         if not self._size:
             return
         self._lines = self._lines[-self._size :]
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         try:
             atomic.write(self._path, "".join(line + "\n" for line in self._lines).encode())
         except OSError as error:

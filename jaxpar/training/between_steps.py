@@ -184,7 +184,7 @@ class BetweenSteps:
         return stopping
 
     def _checkpoint(self, done: int, state: TrainState) -> None:
-        self.run.records.check_lock(at_once=True)
+        self.run.records.before_save()
         self.saver.save(state, done, self._tokens(done), self.judge.best)
 
     def _copy(self, done: int, state: TrainState) -> None:

@@ -17,7 +17,6 @@ from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
 from jaxpar.runtime import provenance
-from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
@@ -38,7 +37,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
     if jax.process_index() != 0:
         return
     run.dir.mkdir(parents=True, exist_ok=True)
-    atomic.write(run.dir / "config.json", text_of(run.cfg).encode())
+    run.records.write("config.json", text_of(run.cfg))
     manifest = provenance.versions() | {
         "commit": provenance.checked_out_commit(),
         "mesh": describe(run.mesh),
@@ -61,7 +60,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
             "files": [file_of(step) for step in steps],
             "bytes_of_each_uncompressed": bytes_of_a_step(run.cfg),
         }
-    atomic.write(run.dir / "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
+    run.records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),

@@ -144,7 +144,6 @@ def pieces(text: bytes, folder: Path) -> None:
     length = struct.unpack("<8sQI", content[-20:])[1]
     tail = struct.pack("<8sQI", b"jaxparm1", len(text), zlib.crc32(text))
     file.write_bytes(content[: -20 - length] + text + tail)
-    (folder / "run").mkdir(exist_ok=True)
     write_skipped(folder / "run", SkippedBatches(((1, 2),), 1))  # as in SAVED
     sizes = {"run.dir": str(folder / "run"), "checkpoint.memory_every": 5}
     for one in finding._look(replace(Config(), **sizes), MemoryPlace(folder, (), 0)):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 
@@ -118,6 +119,54 @@ def test_a_line_that_is_too_long_is_not_kept_in_memory(tmp_path, monkeypatch, ca
     path.write_text(f'{{"step": 1}}\n{long}\n{{"step": 2}}\n{long}')
     assert list(json_lines.read(path)) == [{"step": 1}, {"step": 2}]
     assert "line 2 of" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_deleted_file_is_written_again_with_all_its_lines(tmp_path, monkeypatch, capfd, what):
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = Lines(path)
+    file.write("one\n")
+    if what == "file":
+        path.unlink()
+    else:
+        shutil.rmtree(path.parent)
+    file.write("two\n")  # it looks once a second
+    assert not path.exists()
+    monkeypatch.setattr(append, "LOOK_SECONDS", 0)
+    file.write("three\n")
+    file.write("four\n")
+    file.close()
+    assert path.read_text() == "one\ntwo\nthree\nfour\n"
+    told = capfd.readouterr().err
+    assert told == f"WARNING    {path} was deleted during the run; its lines were written again\n"
+
+
+def test_a_replaced_file_is_appended_to(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(append, "LOOK_SECONDS", 0)
+    path = tmp_path / "metrics.jsonl"
+    file = Lines(path)
+    file.write("one\n")
+    path.rename(tmp_path / "older")
+    path.write_text("other")
+    file.write("two\n")
+    file.close()
+    assert (tmp_path / "older").read_text() == "one\n"
+    assert path.read_text() == "other\ntwo\n"
+    assert "was replaced during the run" in capfd.readouterr().err
+
+
+def test_a_deleted_folder_that_cannot_be_made_again_is_a_warning(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(append, "LOOK_SECONDS", 0)
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = Lines(path)
+    shutil.rmtree(path.parent)
+    path.parent.write_text("now a file")
+    file.write("one\n")
+    assert "and not all can be written again" in capfd.readouterr().err
+    path.parent.unlink()
+    file.write("two\n")
+    file.close()
+    assert path.read_text() == "one\ntwo\n"
 
 
 def test_an_abandoned_folder_gets_no_more_lines(tmp_path):

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+import time
 import weakref
 from io import RawIOBase
 from pathlib import Path
@@ -12,6 +14,9 @@ from jaxpar.runtime.messages import warn
 #: Errors of a disk that is full, over quota or failing. Other errors are raised.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
+#: Seconds between two looks at whether the file is still there.
+LOOK_SECONDS = 1.0
+
 #: Maximum bytes that wait in memory for disk space. Beyond it, the oldest lines are lost.
 MAX_WAITING_BYTES = 8 << 20
 
@@ -21,23 +26,34 @@ class Lines:
 
     A warning is printed when lines start to wait, and when lines are lost. If the file ends with a
     truncated line, from a crash or a full disk, that line is ended first, so that the next one is
-    not appended to it.
+    not appended to it. If the file, or its folder, is deleted, it is written again with all its
+    lines, and a warning.
     """
 
     def __init__(self, path: Path | str):
         """Open the file, creating its folder. Raises:   OSError if it cannot be opened."""
         self._path, self._failing, self._abandoned = Path(path), False, False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
-        #: Whether the file ends with a truncated line.
-        self._cut = _ends_within_a_line(self._file)
-        self._waiting = b"\n" if self._cut else b""
+        self._waiting = b""
+        self._open()
         _open_files.add(self)
 
     @property
     def path(self) -> Path:
         """The path of the file."""
         return self._path
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        opened = os.fstat(self._file.fileno())
+        self._identity, self._looked = (opened.st_dev, opened.st_ino), time.monotonic()
+        self._end_a_truncated_line()
+
+    def _end_a_truncated_line(self) -> None:
+        #: Whether the file ends with a truncated line.
+        self._cut = _ends_within_a_line(self._file)
+        if self._cut:
+            self._waiting = b"\n" + self._waiting
 
     def write(self, text: str) -> None:
         """Append text that ends with a newline.
@@ -47,6 +63,7 @@ class Lines:
         if self._abandoned:
             return
         self._waiting += text.encode()
+        self._open_again_if_deleted()
         if len(self._waiting) > MAX_WAITING_BYTES:
             latest = self._waiting[-MAX_WAITING_BYTES:].partition(b"\n")[2]
             self._waiting = b"\n" + latest if self._cut else latest
@@ -64,6 +81,35 @@ class Lines:
                 why = f"cannot be written ({error.strerror})"
                 warn(f"{self._path} {why}; its lines wait in memory")
             self._failing = True
+
+    def _open_again_if_deleted(self) -> None:
+        """Follow the path if it no longer leads to the open file. Looks once in LOOK_SECONDS."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked, deleted = time.monotonic(), False
+        try:
+            there = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            deleted = True
+        except OSError:
+            return  # of the machine, for the moment
+        if not deleted and (there.st_dev, there.st_ino) == self._identity:
+            return
+        before = self._file
+        try:
+            self._open()
+            if deleted:  # the open file still has its content
+                before.seek(0)
+                shutil.copyfileobj(before, self._file)
+                self._end_a_truncated_line()
+        except OSError as error:
+            why = f"not all can be written again: {error}"
+            warn(f"{self._path} was deleted during the run, and {why}")
+        else:
+            how = "deleted during the run; its lines were written again"
+            warn(f"{self._path} was {how if deleted else 'replaced during the run'}")
+        if self._file is not before:
+            before.close()
 
     def abandon(self) -> None:
         """Write nothing more."""

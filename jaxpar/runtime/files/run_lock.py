@@ -23,6 +23,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 
 FILE = "lock"
@@ -121,20 +122,38 @@ class RunLock:
             raise OSError(error.errno, error.strerror, str(self._folder / FILE)) from error
 
     def check(self, at_once: bool = False) -> None:
-        """Check that RUN/lock is still the locked file.
+        """Check that RUN/lock is still the locked file; if it was deleted, lock it again.
 
-        If it was deleted, alone or with its folder, another run may have locked a new one.
+        A file that was deleted does not stop another run from locking a new one.
 
         Args:     at_once: also within LOOK_SECONDS of the previous look.
-        Raises:   RunLocked when it is not.
+        Raises:   RunLocked when another process has locked the new file. It may be writing the
+                  folder, so this one must not.
         """
         if not at_once and time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
         path = self._folder / FILE
-        if self._locks and self._file >= 0 and not _is_at(self._file, path):
-            why = f"{path} was deleted during the run, which stops without saving: another run may"
-            raise RunLocked(f"{why} write the folder. Fix: start it again")
+        if not self._locks or self._file < 0 or _is_at(self._file, path):
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            new = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:  # look again later
+            return warn(f"{path} was deleted, and cannot be created: {error.strerror}")
+        try:
+            fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _holder(new)
+            os.close(new)
+            why = f"{path} was deleted during the run, and {holder} has locked a new one"
+            raise RunLocked(
+                f"{why}. This run stops without saving, so that only one writes"
+            ) from None
+        os.close(self._file)
+        self._file = new
+        self._sign()
+        warn(f"{path} was deleted during the run; it was created and locked again")
 
     def _take(self, folder: Path, seconds: float, report: Callable[[str], None]) -> None:
         """Lock the open file. Args as `__init__`. Raises:   RunLocked, or OSError."""
@@ -170,7 +189,7 @@ def _is_at(file: int, path: Path) -> bool:
     try:
         here, there = os.fstat(file), os.stat(path)
     except OSError as error:
-        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
