@@ -2,8 +2,8 @@
 
 Names of tensors, paths and options may come from a stranger. A terminal would obey the escape
 sequences in them: move the cursor, hide text, or set its title. `run_program` therefore replaces
-both standard streams, so that every `print` is safe. `console` (rich) draws with escape sequences
-itself, and shows no texts of strangers.
+both standard streams, so that every `print` is safe. What draws with escape sequences itself uses
+`console` (rich) or `drawing` (other libraries).
 """
 
 import contextlib
@@ -55,9 +55,21 @@ def safe_streams() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Let a library draw with escape sequences. Pass it no text of strangers."""
+    with (
+        contextlib.redirect_stdout(_unescaped(sys.stdout)),
+        contextlib.redirect_stderr(_unescaped(sys.stderr)),
+    ):
+        yield
+
+
 def console(*, stderr: bool = False, **options: Any) -> "Console":
-    """Make a rich console, which draws on the terminal itself."""
+    """Make a rich console, which draws, and shows control characters of texts as escapes."""
     from rich.console import Console
+
+    from jaxpar.runtime.rich_texts import EscapeTexts
 
     stream = sys.stderr if stderr else sys.stdout
     if hasattr(stream, "unescaped"):  # a safe stream, or one that wraps it
@@ -65,7 +77,9 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
     if "JPY_PARENT_PID" in os.environ and not stream.isatty():
         # A notebook: plain lines, and no bar, each of which rich would show as HTML.
         options |= {"force_jupyter": False, "force_terminal": False}
-    return Console(stderr=stderr, **options)
+    made = Console(stderr=stderr, **options)
+    made.push_render_hook(EscapeTexts())
+    return made
 
 
 def write_generated(text: str) -> None:

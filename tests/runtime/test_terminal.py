@@ -6,6 +6,7 @@ import pty
 import sys
 
 import pytest
+from rich.table import Table
 
 from jaxpar.checkpoint.__main__ import OPTIONS
 from jaxpar.commands import call
@@ -49,12 +50,16 @@ def test_a_program_prints_no_control_characters(monkeypatch, capsys):
 
     def main(_):
         print(HOSTILE)
+        terminal.console().print(HOSTILE, markup=False)
+        table = Table()
+        table.add_row(HOSTILE)
+        terminal.console(width=200).print(table)
         print("50%\r100%", file=sys.stderr)
         raise ValueError(HOSTILE)
 
     program.run_program(main)
     out, err = capsys.readouterr()
-    assert SHOWN in out
+    assert SHOWN in out and out.count(r"\x1b[2Ja\x1b]0;b") == 3  # rich leaves out the bell
     assert err.startswith("50%\r100%\nTraceback") and SHOWN in err
     assert printable(out + err, "\n\r") == out + err
     assert not isinstance(sys.stdout, terminal.SafeStream)
