@@ -7,15 +7,16 @@ from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 from jaxpar.tools.charts.chart import (
-    BOTTOM,
     COLOURS,
     HEIGHT,
     LEFT,
     RIGHT,
-    TOP,
     WIDTH,
+    across,
+    axes,
     color_of,
     drawing,
+    up,
 )
 from jaxpar.tools.charts.elements import e
 from jaxpar.tools.charts.scale import round_step, short
@@ -108,16 +109,6 @@ class Chart:
     lines: Sequence[Line]
 
 
-def across(scale: Scale, value: float) -> float:
-    """Return the horizontal position of a value."""
-    return LEFT + scale.at(value) * (RIGHT - LEFT)
-
-
-def up(scale: Scale, value: float) -> float:
-    """Return the vertical position of a value."""
-    return BOTTOM - scale.at(value) * (BOTTOM - TOP)
-
-
 def line_chart(chart: Chart) -> Element:
     """Draw a line chart."""
     made = drawing(chart.title, chart.about, {})
@@ -134,20 +125,6 @@ def line_chart(chart: Chart) -> Element:
         if line.kind == "dots" or len(line.points) == 1:
             made.append(_dots(chart, line, color))
     return made
-
-
-def axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
-    """Yield the grid, the axes and their labels."""
-    for value, text in y.ticks(6):
-        at = f"{up(y, value):.1f}"
-        yield e("path", class_="grid", d=f"M{LEFT} {at}H{RIGHT}")
-        yield e("text", text, class_="ylabel", x=LEFT - 7, y=at, dy="0.35em")
-    yield e("path", class_="axis", d=f"M{LEFT} {BOTTOM}H{RIGHT}")
-    for value, text in x.ticks(6):
-        at = f"{across(x, value):.1f}"
-        yield e("path", class_="axis", d=f"M{at} {BOTTOM}v5")
-        yield e("text", text, class_="xlabel", x=at, y=BOTTOM + 20)
-    yield e("text", x_label, class_="xname", x=RIGHT, y=HEIGHT - 4)
 
 
 def path_of(x: Scale, y: Scale, points: Iterable[tuple[float, float]]) -> str:
