@@ -101,6 +101,14 @@ def test_what_it_imports_of_the_package_is_there(file):
             importlib.import_module(f"{module}.{name}")
 
 
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_files_of_the_repository_that_it_reads_are_there(file):
+    source = "\n".join(cell.source for cell in code_cells(SCRIPT.read(file)))
+    named = re.findall(r"REPOSITORY / \"([^\"]+)\"", source)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert source.count("REPOSITORY /") == len(named)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # beside other processes on two cores
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
