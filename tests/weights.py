@@ -113,7 +113,7 @@ def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.TrainingTra
         params, traces.shard_batch(batch, cfg, mesh)
     )
     init = traces.logical(params, cfg)
-    return traces.TrainingTrace(init, float(measured.loss), traces.logical(grads, cfg), [], init)
+    return traces.TrainingTrace(init, float(measured["loss"]), traces.logical(grads, cfg), [], init)
 
 
 def plain_gradients(cfg: Config, batch: Batch) -> traces.TrainingTrace:

@@ -37,8 +37,8 @@ from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.diloco.overlap import same_program
 from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState, abstract_state, state_shardings, to_logical
-from jaxpar.step.train_step import StepMetrics
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import Callbacks
 from jaxpar.training.evaluating.evaluation import Evaluation
@@ -141,7 +141,7 @@ class Trainer:
             for _ in range(first, last):
                 yield next(batches)[1]
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step, and the outer steps of DiLoCo that are due after it.
 
         The first call for a size of batches compiles the step.

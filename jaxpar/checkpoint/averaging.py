@@ -7,7 +7,6 @@ and trained further by `run.init_from`.
 Source:   Izmailov et al. 2018 (1803.05407).
 """
 
-import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from jaxpar.checkpoint.reading import array_names, opened, piece
 from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_whole, saved_steps
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_values, to_json
+from jaxpar.config.values import to_values
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
@@ -73,7 +73,7 @@ def average(
     at = [part.step for part in parts]
     about = {
         "averaged_from": {"run": run, "steps": at, "ema": ema},
-        "config": dataclasses.asdict(cfg),
+        "config": to_values(cfg),
         "dataset": NO_DATASET,
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         "tokens_seen": 0,

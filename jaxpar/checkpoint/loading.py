@@ -1,6 +1,5 @@
 """Loads the arrays of a checkpoint onto any mesh, and verifies their fingerprints."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.values import to_values
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
@@ -39,7 +39,8 @@ from jaxpar.step.state import (
     TrainState,
     abstract_weights,
     averaged,
-    fresh_average,
+    extra_specs,
+    initial_extra,
     to_running,
 )
 
@@ -123,9 +124,9 @@ def restore_from(
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
     target = replicas.abstract_saved(stored, mesh, saved).saved
-    begins = "ema" in target and not saved.has_average
-    if begins:
-        del target["ema"]
+    begins = [name for name in target if name in _own_kept(stored) and not _has(saved, name)]
+    for name in begins:
+        del target[name]
     scalars = target["guard"]
     errors = target.pop("feedback", ())
     more_exchanged = False
@@ -134,7 +135,8 @@ def restore_from(
     if used := feedback.to_load(errors, saved, cfg):
         target["feedback"] = used
     # What the checkpoint then has in vain.
-    ends = (saved.has_average and "ema" not in target) or feedback.has_feedback(saved)
+    ends = any(not _is_in(name, target) for name in saved.fingerprints)
+    ends = ends or feedback.has_feedback(saved)
     others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
@@ -144,14 +146,31 @@ def restore_from(
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    state = replicas.converted(TrainState(**loaded), cfg, stored, mesh, saved)
+    state = replicas.converted(TrainState.of(loaded), cfg, stored, mesh, saved)
     state = to_running(state, cfg)
-    state = dataclasses.replace(state, feedback=feedback.completed(state.feedback, cfg, mesh))
+    errors = feedback.completed(state.extra.get("feedback", ()), cfg, mesh)
+    state = state.with_extra(feedback=errors)
     state = exchange.completed(state, saved, cfg, mesh)
-    if begins:
-        peers.log(f"the moving average begins with the weights of step {saved.step}")
-        state = dataclasses.replace(state, ema=fresh_average(state.params, cfg))
-    return state
+    for name in begins:
+        words = {"ema": "the moving average begins with the weights of"}
+        peers.log(f"{words.get(name, f'{name} starts anew after')} step {saved.step}")
+    return state.with_extra(**initial_extra(state.params, cfg, mesh, begins))
+
+
+def _own_kept(cfg: Config) -> dict[str, Any]:
+    """What features keep, but for what is loaded in a special way."""
+    special = ("guard", "feedback")
+    return {name: kept for name, kept in extra_specs(cfg).items() if name not in special}
+
+
+def _has(saved: Saved, name: str) -> bool:
+    if name == "ema":
+        return saved.has_average
+    return any(path.startswith(name + "/") for path in saved.fingerprints)
+
+
+def _is_in(path: str, target: dict[str, Any]) -> bool:
+    return path.partition("/")[0] in target
 
 
 def restore_params(
@@ -180,7 +199,7 @@ def restore_params(
     with_average = replace(cfg, **fields)
     target = abstract_weights(_with_saved_dtypes(with_average, saved), mesh)
     loaded = {"params": {}} | _load_whole(run_dir, saved, target, partial=True)
-    state = to_running(TrainState(step=(), opt_state=(), **loaded), cfg)
+    state = to_running(TrainState.of(loaded), cfg)
     return state.params if weights == TRAINED else averaged(state, cfg)
 
 
@@ -232,7 +251,7 @@ def agree(where: str, damage: list[str]) -> None:
 
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
     """Return the config with the saved dtypes of the state. (Orbax would convert silently.)"""
-    then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
+    then = by_path(to_values(Config())) | by_path(saved.config)
     return replace(cfg, **{path: then[path] for path in STORAGE_FIELDS})
 
 

@@ -22,6 +22,7 @@ from jaxpar.config.declared import Count
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values
+from jaxpar.config.values import to_values
 from jaxpar.data.skips import Range
 from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
@@ -238,8 +239,8 @@ def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:
 
     A field that the writing version did not have counts as its default.
     """
-    then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
-    now = by_path(dataclasses.asdict(cfg))
+    then = by_path(to_values(Config())) | by_path(saved.config)
+    now = by_path(to_values(cfg))
     return {path: (then[path], now[path]) for path in now if then[path] != now[path]}
 
 

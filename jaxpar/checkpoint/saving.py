@@ -23,6 +23,7 @@ from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import is_equal
+from jaxpar.config.values import to_values
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime import exit_codes
@@ -51,7 +52,7 @@ def metadata_of_run(
     Raises:   ConfigError when the data cannot be opened.
     """
     return {
-        "config": dataclasses.asdict(cfg),
+        "config": to_values(cfg),
         "dataset": fingerprint(cfg),
         "skipped_batches": skipped.ranges,
         "rewinds": skipped.rewinds,

@@ -1,6 +1,5 @@
 """Convert a config to JSON and back, as saved with a run."""
 
-import dataclasses
 import json
 import typing
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.fields import section_of, unknown_field
 from jaxpar.config.json_reader import read_json
+from jaxpar.config.values import Value, from_saved, to_values
 
 
 def to_json(cfg: Config) -> str:
     """Return the config as indented JSON with every field."""
-    return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+    return json.dumps(to_values(cfg), indent=2) + "\n"
 
 
 def from_json(text: str, what: str = "the config") -> Config:
@@ -43,7 +43,17 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
 
 
 def _built(hint: Any, value: Any, path: str) -> Any:
+    options = typing.get_args(hint) or (hint,)
+    if value and options[0] is Value:
+        several = typing.get_origin(hint) is tuple
+        return _saved(value, path) if several else from_saved(value, path)
     section = section_of(hint)
     if section is None or (value is None and section is not hint):
         return value
     return _build(section, value, path + ".")
+
+
+def _saved(values: Any, path: str) -> tuple[Value, ...]:
+    if not isinstance(values, list):
+        raise ConfigError(path, values, "must be a list", "use [] for none")
+    return tuple(from_saved(one, f"{path}[{i}]") for i, one in enumerate(values))

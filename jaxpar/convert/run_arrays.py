@@ -4,7 +4,6 @@ Only one box is in memory at a time (`checkpoint/store.py`). The fingerprints of
 while their boxes are read or written.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, store, weights_alone
 from jaxpar.checkpoint.saved import require_weights
 from jaxpar.config import Config
+from jaxpar.config.values import to_values
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import Box
@@ -133,7 +133,7 @@ def about_import(cfg: Config, sources: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "imported_from": list(sources),
-        "config": dataclasses.asdict(cfg),
+        "config": to_values(cfg),
         "dataset": checkpoint.NO_DATASET,
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         "tokens_seen": 0,

@@ -31,6 +31,9 @@ from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 
+#: The name in `Batch.extra` of the source of each sequence.
+SOURCE = "source"
+
 
 class Loader:
     """Random access to the batches of one split.
@@ -155,7 +158,7 @@ class Loader:
         """Return what `batch` returns, without values: shapes, dtypes and shardings."""
         _, rows, length = self.sizes.at(self.skipped.batch_of(step))
         array = jax.ShapeDtypeStruct((rows, length), np.int32, sharding=self._sharding)
-        return Batch(array, array, array, array)
+        return Batch(array, array, array, array, extra=dict.fromkeys(self._reads, array))
 
     def _own_rows(self, step: int) -> Batch:
         rows = self._rows[self.sizes.at(self.skipped.batch_of(step)).rows]
@@ -253,7 +256,8 @@ class Loader:
         Args:     numbers, pieces: int64 [N]. length: T, tokens of a piece.
         """
         if len(self.sources) == 1:
-            return pack(*self._source_sequences(0, numbers, pieces, length))
+            packed = pack(*self._source_sequences(0, numbers, pieces, length))
+            return self._with_source(packed, np.zeros(len(numbers), np.int32))
         sources, before = self._mixture.places(numbers)
         shape = len(numbers), length + 1
         stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
@@ -266,7 +270,20 @@ class Loader:
                 begins[at] = starts
             if ignored is not None and spared is not None:
                 ignored[at] = spared
-        return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
+        packed = pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
+        return self._with_source(packed, sources)
+
+    def _with_source(self, packed: Batch, sources: np.ndarray) -> Batch:
+        """Add the source of each sequence, if the loss reads it."""
+        if SOURCE not in self._reads:
+            return packed
+        of_token = np.broadcast_to(sources[:, None], packed.tokens.shape).astype(np.int32)
+        return dataclasses.replace(packed, extra={SOURCE: of_token})
+
+    @property
+    def _reads(self) -> tuple[str, ...]:
+        loss = self._cfg.train.loss
+        return () if loss is None else loss.reads
 
     def _source_sequences(
         self, source: int, numbers: np.ndarray, pieces: np.ndarray, length: int

@@ -43,7 +43,7 @@ def make_train_step(
 
     def take(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         state, metrics = step(state, batch)
-        return state, {name: value for name, value in vars(metrics).items() if value is not None}
+        return state, dict(metrics)
 
     return take
 

@@ -12,11 +12,10 @@ from jaxpar.config.layout.layer_kinds import of_kind
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import linear, lora, norm
+from jaxpar.model import linear, lora, norm, probes
 from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
-from jaxpar.model.qk_clip import logits
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -26,7 +25,7 @@ type Weights = dict[str, Any]
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
 WEIGHTS = (
     *("wq", "wk", "wv", "wqkv", "wqk", "bqkv", "q_norm", "k_norm", "sinks"),
-    *("w_attn_gate", "wo", logits.MAXIMUM),
+    *("w_attn_gate", "wo"),
 )
 
 
@@ -38,7 +37,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     m = of_kind(ex.cfg.model, context.kind)
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
     q, k = positioned(q, k, w, context, m)
-    q = logits.recorded(q, k, w, context.mask, context.rows)
+    q = probes.observe("queries", q, w, context, ex.cfg, k=k)
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,

@@ -46,7 +46,10 @@ class AttentionContext:
     positions: jax.Array | None = None
     """int32 [B, T/sequence]: of the tokens in their document. None without recurrent layers."""
     rows: jax.Array | None = None
-    """int32 [B]: `Batch.rows`, if routing is recorded or repeated."""
+    """int32 [B]: `Batch.rows`, if a probe or a feed is by row."""
+    probes: tuple = flax.struct.field(pytree_node=False, default=())
+    feeds: tuple = flax.struct.field(pytree_node=False, default=())
+    """What leaves and enters the layers (`probes.py`); () outside training."""
 
 
 def attention_context(
@@ -88,6 +91,15 @@ def counted_once(context: AttentionContext) -> AttentionContext:
         return context
     once = lax.axis_index(PIPELINE) == 0
     return with_loss_weight(context, context.loss_weight * once)
+
+
+def with_probes(context: AttentionContext, probes: tuple, feeds: tuple) -> AttentionContext:
+    """Say what leaves and enters the layers of a context."""
+    if context.in_global is not None:
+        context = dataclasses.replace(
+            context, in_global=with_probes(context.in_global, probes, feeds)
+        )
+    return dataclasses.replace(context, probes=probes, feeds=feeds)
 
 
 def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:

@@ -20,10 +20,8 @@ from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
-from jaxpar.model.moe.recorded import RECORD, REPEAT
-from jaxpar.model.moe.router import TALLY
 from jaxpar.model.mtp import parameters as mtp
-from jaxpar.model.qk_clip.logits import MAXIMUM
+from jaxpar.model.probes import is_extra
 from jaxpar.model.recurrent import parameters as recurrent
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import EXPERT_FSDP_AXES
@@ -58,10 +56,6 @@ LAYER_DIMS: dict[str, int | None] = {
     "router": -2,
     "b_router": None,
     "router_bias": None,
-    TALLY: None,
-    MAXIMUM: None,
-    RECORD: None,
-    REPEAT: None,
     "w_shared_gate": -2,
     "w_shared_up": -2,
     "w_shared_down": -1,
@@ -143,7 +137,9 @@ def outside_layer(top: Tree, prefix: str) -> Tree:
 
 def layer_dims(w: Tree) -> gather.Dims:
     """Return the FSDP-sharded dimension of each fused array of a layer with these weights."""
-    return EXPERT_DIMS if "router" in w else LAYER_DIMS
+    dims = EXPERT_DIMS if "router" in w else LAYER_DIMS
+    extra = [name for name in w if is_extra(name)]
+    return {**dims, **dict.fromkeys(extra)} if extra else dims
 
 
 def fuse(params: Tree, ex: Execution) -> Tree:

@@ -20,7 +20,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import attention, feed_forward, linear, lora
+from jaxpar.model import attention, feed_forward, linear, lora, probes
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.gpt import feed_forward as gpt_feed_forward
 from jaxpar.model.latent_attention import heads as latent_attention
@@ -45,7 +45,7 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
             h = branch.receive(h, matrices, branch.norm, ex)
             out = branch.function(h, matrices, context, ex)
             x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
-    return x
+    return probes.observe("layer", x, w, context, ex.cfg)
 
 
 def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
@@ -89,6 +89,8 @@ class Branch:
     """Remat name of the residual stream after the branch."""
     weights: tuple[str, ...] = ()
     """Names of the weights that `receive` and `compute` use, without adapters."""
+    points: tuple[str, ...] = ()
+    """Points of probes and feeds (`probes.py`)."""
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
     """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
@@ -107,7 +109,7 @@ class Branch:
         around = {self.norm, f"{self.norm}_bias", self.bias, self.post_norm, self.scale}
         vectors = {name: a for name, a in w.items() if name in around}
         matrices = {name: a for name, a in w.items() if lora.matrix_of(name) in self.weights}
-        return vectors, matrices
+        return vectors, matrices | probes.at_points(w, self.points)
 
     def normalize(
         self, x: jax.Array, vectors: Weights, ex: Execution
@@ -151,6 +153,7 @@ ATTENTION = Branch(
     norm="attn_norm",
     compute=attention.heads,
     weights=attention.WEIGHTS,
+    points=("queries",),
     bias="bo",
     post_norm="attn_post_norm",
     saved_as="attn_residual",
@@ -184,6 +187,7 @@ EXPERTS = dataclasses.replace(
     FEED_FORWARD,
     compute=experts.mixture,
     weights=experts.WEIGHTS,
+    points=("choice", "routing"),
     receive=experts.received,
     dispatch=experts.dispatched,
     collect=experts.collected,
@@ -227,7 +231,8 @@ def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:
     Raises:   ValueError for a weight that no branch names, which would silently have no effect.
     """
     found = [(branch, *branch.split(w)) for branch in branches(w)]
-    unused = set(w).difference(*(own for _, *parts in found for own in parts))
+    unused = set(w).difference(probes.at_points(w, ("layer",)))
+    unused = unused.difference(*(own for _, *parts in found for own in parts))
     if unused:
         raise ValueError(f"no branch of the layer uses {sorted(unused)}: name them in its WEIGHTS")
     return found

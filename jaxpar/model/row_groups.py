@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.execution.decisions import Execution
+from jaxpar.model import probes
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.layer import Weights, branches_with_weights
 from jaxpar.parallel.gradient_buffers import buffers_of_use
@@ -57,7 +58,8 @@ def layer_of_row_groups(
         outs.append(out)
     for k in range(len(turns) - len(groups), len(turns)):
         finish(k)
-    return tuple(rows)
+    after = zip(rows, contexts, strict=True)
+    return tuple(probes.observe("layer", x, w, context, ex.cfg) for x, context in after)
 
 
 def _together(*trees: Any) -> Any:

@@ -40,7 +40,7 @@ class LoadsWriter:
     def write(self, step: int, rows: jax.Array | None) -> None:
         """Fetch and write the loads of a step, if they are due.
 
-        Args:     step: counted from 1. rows: `StepMetrics.expert_rows`.
+        Args:     step: counted from 1. rows: the metric "expert_rows".
         """
         if self._lines is None or rows is None or (step % self._every and step != self._last):
             return

@@ -1,48 +1,13 @@
 """The metrics of a run: each value in metrics.jsonl, with its unit and meaning."""
 
-from typing import NamedTuple
-
-
-class Metric(NamedTuple):
-    """A value in metrics.jsonl."""
-
-    group: str
-    """Its tab in TensorBoard and W&B."""
-    unit: str
-    meaning: str
-
+from jaxpar.config.metrics import METRICS as OF_STEPS
+from jaxpar.config.metrics import Metric
 
 #: By name in metrics.jsonl, in the order of docs/monitoring.md.
 METRICS = {
-    "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
-    "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
-    "reward_accuracy": Metric(
-        "preferences", "share", "pairs whose chosen response has the higher reward"
-    ),
-    "reward_margin": Metric("preferences", "nats", "reward of the chosen minus of the rejected"),
-    "chosen_reward": Metric("preferences", "nats", "beta log(policy / reference), mean over pairs"),
-    "rejected_reward": Metric("preferences", "nats", "the same of the rejected responses"),
-    "distill_loss": Metric("training", "nats per token", "divergence from the teacher"),
-    "mtp_loss": Metric(
-        "training", "nats per token", "of multi-token prediction, mean over modules"
-    ),
-    "max_attention_logit": Metric("training", "", "largest of all heads; with optimizer.qk_clip"),
-    "clipped_heads": Metric("training", "heads", "above optimizer.qk_clip, in all layers"),
-    "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
-    "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
-    "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),
-    "fullest_rank_mean": Metric("experts", "", "the mean over layers of a layer's fullest rank"),
-    "further_rounds": Metric("experts", "rounds", "beyond the first, of an expert axis; 0 is best"),
-    "dropped_rows": Metric("experts", "", "pairs of token and expert left out; always 0"),
-    "balance_loss": Metric("experts", "", "before its weight, mean over layers; 1 is balanced"),
-    "router_z_loss": Metric("experts", "", "before its weight, mean over layers"),
-    "router_bias_range": Metric("experts", "", "largest difference within a layer"),
     "z_loss_weight": Metric("training", "", "of train.z_loss_schedule at the step"),
     "mtp_loss_weight": Metric("training", "", "of train.mtp_loss_schedule at the step"),
     "learning_rate": Metric("training", "", "used for the step's update"),
-    "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
-    "loss_scale": Metric("training", "", "factor of the loss; float16 only"),
-    "num_tokens": Metric("training", "tokens", "labeled tokens in the step"),
     "global_batch_size": Metric("training", "", "sequences of the step, if sizes change"),
     "seq_len": Metric("training", "tokens", "of each of its sequences, if sizes change"),
     "tokens_seen": Metric("training", "tokens", "in all steps so far, including padding"),
@@ -88,5 +53,5 @@ def tag(name: str) -> str:
 
     Args:     name: in metrics.jsonl; "epochs/SOURCE" for a source of a mixture.
     """
-    known = METRICS.get(name.partition("/")[0])
+    known = OF_STEPS.get(name.partition("/")[0]) or METRICS.get(name.partition("/")[0])
     return f"{known.group if known else 'other'}/{name}"

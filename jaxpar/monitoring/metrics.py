@@ -21,6 +21,8 @@ import rich.progress
 from jaxpar.config import Config, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
+from jaxpar.config.metrics import METRICS as STEP_METRICS
+from jaxpar.config.metrics import Metric
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
@@ -116,10 +118,12 @@ class MetricsWriter:
             return
         step, measured = self.pending
         self.pending = None
-        there = {name: v for name, v in vars(measured).items() if v is not None}
+        there = dict(measured)
         expert_rows, routing = (there.pop(name, None) for name in ("expert_rows", "routing"))
         began = time.monotonic()
-        values = {name: float(v) for name, v in jax.device_get(there).items()}
+        fetched = jax.device_get(there)
+        values = {name: float(v) for name, v in fetched.items() if np.ndim(v) == 0}
+        self.lists = {name: v.tolist() for name, v in fetched.items() if np.ndim(v)}
         waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
@@ -148,6 +152,7 @@ class MetricsWriter:
             "step": step + 1,
             "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
+            **self.lists,
         }
         record["tokens_seen"] = self.sizes.tokens_before(step + 1)
         size = self.sizes.at(step)
@@ -320,10 +325,11 @@ def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str
 
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
     """Return a step's metrics as in metrics.jsonl, with null for non-finite values."""
-    shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
-    if cfg.model.dtype != "float16":
-        shown.pop("loss_scale", None)
-    return shown | ({"skipped": int(values["skipped"])} if "skipped" in values else {})
+    hidden = {"never"} if cfg.model.dtype == "float16" else {"never", "float16"}
+    of = lambda name: STEP_METRICS.get(name, Metric("other", "", ""))  # noqa: E731
+    shown = {k: v for k, v in values.items() if of(k).shown not in hidden}
+    finite = {k: v if math.isfinite(v) else None for k, v in shown.items()}
+    return finite | {k: int(v) for k, v in shown.items() if of(k).whole}
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -44,7 +44,7 @@ class RoutingWriter:
     def write(self, step: int, routing: jax.Array | None) -> bool:
         """Fetch and write the routing of a step, if it is due. Returns whether it was.
 
-        Args:     step: counted from 1. routing: `StepMetrics.routing`.
+        Args:     step: counted from 1. routing: the metric "routing".
         """
         if routing is None or step not in self._steps:
             return False

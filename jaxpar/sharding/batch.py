@@ -31,6 +31,9 @@ class Batch:
 
     experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
     rows         int32 [B], inside the step: the index of each row among those of the device.
+
+    extra        what an objective reads in addition, by name, [B, T, ...]: "source" is the index
+                 of each sequence's source in a mixture.
     """
 
     tokens: Any
@@ -42,3 +45,4 @@ class Batch:
     teacher_scores: Any = None
     experts: Any = None
     rows: Any = None
+    extra: dict = flax.struct.field(default_factory=dict)

@@ -39,9 +39,9 @@ def initial_values(spec: ParamSpec, key: jax.Array) -> jax.Array:
     """Return the initial float32 values of one parameter. Under `jit` with `out_shardings`, each
     device computes only its own shard."""
     if spec.init == "ones":
-        return jnp.ones(spec.shape, jnp.float32)
+        return jnp.ones(spec.shape, spec.dtype)
     if spec.init == "zeros":
-        return jnp.zeros(spec.shape, jnp.float32)
+        return jnp.zeros(spec.shape, spec.dtype)
     random = jax.random.wrap_key_data(key)
     if spec.init == "decay_rate":
         return jnp.log(jax.random.uniform(random, spec.shape, jnp.float32, 1, 16))

@@ -41,6 +41,8 @@ class ParamSpec:
     """In µP, rows and columns of a matrix relative to those of the base model."""
     gradient: float = 1.0
     """In µP, size of the gradients relative to those of the base model."""
+    dtype: str = "float32"
+    """Of what a feature keeps; parameters are float32."""
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -83,8 +85,8 @@ def decay_mask(specs: Any) -> Any:
 
 
 def abstract(specs: Any) -> Any:
-    """Return the tree of float32 ShapeDtypeStructs with global shapes."""
-    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+    """Return the tree of ShapeDtypeStructs with global shapes."""
+    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
 
 
 def count(specs: Any) -> int:

@@ -36,7 +36,9 @@ def in_configured_dtypes(state: Any, wanted: Any, cfg: Config) -> Any:
     dtype = jnp.dtype(cfg.optimizer.ema_dtype)
     stored = lambda x: x if x.dtype == dtype else convert_dtype(x.sharding, dtype)(x)  # noqa: E731
     opt_state = moments.map_moments(converted, specs, state.opt_state, wanted.opt_state)
-    return dataclasses.replace(state, opt_state=opt_state, ema=jax.tree.map(stored, state.ema))
+    state = dataclasses.replace(state, opt_state=opt_state)
+    average = jax.tree.map(stored, state.extra.get("ema", ()))
+    return state.with_extra(ema=average)
 
 
 def _are_alike(moment: Any, to: Any) -> bool:

@@ -9,7 +9,7 @@ unequal stages, it has empty slots. `to_logical` and `to_running` convert betwee
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,12 +25,12 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import loss_scale, moments, moving_average
 from jaxpar.optimizer.rules import make_optimizer
-from jaxpar.parallel.replicas.feedback import feedback_specs
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
 from jaxpar.step.diloco import overlap, trainers
+from jaxpar.step.features import features_of
 from jaxpar.step.layer_order import layer_order, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
@@ -46,21 +46,24 @@ class TrainState:
     `optimizer.offload_masters`."""
     opt_state: Any
     """optax state. Moments have the shapes and shardings of the trainable parameters."""
-    guard: Any = ()
-    """Scalars of `loss_scale.initial_guard`."""
-    ema: Any = ()
-    """Moving average of the trainable parameters, with their shapes and shardings; () without."""
-    diloco: Any = ()
-    """With DiLoCo, the weights of each replica and the outer momentum (`diloco/trainers.py`), and
-    what is exchanged beside inner steps (`diloco/overlap.py`); () without."""
-    feedback: Any = ()
-    """What compressed sums over replicas keep (`replicas/feedback.py`); () without."""
+    extra: dict[str, Any] = flax.struct.field(default_factory=dict)
+    """State of features, by name (`feature.py`); those without state have no entry."""
 
     @property
     def saved(self) -> dict[str, Any]:
         """The parts that a checkpoint has, by name: without what there is none of."""
-        optional = ("ema", "diloco", "feedback")
-        return {name: p for name, p in vars(self).items() if name not in optional or p != ()}
+        return {"step": self.step, "params": self.params, "opt_state": self.opt_state} | self.extra
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "TrainState":
+        """Return the state with these parts: the inverse of `saved`."""
+        own = {name: saved.get(name, ()) for name in ("step", "params", "opt_state")}
+        return cls(**own).with_extra(**{n: part for n, part in saved.items() if n not in own})
+
+    def with_extra(self, **extra: Any) -> "TrainState":
+        """Replace the state of features, by name. () removes it."""
+        parts = {name: part for name, part in (self.extra | extra).items() if part != ()}
+        return dataclasses.replace(self, extra=parts)
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -89,39 +92,33 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
     if not moving_average.is_on(cfg):
         return {"params": logical.params}
     _, frozen = split(logical.params, specs_of(cfg))
-    return {"ema": logical.ema} | ({"params": frozen} if frozen else {})
+    return {"ema": logical.extra["ema"]} | ({"params": frozen} if frozen else {})
 
 
 def _abstract(cfg: Config, specs: Any) -> TrainState:
     params = abstract(specs)
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
-    guard = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
-    )
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    average, kept = _abstract_average(cfg, params), abstract(feedback_of(cfg, specs))
-    state = TrainState(step, params, opt_state, guard, average, feedback=kept)
+    state = TrainState(step, params, opt_state, abstract(extra_specs(cfg, specs)))
     state = trainers.abstract_replicas(state, trainers.num_trainers(cfg))
     exchange = jax.eval_shape(functools.partial(overlap.nothing_exchanged, cfg=cfg), params)
     return overlap.with_exchange(state, exchange)
 
 
-def feedback_of(cfg: Config, specs: Any = None) -> Any:
-    """Return the specs of what compressed sums over replicas keep; () without.
+def extra_specs(cfg: Config, specs: Any = None) -> dict[str, Any]:
+    """Return the ParamSpecs of what each feature keeps, by name.
 
     Args:     specs: of all parameters. None: those of a logical state.
     """
     specs = specs_of(cfg) if specs is None else specs
-    return feedback_specs(split(specs, specs)[0], cfg.parallel)
+    trainable, _ = split(specs, specs)
+    found = ((f.name, f.extra(cfg, trainable)) for f in features_of(cfg))
+    return {name: kept for name, kept in found if kept != ()}
 
 
-def _abstract_average(cfg: Config, params: Any) -> Any:
-    """Return the moving average of abstract parameters; () without."""
-    if not moving_average.is_on(cfg):
-        return ()
-    trainable, _ = split(params, specs_of(cfg))
-    stored = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(cfg.optimizer.ema_dtype))  # noqa: E731
-    return jax.tree.map(stored, trainable)
+def feedback_of(cfg: Config, specs: Any = None) -> Any:
+    """Return the specs of what compressed sums over replicas keep; () without."""
+    return extra_specs(cfg, specs).get("feedback", ())
 
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
@@ -135,10 +132,7 @@ def state_specs(cfg: Config) -> TrainState:
     """Return the state's PartitionSpecs: moments as their parameters, other leaves replicated."""
     opt_state = moments.specs_of_state(abstract_state(cfg).opt_state, trainable_specs(cfg))
     params = partition_specs(specs_of(cfg))
-    guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
-    ema = partition_specs(trainable_specs(cfg)) if moving_average.is_on(cfg) else ()
-    feedback = partition_specs(feedback_of(cfg))
-    state = TrainState(PartitionSpec(), params, opt_state, guard, ema, feedback=feedback)
+    state = TrainState(PartitionSpec(), params, opt_state, partition_specs(extra_specs(cfg)))
     state = trainers.replica_specs(state, trainers.num_trainers(cfg))
     return overlap.with_exchange(state, overlap.exchange_specs(state, cfg))
 
@@ -214,12 +208,14 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     own = functools.partial(trainers.for_each, n=replicas)
     opt_state = jax.jit(lambda p: own(_init_opt_state(cfg, p)), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
-    scalars = lambda: (jnp.int32(0), own(loss_scale.initial_guard(cfg)))  # noqa: E731
-    step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
-    average, feedback = fresh_average(params, cfg), fresh_feedback(cfg, mesh)
-    state = TrainState(step, params, opt_state(params), guard, average, feedback=feedback)
-    of_trainers = trainers.start(params, replicas, overlap.without_exchange(to).diloco)
-    state = dataclasses.replace(state, diloco=of_trainers)
+    step = jax.jit(lambda: jnp.int32(0), out_shardings=to.step)()
+    kept = initial_extra(params, cfg, mesh)
+    kept["guard"] = jax.jit(
+        lambda: own(loss_scale.initial_guard(cfg)), out_shardings=to.extra["guard"]
+    )()
+    state = TrainState(step, params, opt_state(params), kept)
+    of_trainers = trainers.start(params, replicas, overlap.without_exchange(to).extra.get("diloco"))
+    state = state.with_extra(diloco=of_trainers)
     return overlap.with_exchange(state, fresh_exchange(params, cfg, mesh))
 
 
@@ -227,7 +223,7 @@ def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
     """Return what DiLoCo exchanges with an overlap, before it does; {} without."""
     if not cfg.diloco.overlap:
         return {}
-    to = state_shardings(cfg, mesh).diloco
+    to = state_shardings(cfg, mesh).extra["diloco"]
     zeros = jax.jit(
         functools.partial(overlap.nothing_exchanged, cfg=cfg),
         out_shardings={name: to[name] for name in overlap.EXCHANGE},
@@ -235,19 +231,26 @@ def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
     return zeros(params)
 
 
-def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:
-    """Return what compressed sums keep before the first step: errors of zero; () without."""
-    specs = feedback_of(cfg)
-    return init_params(specs, cfg, mesh) if specs else ()
+def initial_extra(params: Any, cfg: Config, mesh: Mesh, names: Container[str] | None = None) -> Any:
+    """Return what features keep before the first step, by name.
 
-
-def fresh_average(params: Any, cfg: Config) -> Any:
-    """Return a moving average that starts at these parameters, rounded to nearest; () without."""
-    if not moving_average.is_on(cfg):
-        return ()
+    Args:     params: in running order.
+              names: of those to return. None: all.
+    """
     trainable, _ = split(params, specs_of(cfg))
-    dtype = jnp.dtype(cfg.optimizer.ema_dtype)
-    return jax.tree.map(lambda x: convert_dtype(x.sharding, dtype)(x), trainable)
+    specs, features = extra_specs(cfg), {f.name: f for f in features_of(cfg)}
+    wanted = [name for name in specs if names is None or name in names]
+
+    def start(name: str) -> Any:
+        kept = features[name].initial(cfg, trainable)
+        return init_params(specs[name], cfg, mesh) if kept is None else kept
+
+    return {name: start(name) for name in wanted}
+
+
+def fresh_feedback(cfg: Config, mesh: Mesh) -> Any:
+    """Return what compressed sums keep before the first step; () without."""
+    return init_params(specs, cfg, mesh) if (specs := feedback_of(cfg)) else ()
 
 
 def averaged(state: TrainState, cfg: Config) -> Any:
@@ -255,7 +258,7 @@ def averaged(state: TrainState, cfg: Config) -> Any:
     _, frozen = split(state.params, specs_of(cfg))
     full = jnp.dtype(jnp.float32)
     in_full = lambda x: x if x.dtype == full else convert_dtype(x.sharding, full)(x)  # noqa: E731
-    return join(jax.tree.map(in_full, state.ema), frozen)
+    return join(jax.tree.map(in_full, state.extra["ema"]), frozen)
 
 
 def compile_averaged(state: TrainState) -> None:
@@ -264,7 +267,7 @@ def compile_averaged(state: TrainState) -> None:
     Args:     state: arrays, or abstract arrays with shardings.
     """
     full = jnp.dtype(jnp.float32)
-    for x in jax.tree.leaves(state.ema):
+    for x in jax.tree.leaves(state.extra["ema"]):
         if x.dtype != full:
             convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 

@@ -4,18 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.model import fused_weights
-from jaxpar.model.parameters import trainable_specs
-from jaxpar.optimizer import loss_scale
 from jaxpar.parallel.fsdp import gather as fsdp
-from jaxpar.parallel.gradients import reduce_gradients
-from jaxpar.parallel.replicas.reduction import reduce_compressed
-from jaxpar.sharding.axes import AXES, FSDP_AXES
-from jaxpar.step.diloco.trainers import trainer_axes
+from jaxpar.sharding.axes import FSDP_AXES
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:
@@ -49,21 +43,6 @@ def scatter_once(grads: Any, cfg: Config) -> Any:
     """Reduce the step's accumulated gradients to shards (ZeRO-1)."""
     scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)
     return _map_groups(scatter, grads)
-
-
-def summed(grads: Any, feedback: Any, scale: jax.Array | float, cfg: Config) -> tuple[Any, Any]:
-    """Sum gradients over the mesh, and divide them by the loss scale.
-
-    Args:     feedback: what compressed sums keep, as in a state. None: sum in float32.
-    Returns:  (the sums, the new feedback).
-    Communication: that of `reduce_gradients` or `reduce_compressed`.
-    """
-    specs = trainable_specs(cfg)
-    if feedback is None or cfg.parallel.replica_reduction == "float32":
-        grads = reduce_gradients(grads, specs, trainer_axes(cfg, AXES))
-        return loss_scale.unscale_gradients(cfg, grads, scale), feedback
-    grads = loss_scale.unscale_gradients(cfg, grads, scale)  # errors outlive a loss scale
-    return reduce_compressed(grads, feedback, specs, cfg.parallel)
 
 
 def _map_groups(fn: Callable, tree: Any) -> Any:

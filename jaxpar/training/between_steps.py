@@ -15,9 +15,9 @@ from jaxpar.runtime.stages import Stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
+from jaxpar.step.metrics import Metrics
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import StepMetrics
 from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.prepared import Prepared
@@ -128,7 +128,7 @@ class BetweenSteps:
         self.phases.enter("compile", step + 1, slow=True)
         self.ready.train_step.prepare(state, batch)
 
-    def report(self, step: int, metrics: StepMetrics) -> None:
+    def report(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of the previous step, whose values have arrived by now."""
         dispatch = time.perf_counter() - self.began
         startup = self.run.startup

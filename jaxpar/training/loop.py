@@ -150,8 +150,7 @@ def compiled(
         run.mesh,
         run.max_segments,
         execution_of(cfg),
-        expert_rows=True,
-        record=record,
+        requested=("expert_rows", *(["routing"] if record else [])),
         fragment=fragment,
     )
     with stage("compiling the train step") as now:

@@ -73,7 +73,7 @@ class StepGuard:
     def look(self, step: int, values: dict[str, float]) -> None:
         """Record and check the metrics of a step.
 
-        Args:     step: counted from 0. values: of `StepMetrics`.
+        Args:     step: counted from 0. values: of `Metrics`.
         Raises:   BadNumerics when too many updates in a row were skipped; Spike when the run must
                   rewind.
         """

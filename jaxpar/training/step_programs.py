@@ -15,8 +15,8 @@ from jaxpar.config import Config
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco.overlap import programs_of_steps, same_program
+from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import StepMetrics
 
 #: Compiles the train step for a state, a batch and a fragment. Calls its third argument when XLA
 #: starts.
@@ -72,7 +72,7 @@ class StepPrograms:
 
     def __call__(
         self, state: TrainState, batch: Batch, fragment: int | None = None
-    ) -> tuple[TrainState, StepMetrics]:
+    ) -> tuple[TrainState, Metrics]:
         """Take a step with the program for batches of this size.
 
         Args:     fragment: whose outer gradient the step exchanges a part of.

@@ -29,7 +29,7 @@ from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState, state_shardings
-from jaxpar.step.train_step import StepMetrics, make_train_step
+from jaxpar.step.train_step import Metrics, make_train_step
 from jaxpar.training import initial_weights
 from jaxpar.training.frozen.chosen import recorded_in
 from jaxpar.training.run import Run
@@ -155,7 +155,7 @@ class Replay:
             after, measured = self._step(mesh, placed, batch_of_step, self.number - 1)
             after = OuterSteps(self.cfg, mesh)(self.number, after)
             sums = fingerprints(vars(after))
-            return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
+            return ReplayedStep(float(measured["loss"]), float(measured["grad_norm"]), sums)
 
     def _batch_on(self, mesh: Mesh, number: int) -> Batch:
         """Return a batch of the run on the devices of a mesh of the same shape."""
@@ -164,13 +164,13 @@ class Replay:
 
     def _step(
         self, mesh: Mesh, state: TrainState, batch: Batch, done: int
-    ) -> tuple[TrainState, StepMetrics]:
+    ) -> tuple[TrainState, Metrics]:
         """Take the step after `done` on a mesh, whose batch may have any size of the run."""
         cfg, segments = self.run.config_of(*batch.tokens.shape), self.run.max_segments
         key = mesh, cfg, (fragment := under_way(done, cfg))
         if key not in self._steps:
             self._steps[key] = make_train_step(
-                cfg, mesh, segments, expert_rows=True, fragment=fragment
+                cfg, mesh, segments, requested=("expert_rows",), fragment=fragment
             )
         return self._steps[key](state, batch)
 

@@ -22,14 +22,14 @@ from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.functional.losses import loss_of
 from jaxpar.functional.plain import loss_of_logical
 from jaxpar.functional.sharded import shard_batch
-from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of, trainable_specs
-from jaxpar.model.qk_clip import reference as qk_clip
+from jaxpar.objectives.objective import objective_of
 from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
+from jaxpar.step.features import features_of
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from jaxpar.verification.random_pairs import max_segments, random_pairs
@@ -63,8 +63,11 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
     taught = random_teacher(cfg, rng) if cfg.distill.teacher else {}
+    reads = objective_of(cfg).reads
+    sources = rng.integers(0, 2, (B, 1), dtype=np.int32) if reads else None
     return Batch(
         **taught,
+        extra={} if sources is None else {"source": np.broadcast_to(sources, (B, T)).copy()},
         tokens=text[:, :T],
         labels=np.where(dropped, np.int32(IGNORED), text[:, 1:]),
         segment_ids=np.cumsum(starts[:, :T], axis=1, dtype=np.int32),
@@ -113,12 +116,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     @jax.jit
     def update(grads, opt_state, params, batch):
         trainable, frozen = split(params, specs)
-        if cfg.model.router_bias and not cfg.lora.rank:  # with adapters, biases are frozen
-            frozen = reference.balanced(frozen, reference.loads(params, batch, cfg), cfg)
         updates, opt_state = rule.update(grads, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)
-        if cfg.optimizer.qk_clip:
-            new = qk_clip.clipped(new, qk_clip.largest_logits(params, batch, cfg), cfg)
+        for feature in features_of(cfg):
+            new = feature.plain(new, params, batch, cfg)
         return new, opt_state
 
     params = start = initial_params(specs, cfg.train.seed)
@@ -156,6 +157,8 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     def both(trainable):
         params = join(trainable, frozen)
+        if (own := objective_of(cfg).reference) is not None:
+            return own(params, batch, cfg)
         if cfg.distill.teacher:
             return distillation_losses(params, batch, cfg)
         total = loss(params, batch, cfg)
@@ -195,9 +198,9 @@ def mesh_trace(
     for step in train_step:
         for batch in placed:
             state, at_step = step(state, batch)
-            losses.append(float(at_step.loss))
+            losses.append(float(at_step["loss"]))
         params = logical(state.params, cfg)
-    return TrainingTrace(init, float(measured.loss), logical(grads, cfg), losses, params)
+    return TrainingTrace(init, float(measured["loss"]), logical(grads, cfg), losses, params)
 
 
 def logical(tree: Any, cfg: Config) -> Arrays:

@@ -185,8 +185,8 @@ def train_one(
 
     def read() -> None:
         metrics, change = pending.popleft()
-        curve.loss.append(float(metrics.loss))
-        curve.grad_norm.append(float(metrics.grad_norm))
+        curve.loss.append(float(metrics["loss"]))
+        curve.grad_norm.append(float(metrics["grad_norm"]))
         curve.change.append(float(change))
         points.look(curve, recent)
 
@@ -259,7 +259,7 @@ def gradients(options: argparse.Namespace) -> None:
             batch = jax.device_put(Batch(**{n: arrays.pop(n) for n in names}), place)
             metrics, grads = step(on_device(arrays, run.cfg, run.mesh), batch)
             by_float32 = on_device(dict(np.load(exact)), run.cfg, run.mesh)
-            here = {"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
+            here = {"loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
             here |= jax.tree.map(float, compared(flat(grads), flat(by_float32)))
             found.setdefault(file.stem, {})[name] = here
             print(f"{file.stem} {name}: {json.dumps(here)}", flush=True)

@@ -85,7 +85,7 @@ def measure(cfg: Config, steps: int) -> dict[str, Any]:
     for i in range(steps + 2):
         began = time.perf_counter()
         state, metrics = run(state, batches[i % 2])
-        losses.append(float(metrics.loss))
+        losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - began)
     return {
         "ms": 1e3 * statistics.median(seconds[2:]),

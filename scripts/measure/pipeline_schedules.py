@@ -95,7 +95,7 @@ def measure(base: Config, cases: Sequence[tuple[str, int]], rounds: int, steps: 
         del state
         state, run = init_state(cfg, mesh), FirstRunAlone(program)
         state, metrics = run(state, batch)
-        first.append((float(metrics.loss), float(metrics.grad_norm)))
+        first.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         runs.append((run, batch))
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):

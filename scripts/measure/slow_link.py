@@ -24,7 +24,6 @@ the largest of each 1,024 elements.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -194,7 +193,7 @@ def start_from(trained: TrainState | None, cfg: Config, mesh: Mesh) -> TrainStat
         to = jax.tree.map(lambda a: a.sharding, abstract_logical(cfg, mesh))
         found = trainers.with_replicas(trained, 0, n, without_exchange(to))
         return with_exchange(found, fresh_exchange(found.params, cfg, mesh))
-    return dataclasses.replace(trained, feedback=init_state(cfg, mesh).feedback)
+    return trained.with_extra(feedback=init_state(cfg, mesh).extra["feedback"])
 
 
 def train(
@@ -225,7 +224,7 @@ def train(
         key = None if fragment is None else same_program(cfg, fragment)
         state, metrics = run[key](state, batch)
         state = outer(step + 1, state)
-        waiting.append(metrics.loss)
+        waiting.append(metrics["loss"])
         if len(waiting) == 2 * EVERY:  # the device stays a few steps ahead
             done, waiting = waiting[:EVERY], waiting[EVERY:]
             losses += map(float, done)
@@ -323,7 +322,7 @@ def _timed(cfg: Config, mesh: Mesh, program: Any, batches: list[Any]) -> dict[st
         state, metrics = run(state, batches[i % 2])
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - began)
-        losses.append(float(metrics.loss))
+        losses.append(float(metrics["loss"]))
     memory, inner = program.memory_analysis(), statistics.median(seconds[BEFORE:])
 
     def step_of(fragment: int | None) -> Act:

@@ -132,7 +132,7 @@ def test_steps_by_hand_are_those_of_the_loop(trainer_of):
     state, losses = by_hand.init(), []
     for batch in by_hand.batches(state, 4):
         state, metrics = by_hand.step(state, batch)
-        losses.append(float(metrics.loss))
+        losses.append(float(metrics["loss"]))
     recorded = [r for r in jaxpar.read_metrics(by_loop.cfg.run.dir) if "loss" in r]
     assert losses == [r["loss"] for r in recorded][:4]
     kept = jax.tree.map(np.asarray, state)
@@ -310,4 +310,4 @@ def test_a_step_takes_the_tokens_of_a_live_teacher(trainer_of):
     state = student.init()
     (batch,) = student.batches(state, 1)
     _, metrics = student.step(state, batch)
-    assert float(metrics.distill_loss) >= 0
+    assert float(metrics["distill_loss"]) >= 0

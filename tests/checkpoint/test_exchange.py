@@ -73,15 +73,15 @@ def test_with_other_parts_the_exchange_ends_at_once(setup, other, capsys):
     found = jax.device_get(checkpoint.restore(*setup(**other)))
     said = capsys.readouterr().out
     assert NEW_PARTS in said
-    assert_same_bits(found.diloco["outgoing"], saved.diloco["outgoing"])
-    sent, arrived = flat(saved.diloco["outgoing"]), flat(found.diloco["arrived"])
+    assert_same_bits(found.extra["diloco"]["outgoing"], saved.extra["diloco"]["outgoing"])
+    sent, arrived = flat(saved.extra["diloco"]["outgoing"]), flat(found.extra["diloco"]["arrived"])
     names = fragment(dict.fromkeys(flat(saved.params), np.zeros((1, 2))), 1, 2)
     mean = {k: np.mean(a, axis=0) for k, a in sent.items() if k in names}
     assert_close({k: arrived[k] for k in mean}, mean)
     others = arrived.keys() - mean.keys()  # of the other fragment
     assert others
     for name in others:
-        np.testing.assert_array_equal(arrived[name], flat(saved.diloco["arrived"])[name])
+        np.testing.assert_array_equal(arrived[name], flat(saved.extra["diloco"]["arrived"])[name])
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_without_one_the_present_gradient_is_exchanged(setup, then, due, capsys)
     saved = jax.device_get(save(cfg, mesh, STEP))
     found = jax.device_get(checkpoint.restore(*setup()))
     assert f"fragment {due} is exchanged at once" in capsys.readouterr().out
-    outer, own = flat(saved.params), flat(saved.diloco["weights"])
+    outer, own = flat(saved.params), flat(saved.extra["diloco"]["weights"])
     gradient = fragment({k: outer[k][None] - own[k] for k in outer}, due, 2)
-    sent, arrived = flat(found.diloco["outgoing"]), flat(found.diloco["arrived"])
+    sent, arrived = flat(found.extra["diloco"]["outgoing"]), flat(found.extra["diloco"]["arrived"])
     assert_close({k: sent[k] for k in gradient}, gradient)
     mean = {k: np.mean(a, axis=0) for k, a in gradient.items()}
     assert_close({k: arrived[k] for k in mean}, mean)
@@ -113,9 +113,9 @@ def test_a_run_with_nothing_under_way_reads_none(setup, steps):
     cfg, mesh = setup()
     saved = save(cfg, mesh, STEP)
     found = checkpoint.restore(*setup(**{"diloco.overlap": steps}))
-    kept = {k: saved.diloco[k] for k in ("weights", "momentum")}
-    assert_same_bits({k: found.diloco[k] for k in kept}, kept)
-    assert len(found.diloco) == (4 if steps else 2)
+    kept = {k: saved.extra["diloco"][k] for k in ("weights", "momentum")}
+    assert_same_bits({k: found.extra["diloco"][k] for k in kept}, kept)
+    assert len(found.extra["diloco"]) == (4 if steps else 2)
 
 
 @pytest.mark.slow
@@ -125,4 +125,4 @@ def test_other_replicas_have_nothing_to_exchange(setup):
     found = jax.device_get(checkpoint.restore(*setup(**{"parallel.replica": 3})))
     assert_same_bits(found.params, saved.params)
     for name in ("outgoing", "arrived"):
-        assert not any(np.any(a) for a in jax.tree.leaves(found.diloco[name])), name
+        assert not any(np.any(a) for a in jax.tree.leaves(found.extra["diloco"][name])), name

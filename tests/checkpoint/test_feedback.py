@@ -53,14 +53,14 @@ def setup(tmp_path, devices):
 def errors_of(of: state.TrainState, cfg: Config) -> dict[str, np.ndarray]:
     """The errors in the order of the model's layers, without the dim of replicas: their sums."""
     specs = flat(state.feedback_of(cfg)["errors"])
-    found = flat(logical(of, cfg).feedback["errors"])
+    found = flat(logical(of, cfg).extra["feedback"]["errors"])
     return {name: a.sum(specs[name].axes.index("replica")) for name, a in found.items()}
 
 
 def test_a_round_trip_keeps_every_bit(setup):
     cfg, mesh = setup("top_k", 2)
     saved = save(cfg, mesh, 3)
-    assert set(saved.feedback) == {"errors"}
+    assert set(saved.extra["feedback"]) == {"errors"}
     restored = checkpoint.restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
@@ -95,11 +95,13 @@ def test_methods_share_errors_and_exact_sums_drop_them(setup, capfd):
     saved = save(cfg, mesh, 1)
     other, _ = setup("int8", 2)
     restored = checkpoint.restore(other, mesh)
-    assert_same_bits(jax.device_get(restored.feedback), jax.device_get(saved.feedback))
+    assert_same_bits(
+        jax.device_get(restored.extra["feedback"]), jax.device_get(saved.extra["feedback"])
+    )
     assert "start anew" not in capfd.readouterr().out
     exact, _ = setup("float32", 2)
     restored = checkpoint.restore(exact, mesh)
-    assert restored.feedback == ()
+    assert "feedback" not in restored.extra
     assert_same_bits(jax.device_get(restored.params), jax.device_get(saved.params))
     assert (
         "the errors of compressed sums in the checkpoint of step 1 are dropped"
@@ -111,9 +113,9 @@ def test_a_run_that_had_none_starts_with_zero(setup, capfd):
     cfg, mesh = setup("bfloat16", 2)
     with Checkpointer(cfg) as checkpointer:
         checkpointer.save(random_state(cfg, mesh, 2), 2, tokens_seen=0)
-    assert not random_state(cfg, mesh, 2).feedback
+    assert "feedback" not in random_state(cfg, mesh, 2).extra
     second, _ = setup("int8", 2)
     restored = checkpoint.restore(second, mesh)
-    errors = jax.tree.leaves(restored.feedback["errors"])
+    errors = jax.tree.leaves(restored.extra["feedback"]["errors"])
     assert len(errors) == 9 and not any(np.any(a) for a in errors)
     assert "errors of compressed sums start anew for 9 arrays" in capfd.readouterr().out

@@ -107,9 +107,9 @@ def test_another_compute_dtype_begins_with_its_own_loss_scale(setup):
     cfg, mesh = setup(**{"model.dtype": "float32"})
     saved = save(cfg, mesh, 4)
     half = config.replace(cfg, **{"model.dtype": "float16", "guard.loss_scale": 512.0})
-    guard = checkpoint.restore(half, mesh).guard
+    guard = checkpoint.restore(half, mesh).extra["guard"]
     assert float(guard["loss_scale"]) == 512
-    assert int(guard["skipped"]) == int(saved.guard["skipped"])
+    assert int(guard["skipped"]) == int(saved.extra["guard"]["skipped"])
 
 
 def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch):

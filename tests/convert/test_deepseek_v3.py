@@ -82,7 +82,7 @@ def test_bias_and_groups_change_the_choice():
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL))
-    context = SimpleNamespace(loss_weight=None, rows=None)
+    context = SimpleNamespace(loss_weight=None, rows=None, probes=(), feeds=())
     found = EXPERTS.function(Received(x, x), w, context, ex).partial
     plain = reference._experts(x, w, MODEL)
     largest = np.abs(GOLDEN["out"]).max()

@@ -78,7 +78,10 @@ def test_a_part_of_gate_and_up_is_beyond_the_limit():
 
 def as_trained(w: dict, x: jax.Array) -> jax.Array:
     """The layer of the trained model, on a mesh of one device."""
-    ex, context = execution_of(Config(model=MODEL)), SimpleNamespace(loss_weight=None, rows=None)
+    ex, context = (
+        execution_of(Config(model=MODEL)),
+        SimpleNamespace(loss_weight=None, rows=None, probes=(), feeds=()),
+    )
 
     def local(w, x):
         return EXPERTS.function(Received(x, None), w, context, ex).partial

@@ -133,7 +133,7 @@ def gradients(mesh):
         cfg = resolve(replace(base, **fields, **dict(others)), 1)
         batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
-        return float(measured.loss), traces.to_host(grads)
+        return float(measured["loss"]), traces.to_host(grads)
 
     return functools.cache(compute)
 
@@ -235,7 +235,7 @@ def computed(traced):
     def run(remat: str, way: str):
         step, arguments = traced(remat, way)
         measured, grads = step.lower().compile()(*arguments)
-        return float(measured.loss), traces.to_host(grads)
+        return float(measured["loss"]), traces.to_host(grads)
 
     return run
 

@@ -36,7 +36,7 @@ def gradients(mesh_item: str, names: str, layers: str = "") -> tuple[float, floa
     batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     program = make_gradient_step(cfg, mesh).lower(params, batch).compile()
     measured, _ = program(params, batch)
-    return float(measured.loss), float(measured.grad_norm), program.as_text()
+    return float(measured["loss"]), float(measured["grad_norm"]), program.as_text()
 
 
 def collectives(text: str, kind: str) -> int:

@@ -72,7 +72,7 @@ def loss_curve(devices, steps: int = 300, **changes) -> list[float]:
     for i in range(steps):
         batch = traces.shard_batch(learnable_batch(cfg, i), cfg, mesh)
         state, measured = step(state, batch)
-        losses.append(float(measured.loss))
+        losses.append(float(measured["loss"]))
     return losses
 
 

@@ -181,7 +181,7 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
         step = steps[None if fragment is None else same_program(cfg, fragment)]
         state, metrics = step(state, traces.shard_batch(batch, cfg, mesh))
         state = outer(done, state)
-        losses.append(float(metrics.loss))
+        losses.append(float(metrics["loss"]))
     return losses, state
 
 
@@ -215,13 +215,13 @@ def test_plain_trainers(cfg, mesh, devices):
     np.testing.assert_allclose(found_losses, losses, rtol=TOLERANCE)
     host = lambda leaves: {k: np.asarray(w) for k, w in leaves.items()}  # noqa: E731
     zero = {k: np.zeros_like(w) for k, w in start.items()}
-    of_replica = lambda r: {k: w[r] for k, w in flat(state.diloco["weights"]).items()}  # noqa: E731
+    of_replica = lambda r: {k: w[r] for k, w in flat(state.extra["diloco"]["weights"]).items()}  # noqa: E731
     # Adafactor divides by the root of a mean without an eps, so `steady` does not help it.
     without_eps = cfg.optimizer.name == "adafactor"
     allowed = distances.update_tolerance(TOLERANCE) if without_eps else TOLERANCE
     pairs = [
         (flat(state.params), plain.outer, start),
-        (flat(state.diloco["momentum"]), plain.all_momentum, zero),
+        (flat(state.extra["diloco"]["momentum"]), plain.all_momentum, zero),
         *((of_replica(r), plain.own[r], start) for r in range(2)),
     ]
     for found, right, before in pairs:
@@ -248,7 +248,7 @@ def test_replicas_with_the_same_rows_are_one_trainer(devices):
     np.testing.assert_allclose(found_losses, losses, rtol=TOLERANCE)
     start = traces.to_host(traces.initial_params(specs_of(BASE), BASE.train.seed))
     for r in range(2):
-        weights = {k: np.asarray(w)[r] for k, w in flat(found.diloco["weights"]).items()}
+        weights = {k: np.asarray(w)[r] for k, w in flat(found.extra["diloco"]["weights"]).items()}
         errors = distances.update_errors(weights, traces.to_host(wanted.params), start)
         assert distances.worst(errors)[0] <= TOLERANCE, distances.worst(errors)
 
@@ -301,7 +301,7 @@ def test_what_replicas_exchange(devices):
     for dtype in ("float32", "bfloat16"):
         of = replace(cfg, **{"diloco.outer_dtype": dtype})
         for i, wanted_bytes in enumerate(fragment_bytes(of)):
-            kinds = sent(make_outer_step(of, mesh, i), state.params, state.diloco)
+            kinds = sent(make_outer_step(of, mesh, i), state.params, state.extra["diloco"])
             assert sum(kind["bytes"] for kind in kinds.values()) == wanted_bytes
     plain = replace(cfg, diloco=DilocoConfig())
     started = init_state(plain, mesh), traces.shard_batch(batches(cfg)[0], cfg, mesh)
@@ -335,9 +335,11 @@ def test_bfloat16_rounds_twice(devices):
     noise = np.random.default_rng(0).standard_normal((2, *state.params["head"].shape))
     start = np.asarray(state.params["head"])
     own = (start + 1e-2 * noise).astype(np.float32)
-    placed = jax.device_put(own, state.diloco["weights"]["head"].sharding)
-    weights = state.diloco["weights"] | {"head": placed}
-    after, _ = make_outer_step(cfg, mesh, 0)(state.params, state.diloco | {"weights": weights})
+    placed = jax.device_put(own, state.extra["diloco"]["weights"]["head"].sharding)
+    weights = state.extra["diloco"]["weights"] | {"head": placed}
+    after, _ = make_outer_step(cfg, mesh, 0)(
+        state.params, state.extra["diloco"] | {"weights": weights}
+    )
     rounded = lambda x: np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float32)  # noqa: E731
     gradient = rounded(np.mean(rounded(start - own), axis=0))
     np.testing.assert_allclose(after["head"], start - 0.7 * 1.9 * gradient, atol=1e-6)

@@ -64,7 +64,7 @@ def run(request, devices):
     def compute(batch: Batch, document_mask: bool = True):
         placed = traces.shard_batch(batch, cfg, mesh)
         measured, grads = step(document_mask)(params, placed)
-        return float(measured.loss), np.asarray(grads["embed"])
+        return float(measured["loss"]), np.asarray(grads["embed"])
 
     return compute
 

@@ -43,9 +43,9 @@ def measured(mesh_item: str, cfg: Config) -> dict[str, np.ndarray]:
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     mesh = make_mesh(parallel, jax.devices()[:n])
     batch = traces.shard_batch(traces.random_batch(cfg), on_mesh, mesh)
-    step = make_train_step(on_mesh, mesh, expert_rows=True)
+    step = make_train_step(on_mesh, mesh, requested=("expert_rows",))
     _, found = step(init_state(on_mesh, mesh), batch)
-    return {k: np.asarray(v) for k, v in vars(jax.device_get(found)).items() if v is not None}
+    return {k: np.asarray(v) for k, v in jax.device_get(found).items()}
 
 
 TOKENS = replace(BASE, **{"parallel.expert_dispatch": "tokens"})

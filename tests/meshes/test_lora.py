@@ -119,7 +119,7 @@ def compare(cfg: Config, item: str, devices) -> None:
     params = placed(trained_params(plain), cfg, mesh)
     measured, grads = make_gradient_step(cfg, mesh)(params, batch)
     loss, wanted_grads = wanted(plain)
-    assert float(measured.loss) == pytest.approx(loss, rel=TOLERANCE)
+    assert float(measured["loss"]) == pytest.approx(loss, rel=TOLERANCE)
     assert all(np.abs(g).max() > 0 for g in wanted_grads.values())
     error, name = distances.worst(
         distances.gradient_errors(traces.logical(grads, cfg), wanted_grads)

@@ -93,6 +93,6 @@ def test_a_step_with_experts_has_the_types_of_its_state(devices):
     state, batch = abstract_state(cfg), traces.random_batch(cfg, 0)
     after, metrics = jax.eval_shape(make_train_step(cfg, mesh), state, batch)
     assert jax.tree.map(lambda a: a.shape, after) == jax.tree.map(lambda a: a.shape, state)
-    assert metrics.mtp_loss.shape == ()
+    assert metrics["mtp_loss"].shape == ()
     held_out = jax.eval_shape(make_eval_step(cfg, mesh), state.params, batch)
     assert [a.shape for a in held_out] == [(), ()]

@@ -61,7 +61,8 @@ def step_on(mesh_item: str, cfg: Config, record: bool) -> tuple[Config, jax.shar
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     mesh = make_mesh(parallel, jax.devices()[:n])
-    return on_mesh, mesh, make_train_step(on_mesh, mesh, expert_rows=True, record=record)
+    asked = ("expert_rows", "routing") if record else ("expert_rows",)
+    return on_mesh, mesh, make_train_step(on_mesh, mesh, requested=asked)
 
 
 def first_step(
@@ -74,7 +75,7 @@ def first_step(
     on_mesh, mesh, step = step_on(mesh_item, cfg, record)
     batch = dataclasses.replace(traces.random_batch(cfg), experts=experts)
     _, measured = step(init_state(on_mesh, mesh), traces.shard_batch(batch, on_mesh, mesh))
-    metrics = {k: np.asarray(v) for k, v in vars(measured).items() if v is not None}
+    metrics = {k: np.asarray(v) for k, v in measured.items()}
     routing = metrics.pop("routing", None)
     if routing is not None:
         routing = in_text_order(routing, token_order(on_mesh.parallel, cfg.data.seq_len))

@@ -82,12 +82,12 @@ def test_what_was_sent_and_what_was_left_out_are_the_gradient(
     state = init_state(cfg, here)
     before = {name: 0.0 for name in logical_errors(state, cfg)}
     for i, batch in enumerate(batches):
-        scale = state.guard["loss_scale"]
+        scale = state.extra["guard"]["loss_scale"]
         start = traces.logical(state.params, cfg)
         wanted = traces.logical(gradients(state.params, batch)[1], cfg)
         state, _ = step(state, batch)
         now, errors = traces.logical(state.params, cfg), logical_errors(state, cfg)
-        assert float(scale) == float(state.guard["loss_scale"])
+        assert float(scale) == float(state.extra["guard"]["loss_scale"])
         for name, grad in wanted.items():
             found = start[name] - now[name]
             if name in errors:

@@ -1,7 +1,6 @@
 """Loads of experts in the records: at logged steps, few of them, and again after a resume."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -21,7 +20,7 @@ def train(cfg: Config, folder, steps: range) -> None:
     with MetricsWriter(cfg, folder, steps.start, lambda step: 0.5) as writer:
         for step in steps:
             rows = np.array([[step, 3.0], [2.0, 2.0]], np.float32)
-            measured = SimpleNamespace(loss=1.0, grad_norm=1.0, expert_rows=rows)
+            measured = {"loss": np.float32(1.0), "grad_norm": np.float32(1.0), "expert_rows": rows}
             writer.write_previous(step, measured, 0.0)
         writer.flush()
 
@@ -55,6 +54,6 @@ def test_a_long_run_writes_a_thousand_records(devices, tmp_path):
 def test_without_experts_there_is_no_file(devices, tmp_path):
     dense = replace(CFG, **{"model.num_experts": 0})
     with MetricsWriter(dense, tmp_path, 0, lambda step: 0.5) as writer:
-        writer.write_previous(2, SimpleNamespace(loss=1.0, grad_norm=1.0), 0.0)
+        writer.write_previous(2, dict(loss=1.0, grad_norm=1.0), 0.0)
         writer.flush()
     assert not (tmp_path / LOADS_FILE).exists()

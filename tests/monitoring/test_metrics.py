@@ -17,7 +17,7 @@ CFG = replace(
 
 def measured(loss: float) -> SimpleNamespace:
     """What a step returns."""
-    return SimpleNamespace(loss=loss, grad_norm=1.0, num_tokens=16.0)
+    return dict(loss=loss, grad_norm=1.0, num_tokens=16.0)
 
 
 def records_of(folder) -> list[dict]:
@@ -73,7 +73,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_records(bad, devices, tmp_path,
     look = lambda step, values: seen.append((step, values["loss"]))  # noqa: E731
     with MetricsWriter(CFG, tmp_path, 0, lambda step: step, None, look) as writer:
         numbers = measured(bad)
-        numbers.skipped, numbers.in_a_row, numbers.loss_scale = 2.0, 1.0, 1.0
+        numbers |= {"skipped": 2.0, "in_a_row": 1.0, "loss_scale": 1.0}
         writer.write_previous(5, numbers, 0.0)
         writer.flush()
     assert [step for step, _ in seen] == [5]

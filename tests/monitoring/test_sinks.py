@@ -5,7 +5,6 @@ import math
 import socket
 import struct
 import urllib.request
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +27,7 @@ def train(cfg, folder, first, last, *, loss=lambda step: step + 0.5, sinks=None)
     sinks = sinks or open_sinks(cfg, folder, first, pytest.fail)
     with MetricsWriter(cfg, folder, first, lambda step: 0.1, sinks=sinks) as writer:
         for step in range(first, last):
-            values = SimpleNamespace(loss=loss(step), grad_norm=1.0, num_tokens=16.0)
+            values = dict(loss=loss(step), grad_norm=1.0, num_tokens=16.0)
             writer.write_previous(step, values, data_wait=0.0)
         writer.flush()
         writer.evaluation(last, {"held_out": Score(7.0, None)})

@@ -116,7 +116,7 @@ def test_a_bad_batch_changes_nothing_but_the_counters(devices, mesh, optimizer):
     assert [int(m.skipped) for m in seen] == [0, 1, 1]
     assert [int(m.in_a_row) for m in seen] == [0, 1, 0]
     assert not np.isfinite(seen[1].loss) and np.isfinite(seen[2].loss)
-    assert int(with_bad.step) == 3 and int(with_bad.guard["skipped"]) == 1
+    assert int(with_bad.step) == 3 and int(with_bad.extra["guard"]["skipped"]) == 1
     without, _ = run(cfg, step, fresh(), "gg")
     if optimizer != "lion in bfloat16":  # whose rounding is drawn by the step's number
         assert raw(with_bad.params) == raw(without.params)
@@ -125,7 +125,7 @@ def test_a_bad_batch_changes_nothing_but_the_counters(devices, mesh, optimizer):
     before = raw((first.params, first.opt_state))
     after, _ = run(cfg, step, fresh(), "bb")
     assert raw((after.params, after.opt_state)) == before
-    assert int(after.guard["in_a_row"]) == 2
+    assert int(after.extra["guard"]["in_a_row"]) == 2
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_the_scale_falls_with_overflow_and_rises_without(devices):
     now, seen = run(cfg, step, fresh(), "g" * 12)
     scales = [float(m.loss_scale) for m in seen]
     assert scales[0] == 2.0**24 and min(scales) < 2.0**24  # that was too large
-    left_out = int(now.guard["skipped"])
-    assert 0 < left_out < 12 and int(now.guard["in_a_row"]) == 0
+    left_out = int(now.extra["guard"]["skipped"])
+    assert 0 < left_out < 12 and int(now.extra["guard"]["in_a_row"]) == 0
     assert all(b in (a / 2, a, 2 * a) for a, b in itertools.pairwise(scales))
     assert any(b == 2 * a for a, b in itertools.pairwise(scales))
     assert all(int(m.in_a_row) == 0 for m in seen)  # overflow is not held against the run
@@ -172,9 +172,9 @@ def test_at_scale_1_an_overflow_counts(devices):
     cfg, step, fresh = make(devices, **MESHES["one"], **FLOAT16, **{"guard.loss_scale": 1.0})
     now, seen = run(cfg, step, fresh(), "bb")
     assert [int(m.in_a_row) for m in seen] == [1, 2]
-    assert float(now.guard["loss_scale"]) == 1.0
+    assert float(now.extra["guard"]["loss_scale"]) == 1.0
 
 
 def test_the_scalars_are_of_the_state(devices):
     cfg = replace(Config(), **TINY)
-    assert set(loss_scale.initial_guard(cfg)) == set(state.abstract_state(cfg).guard)
+    assert set(loss_scale.initial_guard(cfg)) == set(state.abstract_state(cfg).extra["guard"])

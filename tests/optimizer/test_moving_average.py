@@ -79,7 +79,7 @@ def average_after(devices, steps: int = STEPS, bad: int = -1, **fields) -> trace
         made = jax.device_put(weights_at(step, like), placed)
         return to_running(TrainState((), made, ()), cfg).params
 
-    average, update = init_state(cfg, mesh).ema, jax.jit(inside)
+    average, update = init_state(cfg, mesh).extra["ema"], jax.jit(inside)
     average = jax.tree.map(lambda old, new: new.astype(old.dtype), average, running(START))
     for step in range(steps):
         average = update(average, running(step), jnp.int32(step), jnp.bool_(step != bad))
@@ -139,10 +139,14 @@ def test_a_skipped_update_leaves_it_bit_for_bit(devices):
 def test_a_step_averages_the_weights_that_it_makes(devices):
     cfg, mesh = ready(devices, **{"model.num_layers": 1, "optimizer.warmup_steps": 0})
     state = init_state(cfg, mesh)
-    before = traces.logical(state.ema, cfg)
+    before = traces.logical(state.extra["ema"], cfg)
     batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
     state, _ = make_train_step(cfg, mesh)(state, batch)
-    found, after, d = traces.logical(state.ema, cfg), traces.logical(state.params, cfg), 2 / 11
+    found, after, d = (
+        traces.logical(state.extra["ema"], cfg),
+        traces.logical(state.params, cfg),
+        2 / 11,
+    )
     for name, old in before.items():
         assert not np.array_equal(after[name], old)
         wanted = d * old + (1 - d) * after[name]
@@ -158,7 +162,7 @@ def test_adapters_alone_have_an_average(devices):
     fields = {"lora.rank": 2, "optimizer.ema_dtype": "bfloat16"}
     cfg, mesh = ready(devices, **fields)
     state = init_state(cfg, mesh)
-    assert traces.to_host(state.ema).keys() == traces.to_host(trainable_specs(cfg)).keys()
+    assert traces.to_host(state.extra["ema"]).keys() == traces.to_host(trainable_specs(cfg)).keys()
     whole = averaged(state, cfg)
     assert jax.tree.structure(whole) == jax.tree.structure(state.params)
     assert {a.dtype for a in jax.tree.leaves(whole)} == {jnp.dtype("float32")}

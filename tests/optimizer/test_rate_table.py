@@ -85,7 +85,7 @@ def test_steps_are_the_same_with_and_without(devices, fields):
         for index in range(3):
             batch = traces.shard_batch(traces.random_batch(cfg, index), cfg, mesh)
             state, metrics = step(state, batch)
-        ends.append(jax.tree.map(np.asarray, (state.params, metrics.loss)))
+        ends.append(jax.tree.map(np.asarray, (state.params, metrics["loss"])))
     start = jax.tree.map(np.asarray, init_state(cfg, mesh).params)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-7)  # noqa: E731
     jax.tree.map(close, *ends)

@@ -40,7 +40,7 @@ def test_memory_of_errors_is_that_of_the_state(method, devices):
 
 
 def _leaves(state):
-    return jax.tree.leaves(state.feedback)
+    return jax.tree.leaves(state.extra["feedback"])
 
 
 def test_traffic_and_time_of_a_layout_follow_its_method():

@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, replace
+from jaxpar.model.probes import Probed
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step.expert_loads import ExpertLoads, balance_bias, load_metrics, reduce_tallies
+from jaxpar.step.features.experts import ExpertLoads, balance_bias, load_metrics, reduce_tallies
 
 CFG = replace(
     Config(),
@@ -52,7 +53,7 @@ def metrics(tallies: np.ndarray, tokens: int, devices) -> dict[str, float]:
     mesh = make_mesh(CFG.parallel, devices[:8])
 
     def local(tally):
-        loads = reduce_tallies(varying(tally[0]), tokens, CFG)
+        loads = reduce_tallies(Probed(varying(tally[0]), ()), tokens, CFG)
         return load_metrics(loads, tokens, CFG)
 
     split = PartitionSpec(("pipeline", "data", "tensor"))

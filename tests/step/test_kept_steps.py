@@ -20,7 +20,7 @@ def made(number: int = 1, **fields):
     """The train step of a run on so many devices."""
     cfg = resolve(replace(TINY, **fields), number)
     mesh = make_mesh(cfg.parallel, jax.devices()[:number])
-    return loop.make_train_step(cfg, mesh, 4, execution_of(cfg), expert_rows=True, record=False)
+    return loop.make_train_step(cfg, mesh, 4, execution_of(cfg), requested=("expert_rows",))
 
 
 def test_a_run_takes_the_step_of_another_with_the_same_model():
@@ -33,7 +33,7 @@ def test_a_run_takes_the_step_of_another_with_the_same_model():
     assert loop.make_train_step is outside and made() is not step
 
 
-@pytest.mark.parametrize("name", ["step.train_step.loss_gradients_and_loads", "model.norm.norm"])
+@pytest.mark.parametrize("name", ["step.train_step.gradients", "model.norm.norm"])
 def test_a_function_that_is_replaced_is_traced(name):
     with steps_kept(), pytest.MonkeyPatch.context() as patch:
         step = made()

@@ -168,7 +168,7 @@ def main() -> None:
     result["losses"] = []
     for _ in range(STEPS):
         state, at_step = program(state, batch)
-        result["losses"].append(float(at_step.loss))
+        result["losses"].append(float(at_step["loss"]))
     result |= {"peak": peak(), "parameters": num_params(cfg.model)}
 
     del state, program

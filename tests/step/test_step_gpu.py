@@ -130,7 +130,7 @@ def compare_gradients(cfg: Config, devices: list) -> None:
     params = traverse_util.unflatten_dict(traces.logical(state.params, cfg), sep="/")
     with jax.default_matmul_precision("highest"):
         loss, want = jax.jit(jax.value_and_grad(lambda p: traces.token_loss(p, host, cfg)))(params)
-    assert float(measured.loss) == pytest.approx(float(loss), rel=2e-3)
+    assert float(measured["loss"]) == pytest.approx(float(loss), rel=2e-3)
     want, grads = flat(jax.device_get(want)), traces.logical(grads, cfg)
     for path, expected in want.items():
         # With every matmul accumulated in float32, bfloat16 costs 6e-3 to 1.1e-2 here; one that
@@ -155,7 +155,7 @@ def test_the_step_learns_a_batch_by_heart():
     losses = []
     for _ in range(60):
         state, measured = step(state, batch)
-        losses.append(float(measured.loss))
+        losses.append(float(measured["loss"]))
     assert losses[-1] < 0.7 * losses[0], losses
 
 

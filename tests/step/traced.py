@@ -42,7 +42,7 @@ def trace(fields: dict, program: str) -> Any:
     state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, mesh))
     if program in OF_OUTER_STEPS:
         made = OF_OUTER_STEPS[program](cfg, mesh, 1)
-        return made.trace(*([] if program == "exchange" else [state.params]), state.diloco)
+        return made.trace(*([] if program == "exchange" else [state.params]), state.extra["diloco"])
     batch = shard_batch(random_batch(cfg), cfg, mesh)
     batch = jax.tree.map(lambda a: placed(a, a.sharding), batch)
     takes_state = program in ("train", "loads", "exchanging")
@@ -63,7 +63,7 @@ STEPS: dict[str, Callable[[Config, Mesh], Any]] = {
     "train": lambda cfg, mesh: make_train_step(cfg, mesh, max_segments(cfg)),
     "eval": lambda cfg, mesh: make_eval_step(cfg, mesh, max_segments(cfg)),
     "gradient": lambda cfg, mesh: make_gradient_step(cfg, mesh, max_segments(cfg)),
-    "loads": lambda cfg, mesh: make_train_step(cfg, mesh, expert_rows=True, record=True),
+    "loads": lambda cfg, mesh: make_train_step(cfg, mesh, requested=("expert_rows", "routing")),
     "exchanging": lambda cfg, mesh: make_train_step(cfg, mesh, fragment=1),
     "scores": make_score_step,
     "teacher": _teacher,

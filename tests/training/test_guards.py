@@ -188,22 +188,17 @@ def test_a_rewind_needs_checkpoints(spiky):
 @contextlib.contextmanager
 def poisoned_batches(bad: set[int]) -> Iterator[None]:
     """These steps' batches, counted from 0, make the loss and all gradients NaN."""
-    measure, plain, number = train_step.loss_gradients_and_loads, train_step.train_step, []
+    measure = train_step.gradients
 
-    def poisoned(cfg, segments, params, batch, scale=1.0, **more):
-        measured, grads, *rest = measure(cfg, segments, params, batch, scale, **more)
-        is_bad = jnp.any(jnp.stack([number[-1] == b for b in sorted(bad)]))
+    def poisoned(*args):
+        s = measure(*args)
+        is_bad = jnp.any(jnp.stack([s.step == b for b in sorted(bad)]))
         nan = lambda x: jnp.where(is_bad, jnp.nan, x)  # noqa: E731
-        measured = dataclasses.replace(measured, loss=nan(measured.loss))
-        return measured, jax.tree.map(nan, grads), *rest
-
-    def numbered(cfg, segments, state, batch, **more):
-        number.append(state.step)
-        return plain(cfg, segments, state, batch, **more)
+        s = s.with_metrics(loss=nan(s.metrics["loss"]))
+        return s.replace(grads=jax.tree.map(nan, s.grads))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "loss_gradients_and_loads", poisoned)
-        patch.setattr(train_step, "train_step", numbered)
+        patch.setattr(train_step, "gradients", poisoned)
         yield
 
 
@@ -221,7 +216,7 @@ def test_bad_batches_are_left_out_and_too_many_in_a_row_end_the_run(
     assert records[6]["loss"] is None and records[30]["skipped"] == 3
     assert records[8]["learning_rate"] == pytest.approx(6e-3)  # the schedule waited
     state = state_of(run)
-    assert int(state.guard["skipped"]) == 3 and int(state.opt_state[0].count) == 27
+    assert int(state.extra["guard"]["skipped"]) == 3 and int(state.opt_state[0].count) == 27
 
     with poisoned_batches({33, 34, 35}), pytest.raises(exit_codes.BadNumerics) as stopped:
         train_on(1, config_file, *flags, "--train.num-steps", "50")

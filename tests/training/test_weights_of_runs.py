@@ -13,6 +13,7 @@ from jaxpar.checkpoint import Damaged
 from jaxpar.checkpoint.branching import branch
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.config.values import to_values
 from jaxpar.data.teacher_cache import cache
 from jaxpar.runtime.processes import peers
 from jaxpar.step.state import init_state
@@ -50,7 +51,7 @@ def saved_with(cfg, finished, weights_from):
     """The metadata of a checkpoint that records some weights."""
     return dataclasses.replace(
         checkpoint.read_saved(finished, 40),
-        config=dataclasses.asdict(cfg),
+        config=to_values(cfg),
         weights_from=weights_from,
     )
 

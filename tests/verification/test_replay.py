@@ -122,17 +122,17 @@ def test_a_record_of_an_impossible_batch_gets_no_verdict(run, only_devices, caps
 
 @pytest.mark.slow
 def test_numerics_are_told_from_data(run, again, monkeypatch):
-    measure = train_step.loss_gradients_and_loads
+    measure = train_step.gradients
 
-    def broken(cfg, segments, params, batch, scale=1.0, **more):
+    def broken(*args):
         """No numbers, whatever the batch, as soon as the weights have grown."""
-        measured, *rest = measure(cfg, segments, params, batch, scale, **more)
-        return measured.replace(loss=measured.loss * jnp.nan), *rest
+        s = measure(*args)
+        return s.with_metrics(loss=s.metrics["loss"] * jnp.nan)
 
     change(run, 45, float("nan"))
     lines = (run / RECENT_FILE).read_text().replace("NaN", "null")
     (run / RECENT_FILE).write_text(lines)
-    monkeypatch.setattr(train_step, "loss_gradients_and_loads", broken)
+    monkeypatch.setattr(train_step, "gradients", broken)
     assert again(45).startswith("numerics: another batch also fails from this state")
 
 

@@ -16,7 +16,7 @@ from jaxpar.model import parameters
 from jaxpar.parallel import gradients
 from jaxpar.sharding import params
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step import step_weights, train_step
+from jaxpar.step import links, train_step
 from jaxpar.verification import command, distances, small_config, traces
 from jaxpar.verification import meshes as verification_meshes
 from jaxpar.verification.rounding import rounding_errors
@@ -82,7 +82,7 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
 
     right = gradients.reduce_gradients
     wrong = lambda g, s, axes: reduce_wrongly(right(g, s, axes), s)  # noqa: E731
-    monkeypatch.setattr(step_weights, "reduce_gradients", wrong)
+    monkeypatch.setattr(links, "reduce_gradients", wrong)
     code = call("verify", [*TINY, "--mesh", "data=2", "--steps", "0"])
     shown = capsys.readouterr().out
     assert code == 1

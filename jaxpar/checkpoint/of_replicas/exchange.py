@@ -7,7 +7,6 @@ present weights is exchanged instead. Nothing is lost by that: what replicas hav
 last outer step is in their weights.
 """
 
-import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
@@ -46,14 +45,14 @@ def completed(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> Train
     """
     if not cfg.diloco.overlap:
         return state
-    loaded = overlap.OUTGOING in state.diloco
+    loaded = overlap.OUTGOING in state.extra["diloco"]
     if not loaded:
         state = overlap.with_exchange(state, fresh_exchange(state.params, cfg, mesh))
     fragment, then = schedule.under_way(saved.step, cfg), by_path(saved.config)
     same_parts = all(then.get(path) == value_of(cfg, path) for path in PARTS)
     if fragment is None or (loaded and same_parts):
         return state
-    diloco = state.diloco
+    diloco = state.extra["diloco"]
     if loaded:
         log(
             f"diloco     the exchange of fragment {fragment} ends at once: its parts are others now"
@@ -62,7 +61,7 @@ def completed(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> Train
         log(f"diloco     fragment {fragment} is exchanged at once, as its replicas have it now")
         diloco = outer.make_begin(cfg, mesh, fragment)(state.params, diloco)
     diloco = outer.make_exchange(cfg, mesh, fragment)(diloco)
-    return dataclasses.replace(state, diloco=diloco)
+    return state.with_extra(diloco=diloco)
 
 
 def _is_wanted(saved: Saved, cfg: Config) -> bool:

@@ -59,7 +59,9 @@ def _with_replicas(state: Any, then: int, now: int, cfg: Config, mesh: Mesh) -> 
     shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)  # noqa: E731
     to = overlap.without_exchange(shardings(abstract_logical(cfg, mesh)))
     # What begins anew is not in the state yet.
-    to = dataclasses.replace(to, ema=shardings(state.ema), feedback=shardings(state.feedback))
+    own = ("guard", "diloco")
+    others = {n: shardings(kept) for n, kept in state.extra.items() if n not in own}
+    to = dataclasses.replace(to, extra={n: to.extra[n] for n in own if n in to.extra} | others)
     return trainers.with_replicas(state, then, now, to)
 
 

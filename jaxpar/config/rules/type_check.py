@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jaxpar.config import Config, ConfigError, default_of, flag, registry
 from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.numerals import number
+from jaxpar.config.values import Value, check_values
 
 
 def check_types(cfg: Config) -> None:
@@ -22,6 +23,9 @@ def _check_types(node: Any, prefix: str) -> None:
     hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
+        if Value in typing.get_args(hint):
+            check_values(path, value)
+            continue
         if not fits(value, hint) and value not in registry.names(path):
             rule = f"must be {describe(hint)}{_or_added(path)}"
             raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")

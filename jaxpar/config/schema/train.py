@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpar.config.values import Value
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -51,6 +53,16 @@ class TrainConfig:
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
     mtp_loss_schedule: str = ""
     """Weights in place of mtp_loss, by step, like z_loss_schedule."""
+    loss: Value | None = None
+    """A loss of your own, a `jaxpar.Loss`, in place of the cross entropy of the next token; set in
+    Python. None: that."""
+    probes: tuple[Value, ...] = ()
+    """Metrics of what layers compute, each a `jaxpar.Probe`; set in Python."""
+    post_updates: tuple[Value, ...] = ()
+    """What changes the weights after each update, in order, each a `jaxpar.PostUpdate`; set in
+    Python."""
+    callbacks: tuple[Value, ...] = ()
+    """What acts between steps, in order, each a `jaxpar.Callback`; set in Python."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Source:   Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022 (2204.06745), GPT-N
 import jax
 
 from jaxpar.execution.decisions import Execution
+from jaxpar.model import probes
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.layer import Weights, branches_with_weights
 
@@ -23,4 +24,4 @@ def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Exec
             h = branch.receive(h, matrices, branch.norm, ex)
             out = branch.function(h, matrices, context, ex)
             x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
-    return x
+    return probes.observe("layer", x, w, context, ex.cfg)

@@ -23,11 +23,10 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput, rms_norm
-from jaxpar.model import lora
+from jaxpar.model import lora, probes
 from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.linear import products, row_parallel
-from jaxpar.model.qk_clip import logits
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -38,7 +37,7 @@ type Weights = dict[str, Any]
 OF_OWN_TOKENS = ("wq_a", "wkv_a")
 
 #: All names in the fused weight layout.
-WEIGHTS = (*OF_OWN_TOKENS, "q_a_norm", "kv_a_norm", "wq", "wq_b", "wkv_b", "wo", logits.MAXIMUM)
+WEIGHTS = (*OF_OWN_TOKENS, "q_a_norm", "kv_a_norm", "wq", "wq_b", "wkv_b", "wo")
 
 
 @flax.struct.dataclass
@@ -114,7 +113,7 @@ def heads(c: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     parts = c.map(up_projections, w, m).in_order()
     q, k_nope, v, rope_key = (named(a, "qkv") for a in parts)
     q, k = positioned(q, k_nope, rope_key, context.rope, m)
-    q = logits.recorded(q, k, w, context.mask, context.rows)
+    q = probes.observe("queries", q, w, context, ex.cfg, k=k)
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,

@@ -39,7 +39,6 @@ from jaxpar.model.feed_forward import hidden_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
-from jaxpar.model.moe.recorded import RECORD, REPEAT, recorded
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.parallel.gradient_buffers import buffers_of_use
@@ -50,7 +49,7 @@ type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_shared_router")
-OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY, RECORD, REPEAT)
+OF_ROUTER = ("router", "b_router", "router_bias")
 WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
 
@@ -161,13 +160,12 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     Communication: over `group_axes`, as `Dispatch.out`.
     """
     m, p, x = ex.cfg.model, ex.cfg.parallel, h.tokens
-    routing = router.route(x, w, m, context.rows)
+    routing = router.route(x, w, m, context)
     _, D, F = w["w_up"].shape
     ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
     how = p.expert_slack, ex.expert_dispatch, group_axes(p)
     plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
-    weights = router.with_losses(routing, plan.further_rounds, w, context.loss_weight, ex.cfg)
-    weights = recorded(weights, routing.experts, w, context.rows)
+    weights = router.observed(routing, plan.further_rounds, w, context, ex.cfg)
     to_experts, of_sums = x, weights
     if m.router_scales_input:  # a token has one expert, and so one weight
         to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)

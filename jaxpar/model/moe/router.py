@@ -20,21 +20,13 @@ from jax import lax
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.execution.remat import named_plan
+from jaxpar.model import probes
 from jaxpar.model.linear import add_bias
-from jaxpar.model.moe.recorded import repeated
-from jaxpar.parallel.collectives import psum, varying
+from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 
-#: Name of the weight whose gradient is a `tally`.
-TALLY = "router_tally"
-
-#: Entries of a tally after the rows of each expert. `further_rounds` of an expert axis follow.
+#: The losses of a router, as named in metrics: the last dim of `losses` at the point "routing".
 LOSSES = ("balance_loss", "router_z_loss")
-
-
-def tally_size(cfg: Config) -> int:
-    """Return the number of entries of a tally."""
-    return cfg.model.num_experts + len(LOSSES) + 1
 
 
 @flax.struct.dataclass
@@ -54,14 +46,11 @@ class Routing:
 
 
 @jax.named_scope("router")
-def route(
-    h: jax.Array, w: dict[str, Any], m: ModelConfig, rows: jax.Array | None = None
-) -> Routing:
+def route(h: jax.Array, w: dict[str, Any], m: ModelConfig, context: Any = None) -> Routing:
     """Choose the experts of each token.
 
     Args:     h: [B, T, D], compute dtype. w: router [D, E]; float32 [E]: b_router if
-              `model.router_linear_bias`, router_bias if `model.router_bias`. rows: as in
-              `recorded.repeated`.
+              `model.router_linear_bias`, router_bias if `model.router_bias`. context: for feeds.
     Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
               2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
     """
@@ -74,7 +63,7 @@ def route(
         probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
     bias = w["router_bias"] if m.router_bias else 0.0
     chosen = choose(lax.stop_gradient(scores + bias), m)
-    experts = named_plan(repeated(chosen, w, rows))
+    experts = named_plan(chosen if context is None else probes.fed("choice", chosen, w, context))
     one_hot = jax.nn.one_hot(experts, m.num_experts)  # a product's gradient needs no scatter
     weights = jnp.sum(one_hot * scores[..., None, :], axis=-1)
     if m.normalize_experts:
@@ -102,44 +91,28 @@ def choose(scores: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("router_losses")
-def with_losses(
-    r: Routing, rounds: jax.Array, w: dict[str, Any], loss_weight: Any, cfg: Config
+def observed(
+    r: Routing, rounds: jax.Array, w: dict[str, Any], context: Any, cfg: Config
 ) -> jax.Array:
-    """Return the routing's weights, with the router's losses in their backward.
+    """Return the routing's weights, with the router's losses and the probes in their backward.
 
     The losses are not returned, since a layer returns only activations. Instead, the backward adds
-    their gradients to those of the weights, as in Megatron's `MoEAuxLossAutoScaler`. In the same
-    way, the tally becomes the gradient of the weight `TALLY`. It is then summed over microbatches,
-    stages and devices like any gradient.
+    their gradients to those of the weights, as in Megatron's `MoEAuxLossAutoScaler`.
 
-    Args:     rounds: int32 scalar, `Dispatch.further_rounds`. loss_weight: float32 [B], factor of
-              the losses of each row (`loss_weight_of`). None outside training: the weights are
-              returned as they are.
+    Args:     rounds: int32 scalar, `Dispatch.further_rounds`.
+              context: its `loss_weight` is the factor of the losses of each row (`loss_weight_of`).
+              None outside training: the weights are returned as they are.
     Communication: `balance_loss`.
     """
-    if loss_weight is None or TALLY not in w:
+    if context.loss_weight is None:
         return r.weights
     # All ranks of TENSOR have the same tokens, unless experts are spread over them.
     once = spreads_experts(cfg.parallel) or lax.axis_index(TENSOR) == 0
     balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
-    per_row = jnp.stack([balance, z])
-    parts = jnp.sum(r.counts, 0), jnp.sum(per_row, 1), rounds[None]
-    tally = jnp.concatenate([part.astype(jnp.float32) for part in parts])
-    gradients = varying((once * loss_weight, once * tally))
-    return _with_gradients(r.weights, total, w[TALLY], *gradients)
-
-
-@jax.custom_vjp
-def _with_gradients(x, loss, like_tally, loss_gradient, tally):
-    """Return x. In the backward, `loss` and `like_tally` have the gradients given here."""
-    return x
-
-
-_with_gradients.defvjp(
-    lambda x, loss, like_tally, *gradients: (x, gradients),
-    lambda gradients, d_x: (d_x, *gradients, None, None),
-)
+    found = {"routing": r, "rounds": rounds, "losses": jnp.stack([balance, z])}
+    adds = ((total, context.loss_weight),)
+    return probes.observe("routing", r.weights, w, context, cfg, once=once, adds=adds, **found)
 
 
 def balance_loss(r: Routing, cfg: Config) -> jax.Array:

@@ -3,9 +3,7 @@
 Kernels return the log-sum-exp of a row, not its maximum. The scores are therefore computed a second
 time, some queries at a time: a matmul of half of attention's forward FLOPs, without a gradient.
 
-Layers return only activations. The maxima leave as the gradient of a weight of zeros, as the
-routing of experts does (`model/moe/recorded.py`): each row of a batch fills its own entry, so that
-sums over microbatches are no sums of maxima.
+They leave a layer through a probe (`model/probes.py`, `step/features/qk_clip.py`).
 """
 
 import dataclasses
@@ -17,34 +15,14 @@ from jax import lax
 
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.kernels.attention.mask import dense_mask
-from jaxpar.model.moe.recorded import with_gradient
 from jaxpar.parallel.collectives import all_gather, share, varying
 from jaxpar.sharding.axes import SEQUENCE
-
-#: Name of the weight: float32 [b, H/tensor] zeros, for all b rows of a device.
-MAXIMUM = "qk_maximum"
 
 #: Queries whose scores are in memory at the same time.
 QUERIES = 256
 
 #: The logit of a key that a query does not see.
 UNSEEN = -1e30
-
-
-def recorded(
-    q: jax.Array, k: jax.Array, w: dict[str, Any], mask: AttentionMask, rows: jax.Array | None
-) -> jax.Array:
-    """Return q, with the largest logits of each row and head as the gradient of `MAXIMUM`.
-
-    Args:     q: [B, T/sequence, H/tensor, K], as attention receives it. k: the same with G heads.
-              mask: as `context_attention` receives it. rows: int32 [B], `Batch.rows`.
-    Communication: an all-gather of k over SEQUENCE. None without `MAXIMUM`.
-    """
-    if MAXIMUM not in w:
-        return q
-    found = largest(*across(lax.stop_gradient(q), lax.stop_gradient(k), mask))
-    gradient = varying(jnp.zeros(w[MAXIMUM].shape, jnp.float32).at[rows].set(found))
-    return with_gradient(q, w[MAXIMUM], gradient)
 
 
 def across(

@@ -5,7 +5,6 @@ training continues.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
@@ -17,6 +16,7 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.config.packages import require_package
+from jaxpar.config.values import to_values
 from jaxpar.monitoring.sinks.mlflow import MLflow, require_server
 from jaxpar.monitoring.sinks.prometheus import Prometheus
 from jaxpar.monitoring.sinks.tensorboard import TensorBoard
@@ -121,10 +121,10 @@ def open_sinks(
         folder = run_dir / "tensorboard"
         ways["TensorBoard"] = functools.partial(TensorBoard, folder, first_step)
     if m.wandb:
-        about = dataclasses.asdict(cfg)
+        about = to_values(cfg)
         ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about, name)
     if m.mlflow:
-        about = dataclasses.asdict(cfg)
+        about = to_values(cfg)
         ways["MLflow"] = functools.partial(MLflow, m.mlflow, run_dir, about, name)
     if m.prometheus_port:
         address, port = m.prometheus_address, m.prometheus_port

@@ -108,8 +108,8 @@ def _state_leaves(
         return tuple(Leaf(math.prod(a.shape), a.dtype.itemsize, _named(p)) for a, p in pairs)
 
     return leaves(state.params, specs.params), leaves(
-        (state.step, state.opt_state, state.guard, state.ema, state.diloco),
-        (specs.step, specs.opt_state, specs.guard, specs.ema, specs.diloco),
+        (state.step, state.opt_state, state.extra),
+        (specs.step, specs.opt_state, specs.extra),
     )
 
 

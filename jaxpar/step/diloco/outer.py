@@ -38,7 +38,7 @@ class OuterSteps:
     def compile(self, state: TrainState) -> None:
         """Compile the programs for calls with such a state, which may be abstract."""
         for program in (*self._whole, *self._begin, *self._apply):
-            program.lower(state.params, state.diloco).compile()  # JAX keeps it for calls
+            program.lower(state.params, state.extra["diloco"]).compile()  # JAX keeps it for calls
 
     def __call__(self, done: int, state: TrainState) -> TrainState:
         """Take the outer steps that are due after `done` steps. Donates the state if there are any.
@@ -57,19 +57,21 @@ class OuterSteps:
 
     def step(self, fragment: int, state: TrainState) -> TrainState:
         """Take the outer step of a fragment, all at once. Donates the state."""
-        return _with(state, *self._whole[fragment](state.params, state.diloco))
+        return _with(state, *self._whole[fragment](state.params, state.extra["diloco"]))
 
     def begin(self, fragment: int, state: TrainState) -> TrainState:
         """Begin the outer step of a fragment. Donates what is exchanged."""
-        return _with(state, state.params, self._begin[fragment](state.params, state.diloco))
+        return _with(
+            state, state.params, self._begin[fragment](state.params, state.extra["diloco"])
+        )
 
     def apply(self, fragment: int, state: TrainState) -> TrainState:
         """Apply an outer step that has been exchanged. Donates the state."""
-        return _with(state, *self._apply[fragment](state.params, state.diloco))
+        return _with(state, *self._apply[fragment](state.params, state.extra["diloco"]))
 
 
 def _with(state: TrainState, params: Any, diloco: Any) -> TrainState:
-    return dataclasses.replace(state, params=params, diloco=diloco)
+    return dataclasses.replace(state, params=params).with_extra(diloco=diloco)
 
 
 def make_outer_step(cfg: Config, mesh: Mesh, fragment: int) -> Any:
@@ -88,15 +90,15 @@ def make_begin(cfg: Config, mesh: Mesh, fragment: int) -> Any:
     begin = jax.shard_map(
         functools.partial(overlap.begin, cfg, fragment),
         mesh=mesh,
-        in_specs=(specs.params, specs.diloco),
-        out_specs=specs.diloco,
+        in_specs=(specs.params, specs.extra["diloco"]),
+        out_specs=specs.extra["diloco"],
     )
-    return jax.jit(begin, donate_argnums=1, out_shardings=to.diloco)
+    return jax.jit(begin, donate_argnums=1, out_shardings=to.extra["diloco"])
 
 
 def make_exchange(cfg: Config, mesh: Mesh, fragment: int) -> Any:
     """Return the jitted `overlap.exchange`: diloco -> the same, donated."""
-    specs, to = state_specs(cfg).diloco, state_shardings(cfg, mesh).diloco
+    specs, to = state_specs(cfg).extra["diloco"], state_shardings(cfg, mesh).extra["diloco"]
     exchange = functools.partial(overlap.exchange, cfg, fragment)
     mapped = jax.shard_map(exchange, mesh=mesh, in_specs=(specs,), out_specs=specs)
     return jax.jit(mapped, donate_argnums=0, out_shardings=to)
@@ -104,9 +106,9 @@ def make_exchange(cfg: Config, mesh: Mesh, fragment: int) -> Any:
 
 def _jitted(step: Callable[..., Any], cfg: Config, mesh: Mesh) -> Any:
     specs, to = state_specs(cfg), state_shardings(cfg, mesh)
-    both = specs.params, specs.diloco
+    both = specs.params, specs.extra["diloco"]
     mapped = jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=both)
-    return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(to.params, to.diloco))
+    return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(to.params, to.extra["diloco"]))
 
 
 # ------------------------------------------------- inside the shard_map, on local shards

@@ -13,9 +13,7 @@ Stacks of layers have a fragment's L/n layers. Outside of an exchange, both are 
 Source:   Douillard et al. 2025 (2501.18512), section 2.3 and algorithm 2.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ from jaxpar.step.diloco.fragments import Fragment, is_layers, tree
 from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
 from jaxpar.step.diloco.schedule import spacing
 from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, for_each, num_trainers
+from jaxpar.step.metrics import Step
 
 EXCHANGE = OUTGOING, ARRIVED = "outgoing", "arrived"
 
@@ -52,15 +51,15 @@ def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
 
 def with_exchange(state: Any, exchange: dict[str, Any]) -> Any:
     """Return a TrainState with other values, shapes or shardings of what is exchanged."""
-    return dataclasses.replace(state, diloco=state.diloco | exchange) if exchange else state
+    return state.with_extra(diloco=state.extra["diloco"] | exchange) if exchange else state
 
 
 def without_exchange(state: Any) -> Any:
     """Return a TrainState without what is exchanged."""
-    if state.diloco == ():
+    if "diloco" not in state.extra:
         return state
-    kept = {name: x for name, x in state.diloco.items() if name not in EXCHANGE}
-    return dataclasses.replace(state, diloco=kept)
+    others = {n: x for n, x in state.extra["diloco"].items() if n not in EXCHANGE}
+    return state.with_extra(diloco=others)
 
 
 def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
     """
     if not cfg.diloco.overlap:
         return {}
-    return {OUTGOING: specs.diloco[WEIGHTS], ARRIVED: specs.params}
+    return {OUTGOING: specs.extra["diloco"][WEIGHTS], ARRIVED: specs.params}
 
 
 def programs_of_steps(cfg: Config) -> list[int | None]:
@@ -114,26 +113,25 @@ def exchange(cfg: Config, fragment: int, diloco: Any) -> Any:
     return diloco | {ARRIVED: tree(arrived)}
 
 
-def beside(
-    step: Callable[..., tuple[Any, Any]], cfg: Config, fragment: int
-) -> Callable[..., tuple[Any, Any]]:
+def beside(step: Step, cfg: Config, fragment: int) -> Step:
     """Return a train step that also exchanges its part of a fragment's outer gradient.
 
-    Args:     step: the step of all replicas, (TrainState, batch, ...) -> (TrainState, StepMetrics).
+    Args:     step: that of all replicas.
     Communication: a mean over REPLICA of 1 / `diloco.overlap` of the elements, in
               `diloco.outer_dtype`. Nothing in the step waits for it.
     """
     names = Fragment(cfg, fragment).names
 
-    def both(state: Any, *more: Any) -> tuple[Any, Any]:
-        outgoing, arrived = flat(state.diloco[OUTGOING]), flat(state.diloco[ARRIVED])
+    def both(state: Any, *more: Any) -> tuple[Any, Any, Any]:
+        diloco = state.extra["diloco"]
+        outgoing, arrived = flat(diloco[OUTGOING]), flat(diloco[ARRIVED])
         number = state.step % spacing(cfg)
         with jax.named_scope("outer_step"):
             own = {name: outgoing[name][0] for name in names}
             for alike in _alike(own).values():
                 arrived |= _with_parts(cfg, number, alike, arrived)
-        new, metrics = step(state, *more)
-        return with_exchange(new, {ARRIVED: tree(arrived)}), metrics
+        new, metrics, records = step(state, *more)
+        return with_exchange(new, {ARRIVED: tree(arrived)}), metrics, records
 
     return both
 

@@ -63,7 +63,8 @@ def _replicated(each: Callable[[Any], Any], state: Any) -> Any:
     return dataclasses.replace(
         state,
         opt_state=each(state.opt_state),
-        guard=each(state.guard),
+    ).with_extra(
+        guard=each(state.extra["guard"]),
         diloco={WEIGHTS: each(state.params), MOMENTUM: state.params},
     )
 
@@ -97,12 +98,13 @@ def with_replicas(state: Any, then: int, now: int, to: Any) -> Any:
         return a[jnp.arange(now) % then] if now else a[0]
 
     def convert(params: Any, state: Any) -> Any:
-        moments, guard = jax.tree.map(own, (state.opt_state, state.guard))
-        new = dataclasses.replace(state, params=params, opt_state=moments, guard=guard, diloco=())
+        moments, guard = jax.tree.map(own, (state.opt_state, state.extra["guard"]))
+        new = dataclasses.replace(state, params=params, opt_state=moments)
+        new = new.with_extra(guard=guard, diloco=())
         if not now:
             return new
-        old = state.diloco[MOMENTUM] if then else jax.tree.map(jnp.zeros_like, params)
-        return dataclasses.replace(new, diloco={WEIGHTS: for_each(params, now), MOMENTUM: old})
+        old = state.extra["diloco"][MOMENTUM] if then else jax.tree.map(jnp.zeros_like, params)
+        return new.with_extra(diloco={WEIGHTS: for_each(params, now), MOMENTUM: old})
 
     rest = dataclasses.replace(state, params=())
     return jax.jit(convert, out_shardings=to, donate_argnums=0)(state.params, rest)
@@ -124,6 +126,6 @@ def saved_replicas(state: Any, n: int) -> Any:
         sharding = NamedSharding(to.mesh, spec)
         return jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding)
 
-    moments, guard = jax.tree.map(own, (state.opt_state, state.guard))
+    moments, guard = jax.tree.map(own, (state.opt_state, state.extra["guard"]))
     diloco = {MOMENTUM: state.params}
-    return dataclasses.replace(state, opt_state=moments, guard=guard, diloco=diloco)
+    return dataclasses.replace(state, opt_state=moments).with_extra(guard=guard, diloco=diloco)

@@ -1,6 +1,5 @@
 """Builds the report's tables: key figures, predictions, config, environment, samples."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config import Config
+from jaxpar.config.values import to_values
 from jaxpar.runtime.units import duration
 from jaxpar.tools.bench.cards.differences import differing_conditions
 from jaxpar.tools.charts.chart import color_of
@@ -128,7 +128,7 @@ def config(runs: Sequence[RunRead]) -> Element:
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the fields that differ from the defaults: (path, value, default)."""
-    default = _flat(dataclasses.asdict(Config()))
+    default = _flat(to_values(Config()))
     mine = _flat(config)
     return [(k, str(v), str(default.get(k, "–"))) for k, v in mine.items() if v != default.get(k)]
 

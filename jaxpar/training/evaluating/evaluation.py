@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config
 from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT
 from jaxpar.monitoring.evaluations import Score
-from jaxpar.objectives.dpo import MEASURES
+from jaxpar.objectives.objective import objective_of
 from jaxpar.optimizer import moving_average
 from jaxpar.step import compiled
 from jaxpar.step.evaluating import means
@@ -77,7 +77,7 @@ class Evaluation:
         with contextlib.closing(loader.once(numbers)) as batches:
             found = means(self.step, params, batches)
         assert found is not None  # `held_out.check_labels`
-        if self.cfg.dpo.beta:
-            loss, *of_pairs = found.tolist()
-            return Score(loss, None, dict(zip(MEASURES[1:], of_pairs, strict=True)))
-        return Score.of(float(found), loader.bytes_per_token(numbers))
+        named = {name: float(v) for name, v in objective_of(self.cfg).report(found).items()}
+        if len(named) == 1:
+            return Score.of(named["loss"], loader.bytes_per_token(numbers))
+        return Score(named.pop("loss"), None, named)

@@ -3,21 +3,17 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.step.train_step import StepMetrics
+from jaxpar.step.metrics import Metrics as Metrics
 from jaxpar.tools.bench.cards import figures
 from jaxpar.tools.bench.training import experts
 
 
-def measured(**values: float) -> StepMetrics:
-    return StepMetrics(
-        jnp.float32(1),
-        jnp.float32(1),
-        jnp.float32(1),
-        **{k: jnp.float32(v) for k, v in values.items()},
-    )
+def measured(**values: float) -> Metrics:
+    every = {"loss": 1, "grad_norm": 1, "num_tokens": 1}
+    return Metrics({k: jnp.float32(v) for k, v in (every | values).items()})
 
 
-def steps(*more: dict[str, float]) -> list[StepMetrics]:
+def steps(*more: dict[str, float]) -> list[Metrics]:
     """Steps on an expert axis, with these metrics beside the same entropy."""
     return [measured(expert_entropy=0.5, dropped_rows=0, **values) for values in more]
 

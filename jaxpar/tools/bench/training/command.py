@@ -16,6 +16,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
 from jaxpar.config.serialize import to_json
+from jaxpar.config.values import to_values
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
 from jaxpar.monitoring.metrics import peak_memory_gib
@@ -149,7 +150,7 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
         "attention": run.attention,
         **conditions.of_this_process(environment, commit),
         "config_sha256": hashlib.sha256(to_json(cfg).encode()).hexdigest(),
-        "config": dataclasses.asdict(cfg),
+        "config": to_values(cfg),
     }
 
 

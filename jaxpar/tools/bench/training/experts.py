@@ -30,7 +30,7 @@ def of_steps(
 ) -> dict[str, Any]:
     """Return the card's entry for the experts; empty without experts.
 
-    Args:     measured: `StepMetrics` of each timed step. routing: what they repeated.
+    Args:     measured: `Metrics` of each timed step. routing: what they repeated.
               steps_before: number of steps in which the router learned.
     """
     there = [name for name in METRICS if getattr(measured[0], name) is not None]

@@ -21,7 +21,7 @@ EVERY = 5.0
 class TimedSteps:
     """The steps of a measurement.
 
-    done         `StepMetrics` of each step that has been waited for.
+    done         `Metrics` of each step that has been waited for.
     losses       Of each of them.
     times        When each of them was done.
     waits        Seconds that the host waited for each batch; that of a further step is the last.

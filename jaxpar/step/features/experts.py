@@ -1,7 +1,7 @@
 """The load of each expert in a step: its metrics, and the update of the router's bias."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -12,9 +12,14 @@ from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_kinds import STACKS, kinds_with_experts
 from jaxpar.config.layout.layer_split import is_equal
+from jaxpar.config.metrics import Metric
+from jaxpar.model import reference
 from jaxpar.model.moe.router import LOSSES
+from jaxpar.model.probes import Probe, Probed, Seen
 from jaxpar.parallel.collectives import psum
-from jaxpar.sharding.axes import AXES, PIPELINE
+from jaxpar.sharding.axes import AXES, PIPELINE, TOKEN_AXES
+from jaxpar.sharding.batch import Batch
+from jaxpar.step.feature import Feature, TrainStep
 from jaxpar.step.layer_order import EMPTY, expert_layers_here
 
 
@@ -32,34 +37,85 @@ class ExpertLoads:
     TENSOR, which have the same rows, count once. 0 without an expert axis."""
     modules: jax.Array | None = None
     """The same as `rows`, of the modules of multi-token prediction. Metrics do not count them."""
-    experts: jax.Array | None = None
-    """float32 [layers, b, T, k]: the experts of this device's tokens, if routing is recorded; on
-    the first rank of TENSOR."""
+
+
+def _tally(s: Seen) -> jax.Array:
+    """What a router did with its tokens: rows of each expert, its losses, and further rounds."""
+    r = s.more["routing"]
+    parts = jnp.sum(r.counts, 0), jnp.sum(s.more["losses"], 1), s.more["rounds"][None]
+    return jnp.concatenate([part.astype(jnp.float32) for part in parts])
+
+
+def _size(batch: Batch, cfg: Config) -> tuple[int, ...]:
+    return (cfg.model.num_experts + len(LOSSES) + 1,)
+
+
+TALLY = Probe("router_tally", "routing", _tally, _size)
+
+
+class ExpertBalance(Feature):
+    """Balances experts by the bias of their router, and reports their loads."""
+
+    name = "experts"
+    handles_skips = True
+    metrics: ClassVar[dict[str, Metric]] = {
+        "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
+        "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
+        "fullest_rank": Metric("experts", "", "the same of the ranks of the expert axis"),
+        "fullest_rank_mean": Metric(
+            "experts", "", "the mean over layers of a layer's fullest rank"
+        ),
+        "further_rounds": Metric(
+            "experts", "rounds", "beyond the first, of an expert axis; 0 is best"
+        ),
+        "dropped_rows": Metric("experts", "", "pairs of token and expert left out; always 0"),
+        "balance_loss": Metric("experts", "", "before its weight, mean over layers; 1 is balanced"),
+        "router_z_loss": Metric("experts", "", "before its weight, mean over layers"),
+        "router_bias_range": Metric("experts", "", "largest difference within a layer"),
+    }
+
+    def is_on(self, cfg: Config) -> bool:
+        return cfg.model.num_experts > 0 and cfg.lora.rank == 0
+
+    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+        return (TALLY,)
+
+    def after_gradients(self, s: TrainStep) -> TrainStep:
+        tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
+        loads = reduce_tallies(s.probes[TALLY.name], tokens, s.cfg)
+        s = s.replace(results=s.results | {self.name: loads})
+        return s.with_metrics(**load_metrics(loads, tokens, s.cfg))
+
+    def after_update(self, s: TrainStep) -> TrainStep:
+        loads = s.results[self.name]
+        if s.cfg.model.router_bias:
+            s = s.replace(frozen=balance_bias(s.frozen, loads, s.ok, s.cfg))
+            s = s.with_metrics(router_bias_range=bias_range(s.frozen))
+        if "expert_rows" in s.requested:
+            s = s.with_metrics(expert_rows=rows_of_all_layers(loads, s.cfg))
+        return s
+
+    def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
+        if not cfg.model.router_bias:
+            return new
+        return reference.balanced(new, reference.loads(before, batch, cfg), cfg)
 
 
 @jax.named_scope("expert_loads")
-def reduce_tallies(
-    tallies: jax.Array, tokens: int, cfg: Config, experts: jax.Array | None = None
-) -> ExpertLoads:
+def reduce_tallies(tallies: Probed, tokens: int, cfg: Config) -> ExpertLoads:
     """Sum the tallies of a step over devices.
 
-    Args:     tallies: float32 [layers, `router.tally_size`], as gradients of `router.TALLY`. Those
-              of the modules of multi-token prediction come last.
-              tokens: of the global batch. experts: `ExpertLoads.experts`.
+    Args:     tokens: of the global batch.
     Communication: an all-reduce over every axis but PIPELINE.
     """
-    total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
-    modules = None
-    if depth := cfg.model.mtp_depth:
-        total, of_modules = total[:-depth], total[-depth:, : cfg.model.num_experts]
-        if cfg.parallel.pipeline > 1:  # every stage computes the modules
-            of_modules *= lax.axis_index(PIPELINE) == 0
-        modules = psum(of_modules, PIPELINE)
+    here = [a for a in (tallies.stage, tallies.modules) if a is not None]
+    total, *rest = psum(here, tuple(axis for axis in AXES if axis != PIPELINE))
+    modules = psum(rest[0][:, : cfg.model.num_experts], PIPELINE) if rest else None
     if not is_equal(cfg):  # the router of an empty slot chooses, too
         empty = expert_layers_here(cfg) == EMPTY
         total = jnp.where(empty[:, None], 0, total)
     rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
-    return ExpertLoads(rows, losses / tokens, rounds[:, 0], modules, experts)
+    return ExpertLoads(rows, losses / tokens, rounds[:, 0], modules)
 
 
 @jax.named_scope("expert_loads")

@@ -1,0 +1,127 @@
+"""Values of users' own classes in a config: losses, probes, post-updates, callbacks.
+
+A config holds such a value as it is. JSON has the name of its class and its fields, and reading it
+back imports no code: it gives a `SavedValue`, which programs that only look at a run need not
+understand.
+"""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any, ClassVar, dataclass_transform
+
+from jaxpar.config.errors import ConfigError
+
+#: The key of the class among the fields of a value in JSON.
+CLASS = "class"
+
+#: The fields of a config that hold values: their `Value.kind`, and whether there are several.
+FIELDS = {
+    "train.loss": ("Loss", False),
+    "train.probes": ("Probe", True),
+    "train.post_updates": ("PostUpdate", True),
+    "train.callbacks": ("Callback", True),
+}
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Value:
+    """Base of the classes whose values a config may hold.
+
+    A subclass is made a frozen dataclass, without a decorator: its annotations are its fields,
+    which are keyword arguments. Their values are numbers, texts, booleans, None, or tuples of them.
+    """
+
+    kind: ClassVar[str] = ""
+    """The name of its base class in `import jaxpar`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """What it reads of a batch beside tokens and labels: "source" is the index of each token's
+    source in a mixture."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class SavedValue(Value):
+    """A value as a run has saved it, of a class whose code is not loaded."""
+
+    name: str
+    """The name of its class, as `class_name` returns it."""
+    fields: tuple[tuple[str, Any], ...] = ()
+
+
+def class_name(value: Value) -> str:
+    """Return the name of a value's class: `module:Class`, or `file.py:Class`."""
+    if isinstance(value, SavedValue):
+        return value.name
+    cls = type(value)
+    module = inspect.getmodule(cls)
+    if (module is not None and module.__spec__ is None) or cls.__module__.startswith(CONFIG_MODULE):
+        file = getattr(module, "__file__", None) or cls.__module__
+        return f"{Path(file).name}:{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+#: How the names of modules begin that are config files.
+CONFIG_MODULE = "jaxpar_config_"
+
+
+def to_values(node: Any) -> Any:
+    """Return a config, or a part of it, as JSON's types: `dataclasses.asdict`, with values."""
+    if isinstance(node, SavedValue):
+        return {CLASS: node.name, **dict(node.fields)}
+    if isinstance(node, Value):
+        return {CLASS: class_name(node), **_fields(node)}
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return _fields(node)
+    return [to_values(one) for one in node] if isinstance(node, tuple) else node
+
+
+def _fields(node: Any) -> dict[str, Any]:
+    return {f.name: to_values(getattr(node, f.name)) for f in dataclasses.fields(node)}
+
+
+def from_saved(found: Any, path: str) -> SavedValue:
+    """Return a value of JSON.
+
+    Raises:   ConfigError for another form.
+    """
+    if not isinstance(found, dict) or not isinstance(found.get(CLASS), str):
+        rule = 'must be an object with the name of a class, "class"'
+        raise ConfigError(path, found, rule, "use the config file that the run was started with")
+    fields = {name: _hashable(value) for name, value in found.items() if name != CLASS}
+    return SavedValue(name=found[CLASS], fields=tuple(fields.items()))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def check_values(path: str, given: Any) -> None:
+    """Check the values of a field of FIELDS.
+
+    Raises:   ConfigError for another kind, and for a value that is not hashable.
+    """
+    kind, several = FIELDS[path]
+    name = path.rpartition(".")[2]
+    fix = f"set {name}={'(' if several else ''}MyOwn(){',)' if several else ''} in a config file"
+    if several and not isinstance(given, tuple):
+        raise ConfigError(path, given, f"must be a tuple of jaxpar.{kind}", fix)
+    for value in given if several else (given,) if given is not None else ():
+        if isinstance(value, type) and issubclass(value, Value):
+            rule = f"is a class, not a value of it: must be a jaxpar.{kind}"
+            raise ConfigError(path, value.__name__, rule, f"write {value.__name__}()")
+        if not isinstance(value, SavedValue) and getattr(value, "kind", None) != kind:
+            what = "" if several else " or None"
+            raise ConfigError(path, value, f"must be a jaxpar.{kind}{what}", fix)
+        for field in dataclasses.fields(value):
+            try:
+                hash(getattr(value, field.name))
+            except TypeError:
+                where, held = (
+                    f"{path}: {type(value).__name__}.{field.name}",
+                    getattr(value, field.name),
+                )
+                rule = "must be hashable, as programs are compiled for it"
+                raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None

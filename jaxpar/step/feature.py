@@ -1,0 +1,241 @@
+"""What a train step does beside loss, gradients and update: its features.
+
+A feature is one class in one file. It may measure values in layers (`probes`), have state that is
+saved with the run (`extra`), change what a step begins with (`before_gradients`), reduce gradients
+(`reduce`), and act on what a step has computed (`after_gradients`, `after_update`): metrics,
+parameters, state. Step, state, checkpoints and metrics know none of them by name.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import STACKS, dense_places
+from jaxpar.config.metrics import Metric
+from jaxpar.execution.decisions import Execution
+from jaxpar.model.parameters import trainable_specs
+from jaxpar.model.probes import Feed, Probe, Probed, num_before
+from jaxpar.parallel.collectives import psum, varying_axes
+from jaxpar.sharding.axes import AXES, PIPELINE
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.params import ParamSpec
+from jaxpar.step.layer_order import EMPTY, layers_here
+from jaxpar.step.metrics import Step
+
+type Tree = Any
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A train step on its way, inside the `shard_map`: local shards."""
+
+    ex: Execution
+    step: Any
+    """int32 scalar, steps before this one; None in a gradient step."""
+    params: Tree
+    """All parameters before the update."""
+    batch: Batch
+    extra: dict[str, Any] = field(default_factory=dict)
+    """State of features by name; {} in a gradient step."""
+    requested: frozenset[str] = frozenset()
+    """Names of larger results that a caller wants, such as "routing"."""
+    scale: Any = 1.0
+    """Factor of the loss in its backward."""
+    fed: Tree = field(default_factory=dict)
+    """What layers read in addition, {"top", "layers"}."""
+    grads: Tree = None
+    """Of the trainable parameters, float32, summed over the mesh."""
+    probes: dict[str, Probed] = field(default_factory=dict)
+    """What layers have measured on this device, by probe."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """What `reduce` or `after_gradients` of a feature leaves for its `after_update`, by name."""
+    metrics: dict[str, jax.Array] = field(default_factory=dict)
+    """The same on every device."""
+    records: dict[str, jax.Array] = field(default_factory=dict)
+    """[B, T, ...] of this device's tokens."""
+    trainable: Tree = None
+    """In `after_update`: the trainable parameters after the update."""
+    frozen: Tree = None
+    """In `after_update`: the frozen parameters."""
+    old: Tree = None
+    """In `after_update`: the trainable parameters before the update."""
+    ok: Any = True
+    """bool scalar: whether the update counts. If False, a feature must keep parameters and state
+    as they were."""
+
+    @property
+    def cfg(self) -> Config:
+        return self.ex.cfg
+
+    @property
+    def layers(self) -> jax.Array:
+        """Logical indices of this device's layers, int32."""
+        return layers_here(self.cfg)
+
+    def with_metrics(self, **metrics: jax.Array) -> "TrainStep":
+        """Add metrics."""
+        return dataclasses.replace(self, metrics=self.metrics | metrics)
+
+    @property
+    def specs(self) -> Tree:
+        """ParamSpecs of the trainable parameters."""
+        return trainable_specs(self.cfg)
+
+    def with_extra(self, **extra: Any) -> "TrainStep":
+        """Replace the state of features, by name."""
+        return dataclasses.replace(self, extra=self.extra | extra)
+
+    def replace(self, **fields: Any) -> "TrainStep":
+        """Return a step with other fields."""
+        return dataclasses.replace(self, **fields)
+
+    def if_ok(self, new: Tree, old: Tree) -> Tree:
+        """Return `new` if the update counts, else `old`."""
+        return jax.tree.map(lambda a, b: a if a is b else jnp.where(self.ok, a, b), new, old)
+
+    def after(self, feature: "Feature") -> "TrainStep":
+        """Return the step after `feature.after_update`, without what it changed if not `ok`."""
+        new = feature.after_update(self)
+        if feature.handles_skips:
+            return new
+        changed = {n: getattr(new, n) for n in ("trainable", "frozen", "extra")}
+        return new.replace(**{n: self.if_ok(a, getattr(self, n)) for n, a in changed.items()})
+
+    def layer_sums(self, probe: str) -> jax.Array:
+        """Sum a probe over all devices: float32 [num_layers, ...], the same on every device.
+
+        Layers without its point have zeros. Modules of multi-token prediction do not count.
+        Communication: an all-reduce over every axis.
+        """
+        found, before = self.probes[probe], num_before(self.cfg)
+        values = [v for v in (found.before, found.stage) if v is not None]
+        total = jnp.zeros((self.cfg.model.num_layers, *values[0].shape[1:]), jnp.float32)
+        if found.before is not None:
+            total = total.at[:before].set(found.before)
+        if found.stage is not None:
+            mine = layers_here(self.cfg)[jnp.array(found.places)]
+            at = jnp.where(mine == EMPTY, len(total), mine + before)
+            total = total.at[at].set(found.stage, mode="drop")
+        return psum(total, AXES)
+
+    def layer_squares(self, tree: Tree) -> jax.Array:
+        """Sum the squares of each layer's arrays: float32 [num_layers], the same on every device.
+
+        Args:     tree: like the trainable parameters: gradients, parameters or their changes.
+        Communication: an all-reduce over the axes of each sharding, and one over PIPELINE.
+        """
+        total = jnp.zeros(self.cfg.model.num_layers, jnp.float32)
+        for stack in sorted(tree.keys() & {"dense_layers", *STACKS.values()}):
+            sums: dict[tuple[str, ...], jax.Array] = {}
+            for x in jax.tree.leaves(tree[stack]):
+                squares = jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(len(x), -1), axis=1)
+                over = tuple(axis for axis in varying_axes(x) if axis != PIPELINE)
+                sums[over] = sums.get(over, jnp.float32(0)) + squares
+            whole = [psum(squares, over) if over else squares for over, squares in sums.items()]
+            here = functools.reduce(jnp.add, whole)
+            at = rows_of_stack(stack, len(here), self.cfg)
+            if stack == "dense_layers":  # on every stage
+                here = here * (lax.axis_index(PIPELINE) == 0)
+            total = total.at[jnp.where(at == EMPTY, len(total), at)].add(here, mode="drop")
+        return psum(total, PIPELINE)
+
+    def sum_over(self, x: jax.Array, spec: ParamSpec, dim: int) -> jax.Array:
+        """Sum values of a parameter over one of its dims, on all devices that share it.
+
+        Args:     x: local shard, with the parameter's dims.
+        """
+        entry = spec.partition_spec[dim]
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        total = jnp.sum(x, axis=dim)
+        return psum(total, axes) if axes else total
+
+
+def rows_of_stack(stack: str, n: int, cfg: Config) -> jax.Array:
+    """Return the model's indices of this device's n layers of a stack, int32; EMPTY for none."""
+    m, p = cfg.model, cfg.parallel
+    if stack == "dense_layers":
+        return jnp.array(dense_places(m)[:n], jnp.int32)
+    if m.layer_pattern:
+        kind = next(
+            kind for kind, name in STACKS.items() if name == stack and kind in m.layer_pattern
+        )
+        whole = itertools.islice(itertools.cycle(m.layer_pattern), m.num_layers)
+        places = jnp.array([i for i, k in enumerate(whole) if k == kind], jnp.int32)
+        return lax.dynamic_slice_in_dim(places, lax.axis_index(PIPELINE) * n, n)
+    if m.dense_layers and p.pipeline == 1:
+        others = [i for i in range(m.num_layers) if i not in dense_places(m)]
+        return jnp.array(others, jnp.int32)
+    mine = layers_here(cfg)
+    return jnp.where(mine == EMPTY, EMPTY, mine + num_before(cfg))
+
+
+class Feature:
+    """A feature of train steps. Every method has a default that does nothing."""
+
+    name: ClassVar[str]
+    """Of its state, in `TrainState.extra` and in a checkpoint."""
+    metrics: ClassVar[dict[str, Metric]] = {}
+    """The metrics that it adds."""
+    handles_skips: ClassVar[bool] = False
+    """Whether `after_update` itself changes nothing where `TrainStep.ok` is False. Otherwise the
+    step selects, which takes no extra pass for what `after_update` returns unchanged."""
+
+    def is_on(self, cfg: Config) -> bool:
+        """Whether a config has the feature."""
+        raise NotImplementedError
+
+    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+        """Return what its layers measure."""
+        return ()
+
+    def feeds(self, cfg: Config, batch: Batch) -> tuple[Feed, ...]:
+        """Return what its layers read in addition."""
+        return ()
+
+    def extra(self, cfg: Config, specs: Tree) -> Tree:
+        """Return the ParamSpecs of its state; () for none.
+
+        Args:     specs: ParamSpecs of the trainable parameters, in running or logical layer order.
+        """
+        return ()
+
+    def initial(self, cfg: Config, params: Tree) -> Tree | None:
+        """Return its state before the first step, global arrays. None: as its specs initialize it.
+
+        Args:     params: the initial trainable parameters.
+        """
+        return None
+
+    def before_gradients(self, s: TrainStep) -> TrainStep:
+        """Change what a step begins with: batch, `scale`, `fed`."""
+        return s
+
+    #: (grads, specs, s) -> (sums, new state), in place of the sum over the mesh in float32.
+    reduce: Callable[[Tree, Tree, TrainStep], tuple[Tree, Any]] | None = None
+
+    def after_gradients(self, s: TrainStep) -> TrainStep:
+        """After the gradients, before the update: metrics of probes and gradients."""
+        return s
+
+    def after_update(self, s: TrainStep) -> TrainStep:
+        """After the update: parameters, state, metrics."""
+        return s
+
+    def plain(self, new: Tree, before: Tree, batch: Batch, cfg: Config) -> Tree:
+        """`after_update` for the reference model: parameters on one device, in plain jax.numpy."""
+        return new
+
+    def wrap(self, step: Step, cfg: Config, fragment: int | None) -> Step:
+        """Wrap the whole step.
+
+        Args:     fragment: as in `make_train_step`.
+        """
+        return step

@@ -1,0 +1,31 @@
+"""The features of train steps, in the order in which they act."""
+
+from jaxpar.config import Config
+from jaxpar.config.metrics import declare
+from jaxpar.step.feature import Feature
+from jaxpar.step.features.compression import Compression
+from jaxpar.step.features.diloco import Diloco
+from jaxpar.step.features.experts import ExpertBalance
+from jaxpar.step.features.guard import Guard
+from jaxpar.step.features.moving_average import MovingAverage
+from jaxpar.step.features.qk_clip import QkClip
+from jaxpar.step.features.routing import RecordedRouting
+
+#: Those that change weights come before the average of weights; the guard counts at the end.
+FEATURES: tuple[Feature, ...] = (
+    QkClip(),
+    MovingAverage(),
+    Compression(),
+    ExpertBalance(),
+    RecordedRouting(),
+    Guard(),
+    Diloco(),
+)
+
+for _feature in (FEATURES[3], FEATURES[0]):  # in the order in which steps return them
+    declare(_feature.metrics)
+
+
+def features_of(cfg: Config) -> tuple[Feature, ...]:
+    """Return the features that a config has, in order."""
+    return tuple(feature for feature in FEATURES if feature.is_on(cfg))

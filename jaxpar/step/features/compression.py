@@ -1,0 +1,31 @@
+"""Compressed sums of gradients over replicas, and what they keep (`parallel/replicas/`)."""
+
+from typing import Any
+
+from jaxpar.config import Config
+from jaxpar.optimizer import loss_scale
+from jaxpar.parallel.replicas.feedback import feedback_specs
+from jaxpar.parallel.replicas.reduction import reduce_compressed
+from jaxpar.step.feature import Feature, TrainStep
+
+
+class Compression(Feature):
+    """Sums gradients over `replica` with fewer bits, and keeps the errors for the next step."""
+
+    name = "feedback"
+    handles_skips = True
+
+    def is_on(self, cfg: Config) -> bool:
+        return cfg.parallel.replica_reduction != "float32"
+
+    def extra(self, cfg: Config, specs: Any) -> Any:
+        return feedback_specs(specs, cfg.parallel)
+
+    def reduce(self, grads: Any, specs: Any, s: TrainStep) -> tuple[Any, Any]:
+        grads = loss_scale.unscale_gradients(s.cfg, grads, s.scale)  # errors outlive a loss scale
+        return reduce_compressed(grads, s.extra.get(self.name, ()), specs, s.cfg.parallel)
+
+    def after_update(self, s: TrainStep) -> TrainStep:
+        if self.name not in s.extra:
+            return s
+        return s.with_extra(feedback=s.if_ok(s.results[self.name], s.extra[self.name]))

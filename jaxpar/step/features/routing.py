@@ -1,0 +1,112 @@
+"""Recorded routing: the experts that routers chose in a step, to be read or repeated.
+
+    record   a probe: the experts of this device's tokens
+    repeat   a feed: the experts that this device's tokens shall have. The router still computes its
+             own choice, the weights of the experts and the losses, so that a step does the same
+             work, and its gradients are those of training.
+
+In a batch or a file:   unsigned [b, T, layers with experts, k], layers in the model's order.
+In a layer:             float32 [b, T/sequence, k], for all b rows of the device, of which a
+microbatch, or a row group, has some. If experts are spread over TENSOR, each of its ranks routes
+some of the tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import Config
+from jaxpar.config.layout.layer_kinds import kinds_with_experts
+from jaxpar.config.lists.recorded_steps import id_bits
+from jaxpar.model.probes import Feed, Probe, Seen
+from jaxpar.parallel.collectives import psum, varying
+from jaxpar.sharding.axes import PIPELINE, TENSOR
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.params import join
+from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.layer_order import EMPTY, expert_layers_here
+
+#: The name of the record among a step's results.
+ROUTING = "routing"
+
+
+def _chosen(s: Seen) -> jax.Array:
+    """The experts of a microbatch's tokens, float32 [B, T/sequence, k]."""
+    experts = s.more["routing"].experts
+    B, T, k = experts.shape
+    whole, rank = s.w[RECORD.key].shape[1], lax.axis_index(TENSOR)
+    chosen = experts.astype(jnp.float32)
+    if whole == T:
+        return (rank == 0) * chosen  # all its ranks have the same tokens
+    empty = varying(jnp.zeros((B, whole, k), jnp.float32))
+    return lax.dynamic_update_slice_in_dim(empty, chosen, rank * T, axis=1)
+
+
+def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
+    return (*batch.tokens.shape, cfg.model.experts_per_token)
+
+
+def _repeated(chosen: jax.Array, fed: jax.Array, context: Any) -> jax.Array:
+    """Return the experts to use. The choice by value keeps the router's own one in the program."""
+    experts = fed[context.rows].astype(chosen.dtype)
+    if (T := chosen.shape[1]) < experts.shape[1]:
+        experts = lax.dynamic_slice_in_dim(experts, lax.axis_index(TENSOR) * T, T, axis=1)
+    return jnp.where(experts >= 0, experts, chosen)
+
+
+RECORD = Probe("routing_record", "routing", _chosen, _shape, by_row=True)
+REPEAT = Feed("routing_to_repeat", "choice", _repeated)
+
+
+class RecordedRouting(Feature):
+    """Records the experts of each token if requested to, and repeats those of `Batch.experts`."""
+
+    name = "recorded_routing"
+    handles_skips = True
+
+    def is_on(self, cfg: Config) -> bool:
+        return cfg.model.num_experts > 0
+
+    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+        return (RECORD,) if ROUTING in requested and cfg.lora.rank == 0 else ()
+
+    def feeds(self, cfg: Config, batch: Batch) -> tuple[Feed, ...]:
+        return (REPEAT,) if batch.experts is not None else ()
+
+    def before_gradients(self, s: TrainStep) -> TrainStep:
+        if s.batch.experts is None:
+            return s
+        fed = join(s.fed, _to_repeat(s.batch.experts, s.cfg))
+        return s.replace(fed=fed, batch=dataclasses.replace(s.batch, experts=None))
+
+    @jax.named_scope("expert_loads")
+    def after_update(self, s: TrainStep) -> TrainStep:
+        """Communication: an all-reduce over PIPELINE and TENSOR."""
+        if RECORD.name not in s.probes:
+            return s
+        m, here = s.cfg.model, s.probes[RECORD.name].stage
+        assert here is not None
+        layers, count = expert_layers_here(s.cfg), len(kinds_with_experts(m))
+        at = jnp.where(layers == EMPTY, count, layers)
+        every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
+        whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)
+        whole = whole.astype(f"uint{id_bits(m.num_experts)}")
+        return s.replace(records=s.records | {ROUTING: whole})
+
+
+def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
+    """Return `REPEAT` of each layer here, as a tree like that of `fused_weights.fuse`."""
+    m, p = cfg.model, cfg.parallel
+    layers = jnp.maximum(expert_layers_here(cfg), 0)
+    here = varying(jnp.moveaxis(experts, 2, 0)[layers].astype(jnp.float32))
+    chunks: list[Any] = []
+    for of_chunk in jnp.split(here, p.virtual_stages):
+        if p.layer_loop == "scan":
+            chunks.append({REPEAT.key: of_chunk})
+        else:
+            dense: tuple[dict, ...] = ({},) * (m.dense_layers if p.pipeline == 1 else 0)
+            chunks.append((*dense, *({REPEAT.key: a} for a in of_chunk)))
+    return {"top": {}, "layers": tuple(chunks)}

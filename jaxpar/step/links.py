@@ -1,0 +1,203 @@
+"""The chain between the parameters in the state and the weights that the model computes with.
+
+A link transforms the weights of a step, and its `back` transforms their gradients. A chain runs the
+links in order, and their backs in reverse: what is added last is removed first.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.execution.decisions import Execution
+from jaxpar.model import fused_weights, probes
+from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.optimizer import loss_scale
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.gradients import reduce_gradients
+from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.params import join, split
+from jaxpar.step.diloco.trainers import trainer_axes
+from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.host_masters import weights_on_device
+from jaxpar.step.layer_order import slots_in_use
+from jaxpar.step.step_weights import scatter_once, weights_of_step
+
+type Tree = Any
+
+#: What is found on the way back beside gradients, by name.
+type Found = dict[str, Any]
+
+
+class Weights(NamedTuple):
+    """The weights of a step, on local shards."""
+
+    trainable: Tree
+    """Those that have gradients."""
+    frozen: Tree = {}  # noqa: RUF012, never changed
+    """Those that have none."""
+    beside: Tree = {}  # noqa: RUF012
+    """What layers read in addition, {"top", "layers"}, to be joined with the frozen weights."""
+
+
+type Back = Callable[[Tree], tuple[Tree, Found]]
+type Link = Callable[[Weights], tuple[Weights, Back]]
+
+#: The name of what probes have measured, among what is found.
+PROBES = "probes"
+
+#: Local gradients -> (their sums over the mesh, what was found).
+type Sum = Callable[[Tree], tuple[Tree, Found]]
+
+
+def chain(links: Iterable[Link]) -> Link:
+    """Return the link that applies links in order, and their backs in reverse."""
+
+    def through(w: Weights) -> tuple[Weights, Back]:
+        backs = []
+        for link in links:
+            w, back = link(w)
+            backs.append(back)
+
+        def all_back(grads: Tree) -> tuple[Tree, Found]:
+            found: Found = {}
+            for back in reversed(backs):
+                grads, more = back(grads)
+                found |= more
+            return grads, found
+
+        return w, all_back
+
+    return through
+
+
+def of_parameters(ex: Execution, reduce: Sum) -> list[Link]:
+    """The links of a training step, from the state to the model, but for probes."""
+    return [
+        on_device(ex),
+        replicated(reduce),
+        separated(ex),
+        fused(ex),
+        gathered(ex),
+        frozen_base(ex),
+    ]
+
+
+def of_evaluation(ex: Execution) -> list[Link]:
+    """The links of a step without gradients."""
+    plain = lambda w: (w._replace(trainable=fused_weights.fuse(w.trainable, ex)), _unchanged)  # noqa: E731
+    return [on_device(ex), replicated(_unchanged), plain, gathered(ex), slots(ex)]
+
+
+def _unchanged(grads: Tree) -> tuple[Tree, Found]:
+    return grads, {}
+
+
+def on_device(ex: Execution) -> Link:
+    """Copies masters from host memory, layer by layer."""
+    return lambda w: (w._replace(trainable=weights_on_device(w.trainable, ex.cfg)), _unchanged)
+
+
+def replicated(reduce: Sum) -> Link:
+    """Each device has its own copy of what is replicated; gradients are summed over the mesh."""
+    return lambda w: (w._replace(trainable=varying(w.trainable)), reduce)
+
+
+def sum_of(features: Iterable[Feature], s: TrainStep) -> Sum:
+    """Return the sum of gradients over the mesh, divided by the loss scale: in float32, or as a
+    feature does it.
+
+    Communication: `reduce_gradients`.
+    """
+    cfg, specs = s.cfg, trainable_specs(s.cfg)
+
+    def reduce(grads: Tree) -> tuple[Tree, Found]:
+        for feature in features:
+            if feature.reduce is not None and s.step is not None:
+                grads, kept = feature.reduce(grads, specs, s)
+                return grads, {feature.name: kept}
+        grads = reduce_gradients(grads, specs, trainer_axes(cfg, AXES))
+        return loss_scale.unscale_gradients(cfg, grads, s.scale), {}
+
+    return reduce
+
+
+def separated(ex: Execution) -> Link:
+    """Separates the trainable parameters from the frozen ones."""
+    return lambda w: (Weights(*split(w.trainable, specs_of(ex.cfg))), _unchanged)
+
+
+def fused(ex: Execution) -> Link:
+    """Converts trainable parameters to the fused layout; linear, so that its transpose converts
+    gradients back."""
+
+    def link(w: Weights) -> tuple[Weights, Back]:
+        shards, transpose = jax.vjp(lambda p: fused_weights.fuse(p, ex), w.trainable)
+        return w._replace(trainable=shards), lambda grads: (*transpose(grads), {})
+
+    return link
+
+
+def gathered(ex: Execution) -> Link:
+    """With ZeRO-1 and 2, gathers each weight once, for all microbatches; adds float8's scales.
+
+    With ZeRO-2, complete weights are beside the shards, which have the gradients.
+    Communication: gathers over FSDP_AXES, and for ZeRO-1 scatters in the backward.
+    """
+    cfg = ex.cfg
+
+    def link(w: Weights) -> tuple[Weights, Back]:
+        shards = w.trainable
+        weights, beside = weights_of_step(shards, cfg), w.beside
+        if cfg.parallel.zero == 2:
+            weights, complete = fused_weights.to_shards(weights, shards)
+            beside = join(complete, beside)
+        return w._replace(trainable=weights, beside=beside), back
+
+    def back(grads: Tree) -> tuple[Tree, Found]:
+        grads = fused_weights.without_scales(grads)
+        return scatter_once(grads, cfg) if cfg.parallel.zero == 1 else grads, {}
+
+    return link
+
+
+def frozen_base(ex: Execution) -> Link:
+    """Converts frozen parameters as `fused` and `gathered` do with those that are trained."""
+
+    def link(w: Weights) -> tuple[Weights, Back]:
+        frozen = w.frozen
+        if frozen:
+            frozen = weights_of_step(fused_weights.fuse(frozen, ex), ex.cfg)
+        return w._replace(frozen=frozen), _unchanged
+
+    return link
+
+
+def probed(ex: Execution, which: tuple[probes.Probe, ...], batch: Batch) -> Link:
+    """Adds the zeros of probes to layers; their gradients are what the layers have measured."""
+
+    def link(w: Weights) -> tuple[Weights, Back]:
+        weights = probes.attach(w.trainable, which, batch, ex.cfg)
+        return w._replace(trainable=weights), back
+
+    def back(grads: Tree) -> tuple[Tree, Found]:
+        grads, found = probes.detach(grads, ex.cfg)
+        return grads, {PROBES: found}
+
+    return link
+
+
+def fed(values: Tree) -> Link:
+    """Adds arrays for layers to read, {"top", "layers"}; {} for none."""
+    return lambda w: (w._replace(beside=join(w.beside, values)), _unchanged)
+
+
+def slots(ex: Execution) -> Link:
+    """Says which slots of a stage have a layer, and joins everything without gradients."""
+
+    def link(w: Weights) -> tuple[Weights, Back]:
+        frozen = join(join(w.beside, w.frozen), slots_in_use(ex.cfg))
+        return Weights(w.trainable, frozen), _unchanged
+
+    return link

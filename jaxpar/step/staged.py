@@ -1,0 +1,98 @@
+"""The configured model in the form that the schedules of microbatches run."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.execution.decisions import Execution
+from jaxpar.model import transformer
+from jaxpar.model.attention_context import (
+    AttentionContext,
+    across_devices,
+    attention_context,
+    with_loss_weight,
+    with_probes,
+)
+from jaxpar.model.moe.router import loss_weight_of
+from jaxpar.model.probes import Feed, Probe
+from jaxpar.model.weights import with_float32_gradients
+from jaxpar.objectives.objective import Head, head_of, objective_of
+from jaxpar.parallel.accumulation import accumulate
+from jaxpar.parallel.pipeline.gpipe import gpipe
+from jaxpar.parallel.pipeline.runner import one_f_one_b
+from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
+from jaxpar.parallel.staged_model import StagedModel
+from jaxpar.sharding.axes import PIPELINE
+from jaxpar.sharding.batch import Batch
+from jaxpar.step.loss_weights import loss_weights
+
+
+def without_backward(ex: Execution) -> Execution:
+    """Return the execution of a step without a backward, where ZeRO-2 is the same as ZeRO-1."""
+    if ex.cfg.parallel.zero != 2:
+        return ex
+    once = replace(ex.cfg, **{"parallel.zero": 1})
+    return dataclasses.replace(ex, cfg=once, scatters_per_layer=False)
+
+
+def split_microbatches(batch: Batch, n: int) -> Batch:
+    """Reshape a batch from [b, t] to [n, b/n, t]."""
+    return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
+
+
+def staged_model(
+    ex: Execution,
+    max_segments: int | None,
+    scale: jax.Array | float | None = None,
+    step: jax.Array | None = None,
+    probes: tuple[Probe, ...] = (),
+    feeds: tuple[Feed, ...] = (),
+) -> StagedModel:
+    """Return the configured model in the form that the schedules of microbatches run.
+
+    Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
+              backward.
+              step: int32 scalar, steps before this one; None counts as none.
+              probes, feeds: what leaves and enters the layers.
+    """
+    cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
+    of_routers = scale is not None and cfg.model.num_experts > 0 and cfg.lora.rank == 0
+
+    def context(mb: Batch) -> AttentionContext:
+        context = across_devices(attention_context(mb, cfg, max_segments), cfg)
+        context = with_probes(context, probes, feeds) if probes or feeds else context
+        if not of_routers or scale is None:
+            return context
+        weight = loss_weight_of(mb.tokens, scale, cfg.parallel.num_microbatches)
+        return with_loss_weight(context, weight)
+
+    embed = functools.partial(transformer.embed, cfg=cfg)
+    if dense_before_stages(cfg.model, cfg.parallel):
+        embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
+    head = Head(ex, weights, context, max_segments, trains=scale is not None)
+    return StagedModel(
+        embed=embed,
+        context=context,
+        stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
+        head=head_of(objective_of(cfg), head),
+        attach=functools.partial(with_float32_gradients, ex=ex),
+        stage_wide_collectives=ex.stage_wide_collectives,
+        adds_gradients=bool(probes) or cfg.model.num_experts > 0,
+        layers_per_vjp=ex.layers_per_vjp,
+    )
+
+
+def schedule_of(cfg: Config) -> Callable:
+    """Return the schedule of microbatches: gradient accumulation, or a pipeline over stages."""
+    if lax.axis_size(PIPELINE) == 1:
+        return accumulate
+    p = cfg.parallel
+    if p.schedule == "gpipe":
+        return functools.partial(gpipe, save=p.pipeline_save)
+    interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
+    return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
