@@ -125,3 +125,10 @@ def check_values(path: str, given: Any) -> None:
                 )
                 rule = "must be hashable, as programs are compiled for it"
                 raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
+
+
+def unknown_code(path: str, value: Any) -> ConfigError:
+    """Return the error for a value whose class is not loaded."""
+    rule = "is of a class whose code is not loaded"
+    fix = "use the config file that the run was started with"
+    return ConfigError(path, class_name(value), rule, fix)

@@ -10,11 +10,20 @@ package are traced and compiled with them as they are.
 """
 
 from jaxpar.functional.checkpoints import load
-from jaxpar.functional.losses import Loss, NextToken, Scores, loss_of
 from jaxpar.functional.plain import apply, init, loss
 from jaxpar.functional.sharded import init_state, make_eval_step, make_train_step
+from jaxpar.objectives.losses import Loss, NextToken, Scores, loss_of
 
-MAY_IMPORT = ("config", "runtime", "sharding", "model", "parallel", "step", "inference")
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "model",
+    "parallel",
+    "objectives",
+    "step",
+    "inference",
+)
 
 __all__ = [
     "Loss",

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, ModelConfig, TrainConfig
-from jaxpar.functional.losses import AnyLoss, Loss, NextToken, Scores, averaged
 from jaxpar.model import reference
 from jaxpar.model.moe.reference import router_loss
 from jaxpar.model.parameters import specs_of
+from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, PlainScores, averaged
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.params import flat
@@ -90,14 +90,15 @@ def loss_of_logical(params: Params, batch: Batch, cfg: Config, loss: AnyLoss) ->
     Args:     cfg: only `model` and `lora` are read.
     """
     terms = loss if isinstance(loss, Loss) else Loss()
+    of_tokens = loss.plain if isinstance(loss, Loss) else loss
     cfg = _with_terms(cfg, terms)
     params = reference.scale_adapters(params, cfg)
     x, routers = reference.hidden_and_routers(params, batch, cfg)
-    scores = Scores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
-    total, count = averaged(loss(scores, batch), scores.labels)
+    scores = PlainScores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
+    total, count = averaged(of_tokens(scores, batch), scores.labels)
     for labels, h, of_module in reference.modules(params, x, batch, cfg):
-        scores = Scores(reference.logits_of_module(h, params, cfg.model), labels)
-        further, _ = averaged(loss(scores, batch), labels)
+        scores = PlainScores(reference.logits_of_module(h, params, cfg.model), labels)
+        further, _ = averaged(of_tokens(scores, batch), labels)
         total += terms.mtp_loss / cfg.model.mtp_depth * further
         routers += [of_module] if of_module else []
     return total / count + sum(router_loss(one, cfg) for one in routers)
@@ -113,6 +114,9 @@ def _with_terms(cfg: Config, loss: Loss) -> Config:
 def _batch(given: Batch | Mapping[str, Any]) -> Batch:
     """Return a batch with defaults for what is not given."""
     arrays = dict(given if isinstance(given, Mapping) else vars(given))
+    extra = {name: jnp.asarray(a) for name, a in arrays.pop("extra", {}).items()}
+    if "source" in arrays:
+        extra["source"] = jnp.asarray(arrays.pop("source"))
     if unknown := arrays.keys() - Batch.__dataclass_fields__.keys():
         rule = "is no array of a batch"
         raise ConfigError("batch", min(unknown), rule, f"use {', '.join(_ARRAYS)}")
@@ -134,7 +138,7 @@ def _batch(given: Batch | Mapping[str, Any]) -> Batch:
             same = arrays["segment_ids"][:, 1:] == arrays["segment_ids"][:, :-1]
             same = jnp.concatenate([same, last == 0], axis=1)
             arrays["labels"] = jnp.where(same, arrays["labels"], -1)
-    return Batch(**{"positions": place, "segment_ids": jnp.ones_like(place)} | arrays)
+    return Batch(extra=extra, **{"positions": place, "segment_ids": jnp.ones_like(place)} | arrays)
 
 
 _ARRAYS = ("tokens", "labels", "positions", "segment_ids")

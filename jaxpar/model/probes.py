@@ -35,7 +35,7 @@ from jaxpar.sharding.batch import Batch
 type Tree = dict[str, Any]
 
 #: What the names of probes and feeds among a layer's weights begin with.
-PROBE, FEED = "probe.", "feed."
+PROBE, FEED = "values.", "feed."
 
 #: Points of layers, with weights of which one says that a layer has the point. (): every layer.
 POINTS: dict[str, tuple[str, ...]] = {

@@ -201,27 +201,30 @@ def head_with_modules(
     batch: Batch,
     ex: Execution,
     context_of: Callable[[Batch], AttentionContext],
-    weights: LossWeights,
-) -> tuple[jax.Array, jax.Array]:
+    mtp_loss: jax.Array | float,
+    loss_of: Callable[[Tree, jax.Array, Batch], tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, list[jax.Array]]:
     """`head`, with the modules of multi-token prediction.
 
-    Returns:  (loss with z-loss and the modules' weighted losses; [1 + depth]: loss, and the loss of
-              each module).
-    Communication: that of `head`, and for each module of `embed`, a layer and `token_loss`.
+    Args:     mtp_loss: weight of their mean loss. loss_of: (weights outside the layers, normalized
+              hidden states, microbatch) -> (loss to differentiate, loss to report).
+    Returns:  (loss with the modules' weighted losses; the loss to report, and that of each module).
+    Communication: a broadcast over PIPELINE; that of `loss_of`; for each module that of `embed`, a
+              layer and `loss_of`.
     """
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
-    total, loss = token_loss(top, x, batch.labels, cfg, weights.z_loss)
+    total, loss = loss_of(top, x, batch)
     losses, context, layer = [loss], counted_once(context_of(batch)), _layer_outside(ex)
     for k in range(m.mtp_depth):
         batch = module.shifted(batch, cfg)
         w = outside_layer(top, mtp.prefix(k))
         w = gather(w, outside_dims(w), cfg)
         x = module.module(x, embed(top, batch, cfg), w, context, cfg, layer)
-        more, loss = token_loss(top, x, batch.labels, cfg, weights.z_loss)
-        total += weights.mtp_loss / m.mtp_depth * more
+        more, loss = loss_of(top, x, batch)
+        total += mtp_loss / m.mtp_depth * more
         losses.append(loss)
-    return total, jnp.stack(losses)
+    return total, losses
 
 
 def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:

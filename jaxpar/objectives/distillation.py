@@ -26,7 +26,7 @@ from jax import lax
 from jaxpar.config import Config
 from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.model.loss import num_chunks, softcapped
-from jaxpar.objectives.label_scores import Tree, chunked, head_inputs
+from jaxpar.objectives.token_scores import Tree, chunked, head_inputs
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED, Batch

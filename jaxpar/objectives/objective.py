@@ -13,47 +13,14 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.config.metrics import Metric, declare
-from jaxpar.execution.decisions import Execution
+from jaxpar.config.values import unknown_code
 from jaxpar.model import transformer
-from jaxpar.model.loss import LossWeights
-from jaxpar.objectives import distillation, label_scores, pairs
+from jaxpar.objectives import distillation, own_loss, pairs
 from jaxpar.objectives.dpo import MEASURES
+from jaxpar.objectives.head import Head, Sums, Tree, count_labels
+from jaxpar.objectives.losses import Loss
 from jaxpar.parallel.collectives import psum
-from jaxpar.sharding.axes import TOKEN_AXES
-from jaxpar.sharding.batch import IGNORED, Batch
-
-type Tree = dict[str, Any]
-type Sums = tuple[jax.Array, jax.Array]
-
-
-@dataclass(frozen=True)
-class Head:
-    """What the head of a step knows beside weights, residual stream and microbatch."""
-
-    ex: Execution
-    weights: LossWeights
-    """Weights of losses in addition to the cross entropy."""
-    context_of: Callable[[Batch], Any]
-    max_segments: int | None
-    trains: bool
-    """False for the head of an evaluation."""
-
-    @property
-    def cfg(self) -> Config:
-        return self.ex.cfg
-
-    def log_probs(self, top: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        """Return the log probability of each label, float32 [B, T/sequence]; 0 at IGNORED."""
-        return label_scores.of_stream(top, x, labels, self.cfg)
-
-
-def count_labels(batch: Batch, axes: tuple[str, ...] = TOKEN_AXES) -> jax.Array:
-    """Count the labeled tokens of the global batch, float32: exact up to 2**24, 16 million.
-
-    Args:     axes: those over which its tokens are split.
-    """
-    own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
-    return psum(own, axes).astype(jnp.float32)
+from jaxpar.sharding.batch import Batch
 
 
 def _loss(mean: jax.Array) -> dict[str, jax.Array]:
@@ -73,10 +40,6 @@ class Objective:
     """Means of the sums -> metrics, among them "loss"."""
     metrics: dict[str, Metric] = field(default_factory=dict, hash=False, compare=False)
     """The metrics that it adds."""
-    reads: tuple[str, ...] = ()
-    """Names of `Batch.extra` that the loader adds: "source"."""
-    reference: Callable[[Any, Batch, Config], tuple[jax.Array, jax.Array]] | None = None
-    """(params, batch, cfg) -> (loss to differentiate, loss to report), of the plain model."""
 
 
 def _next_token(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
@@ -86,9 +49,14 @@ def _next_token(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
 def _with_modules(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
     if not h.trains:
         return _next_token(top, x, mb, h)
-    return transformer.head_with_modules(
-        top, x, mb, ex=h.ex, context_of=h.context_of, weights=h.weights
+
+    def loss_of(top: Tree, x: jax.Array, mb: Batch) -> Sums:
+        return transformer.token_loss(top, x, mb.labels, h.cfg, h.weights.z_loss)
+
+    total, losses = transformer.head_with_modules(
+        top, x, mb, h.ex, h.context_of, h.weights.mtp_loss, loss_of
     )
+    return total, jnp.stack(losses)
 
 
 def _of_pairs(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
@@ -105,6 +73,13 @@ def _from_teacher(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
 
 def _count_pairs(batch: Batch, axes: tuple[str, ...]) -> jax.Array:
     return psum(pairs.count_pairs(batch), axes).astype(jnp.float32)
+
+
+def of_loss(loss: Loss) -> Objective:
+    """Return the objective that is the mean of a loss of tokens."""
+    head = functools.partial(own_loss.head, loss)
+    count = functools.partial(own_loss.count, loss)
+    return Objective(head, count, functools.partial(own_loss.report, loss))
 
 
 NEXT_TOKEN = Objective(_next_token)
@@ -152,6 +127,10 @@ for _objective in (PREFERENCES, DISTILLATION, MULTI_TOKEN):
 
 def objective_of(cfg: Config) -> Objective:
     """Return what a config minimizes."""
+    if isinstance(cfg.train.loss, Loss):
+        return of_loss(cfg.train.loss)
+    if cfg.train.loss is not None:
+        raise unknown_code("train.loss", cfg.train.loss)
     if cfg.dpo.beta:
         return PREFERENCES
     if cfg.distill.teacher:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.objectives import dpo, label_scores
+from jaxpar.objectives import dpo, token_scores
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import SEQUENCE
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -30,10 +30,10 @@ def head(
     Args:     batch: with `Batch.reference`. max_pairs: most pairs in a row.
     Returns:  (loss, [len(MEASURES)]: sums over pairs of `dpo.measures`), on the first rank of
               SEQUENCE; zeros on the others.
-    Communication: that of `label_scores.of_stream`; all-reduces over SEQUENCE of [B, 2 max_pairs]
+    Communication: that of `token_scores.log_probs`; all-reduces over SEQUENCE of [B, 2 max_pairs]
               float32 and [B] int32.
     """
-    scores = label_scores.of_stream(top, x, batch.labels, cfg)
+    scores = token_scores.log_probs(top, x, batch.labels, cfg)
     ratios = jnp.where(batch.labels == IGNORED, 0.0, scores - batch.reference)
     sums = psum(_by_segment(ratios, batch.segment_ids, 2 * max_pairs), SEQUENCE)
     chosen, rejected = dpo.rewards(sums.reshape(len(sums), max_pairs, 2), cfg.dpo.beta)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxpar.config import Config
 from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.model.loss import num_chunks, softcapped
-from jaxpar.objectives.label_scores import chunked, head_inputs
+from jaxpar.objectives.token_scores import chunked, head_inputs
 from jaxpar.parallel.collectives import all_gather_invariant, psum
 from jaxpar.sharding.axes import VOCAB_AXES
 

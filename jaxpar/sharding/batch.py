@@ -32,8 +32,8 @@ class Batch:
     experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
     rows         int32 [B], inside the step: the index of each row among those of the device.
 
-    extra        what an objective reads in addition, by name, [B, T, ...]: "source" is the index
-                 of each sequence's source in a mixture.
+    extra        what a loss reads in addition (`Loss.reads`), by name, int32 [B, T]: "source" is
+                 the index of each token's source in a mixture.
     """
 
     tokens: Any
@@ -46,3 +46,8 @@ class Batch:
     experts: Any = None
     rows: Any = None
     extra: dict = flax.struct.field(default_factory=dict)
+
+    @property
+    def source(self) -> Any:
+        """`extra["source"]`, for a loss that reads it."""
+        return self.extra["source"]

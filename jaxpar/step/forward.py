@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights
-from jaxpar.objectives import label_scores, teacher
+from jaxpar.objectives import teacher, token_scores
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.pipeline.runner import forward_only
 from jaxpar.parallel.staged_model import Sums
@@ -38,7 +38,7 @@ def make_score_step(
     """
 
     def head(top: Any, x: jax.Array, mb: Batch) -> jax.Array:
-        return label_scores.of_stream(top, x, mb.labels, cfg)
+        return token_scores.log_probs(top, x, mb.labels, cfg)
 
     scores = _forward_step(cfg, mesh, max_segments, ex, head)
     return jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))

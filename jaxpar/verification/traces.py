@@ -19,11 +19,10 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, replace
 from jaxpar.config.lists.weight_schedules import with_weights_of
-from jaxpar.functional.losses import loss_of
 from jaxpar.functional.plain import loss_of_logical
 from jaxpar.functional.sharded import shard_batch
 from jaxpar.model.parameters import specs_of, trainable_specs
-from jaxpar.objectives.objective import objective_of
+from jaxpar.objectives.losses import loss_of
 from jaxpar.objectives.reference import distillation_losses, preference_loss
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -63,7 +62,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
     taught = random_teacher(cfg, rng) if cfg.distill.teacher else {}
-    reads = objective_of(cfg).reads
+    reads = cfg.train.loss.reads if cfg.train.loss else ()
     sources = rng.integers(0, 2, (B, 1), dtype=np.int32) if reads else None
     return Batch(
         **taught,
@@ -157,8 +156,6 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     def both(trainable):
         params = join(trainable, frozen)
-        if (own := objective_of(cfg).reference) is not None:
-            return own(params, batch, cfg)
         if cfg.distill.teacher:
             return distillation_losses(params, batch, cfg)
         total = loss(params, batch, cfg)

@@ -1,0 +1,177 @@
+"""Losses of tokens: values that are called with the scores of a batch.
+
+The same value is the loss of the plain model (`jaxpar.functional.loss`) and of a run
+(`train.loss`), which derives sums, pipeline stages, accumulation, evaluation and sharding.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.values import Value
+from jaxpar.sharding.batch import IGNORED, Batch
+
+
+class Scores:
+    """What a model says of each next token.
+
+    Every method returns float32 [B, T], and can be differentiated. In a run, the vocabulary is
+    sharded: logits are never gathered.
+    """
+
+    def label(self) -> jax.Array:
+        """Return the logit of the label; any number where there is none."""
+        raise NotImplementedError
+
+    def logsumexp(self) -> jax.Array:
+        """Return the logarithm of the sum of the exponentials of the logits."""
+        raise NotImplementedError
+
+    def mean(self) -> jax.Array:
+        """Return the mean of the logits over the vocabulary."""
+        raise NotImplementedError
+
+    def entropy(self) -> jax.Array:
+        """Return the entropy of the predicted distribution, in nats."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainScores(Scores):
+    """Scores from all logits."""
+
+    logits: jax.Array
+    """float32 [B, T, V]."""
+    labels: jax.Array
+    """int32 [B, T]: the next token, or IGNORED (-1)."""
+
+    def label(self) -> jax.Array:
+        index = jnp.maximum(self.labels, 0)[..., None]
+        return jnp.take_along_axis(self.logits, index, axis=-1)[..., 0]
+
+    def logsumexp(self) -> jax.Array:
+        return jax.scipy.special.logsumexp(self.logits, axis=-1)
+
+    def mean(self) -> jax.Array:
+        return jnp.mean(self.logits, axis=-1)
+
+    def entropy(self) -> jax.Array:
+        scores = jax.nn.log_softmax(self.logits)
+        return -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+
+
+class Loss(Value):
+    """A loss of tokens, with the terms that a model may add to it.
+
+    A subclass defines `__call__`, and its fields as annotations: it is a frozen dataclass and a
+    static pytree, so functions that take it are compiled once for each value. In a run, the terms
+    below are fields of the config's section `train`.
+    """
+
+    kind: ClassVar[str] = "Loss"
+
+    mtp_loss: float = 0.0
+    """Weight of the loss of the modules of multi-token prediction."""
+    balance_loss: float = 0.0
+    """Weight of the loss that balances the load of experts."""
+    balance_over: str = "sequence"
+    """Whether loads are balanced within each `sequence`, or over the `batch`."""
+    router_z_loss: float = 0.0
+    """Weight of the squared logsumexp of the routers' logits."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        jax.tree_util.register_static(cls)
+
+    def __call__(self, scores: Scores, batch: Batch) -> Any:
+        """Compute the loss of each token.
+
+        Args:     scores: of the model. batch: as passed to `loss`; in a run, `tokens`, `labels`,
+                  `positions`, `segment_ids` of this device's tokens, and what `reads` names.
+        Returns:  float32 [B, T], averaged over labeled tokens; or (values, weights), each [B, T]:
+                  the loss is the sum of values times weights over the sum of weights of the global
+                  batch. A token's value and weight may depend on that token alone, and on its row
+                  where the mesh does not split sequences.
+        """
+        raise NotImplementedError
+
+    def plain(self, scores: PlainScores, batch: Batch) -> Any:
+        """Compute the same from all logits on one device, for `verify`; here by the same code.
+
+        Args, Returns:  as `__call__`; `scores.logits` is float32 [B, T, V].
+        """
+        return self(scores, batch)
+
+    def metrics(self, values: jax.Array, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Return metrics of the step: name -> (values, weights), averaged like the loss.
+
+        Args:     values: float32 [B, T], what the loss returned, without weights.
+        """
+        return {}
+
+
+#: The fields of `Loss` itself.
+TERMS = tuple(field.name for field in dataclasses.fields(Loss))
+
+
+class NextToken(Loss):
+    """Cross entropy of the next token, in nats."""
+
+    z_loss: float = 0.0
+    """Weight of the squared logsumexp of the logits."""
+
+    def __call__(self, scores: Scores, batch: Batch) -> jax.Array:
+        """Compute the loss of each token, float32 [B, T]."""
+        lse = scores.logsumexp()
+        return lse - scores.label() + self.z_loss * lse**2
+
+
+#: A loss, or a function that is called as one.
+type AnyLoss = Loss | Callable[[Scores, Batch], Any]
+
+
+def loss_of(config: Config) -> Loss:
+    """Return the loss that a config trains, with the weights of its section `train`.
+
+    Schedules of these weights are not read.
+
+    Raises:   ConfigError for preference tuning and distillation, which need more than tokens.
+    """
+    for field, on in (("dpo.beta", config.dpo.beta), ("distill.teacher", config.distill.teacher)):
+        if on:
+            rule = "trains a loss that needs more than a batch of tokens"
+            raise ConfigError(field, on, rule, "pass loss=NextToken() for its cross entropy")
+    terms = {name: getattr(config.train, name) for name in TERMS}
+    if config.train.loss is None:
+        return NextToken(z_loss=config.train.z_loss, **terms)
+    assert isinstance(config.train.loss, Loss)
+    return dataclasses.replace(config.train.loss, **terms)
+
+
+def split(found: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the values and the weights of what a loss returned; weights are 0 without a label.
+
+    Raises:   ConfigError for other shapes than those of `labels`.
+    """
+    values, weights = found if isinstance(found, tuple) else (found, jnp.float32(1))
+    values, weights = jnp.asarray(values, jnp.float32), jnp.asarray(weights, jnp.float32)
+    if values.shape != labels.shape or weights.shape not in (labels.shape, ()):
+        told = f"values {list(values.shape)} and weights {list(weights.shape)}"
+        rule = f"must return values, or (values, weights), like the labels, {list(labels.shape)}"
+        raise ConfigError("loss", told, rule, "return the loss of each token, not a mean")
+    return values, jnp.where(labels != IGNORED, weights, 0.0)
+
+
+def summed(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of values times weights, and the sum of weights."""
+    # Not a product: the value of a token without a label may be infinite.
+    return jnp.sum(jnp.where(weights != 0, values, 0.0) * weights), jnp.sum(weights)
+
+
+def averaged(found: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of what a loss returned, and the sum of the weights."""
+    return summed(*split(found, labels))
