@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from jaxpar.api.trainer import Trainer
     from jaxpar.config import Config, ConfigError
     from jaxpar.inference.options import Sampling
+    from jaxpar.objectives.losses import Loss, Scores
+    from jaxpar.sharding.params import ParamSpec
+    from jaxpar.step.features.own_probes import Probe
+    from jaxpar.step.features.post_updates import PostUpdate
     from jaxpar.training.callbacks import StopTraining
 
 __version__ = "0.1.0"
@@ -21,7 +25,12 @@ __version__ = "0.1.0"
 _MODULES = {
     "Config": "jaxpar.config",
     "ConfigError": "jaxpar.config",
+    "Loss": "jaxpar.objectives.losses",
+    "ParamSpec": "jaxpar.sharding.params",
+    "PostUpdate": "jaxpar.step.features.post_updates",
+    "Probe": "jaxpar.step.features.own_probes",
     "Sampling": "jaxpar.inference.options",
+    "Scores": "jaxpar.objectives.losses",
     "StopTraining": "jaxpar.training.callbacks",
     "Trainer": "jaxpar.api.trainer",
     "generate": "jaxpar.api.loading",
@@ -33,7 +42,12 @@ _MODULES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "Loss",
+    "ParamSpec",
+    "PostUpdate",
+    "Probe",
     "Sampling",
+    "Scores",
     "StopTraining",
     "Trainer",
     "generate",

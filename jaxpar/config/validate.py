@@ -55,7 +55,6 @@ from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
-from jaxpar.config.rules.objectives.own import own_loss
 from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.parallel.diloco import diloco
 from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches, zero_bubble
@@ -70,6 +69,7 @@ from jaxpar.config.rules.run import (
     schedule,
 )
 from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.values import own_values
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
@@ -145,6 +145,6 @@ def _each_rule(cfg: Config) -> None:
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_links = (compressed_sums,)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
-    objectives = (evaluation, best, dpo, distillation, own_loss, qk_clip, diloco)
+    objectives = (evaluation, best, dpo, distillation, qk_clip, diloco, own_values)
     for rule in first + others + of_links + of_models + objectives:
         rule(cfg)

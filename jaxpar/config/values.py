@@ -29,7 +29,8 @@ class Value:
     """Base of the classes whose values a config may hold.
 
     A subclass is made a frozen dataclass, without a decorator: its annotations are its fields,
-    which are keyword arguments. Their values are numbers, texts, booleans, None, or tuples of them.
+    which are keyword arguments. Their values are numbers, texts, booleans, None, functions, or
+    tuples of them.
     """
 
     kind: ClassVar[str] = ""
@@ -40,7 +41,23 @@ class Value:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        inherited = {f.name: f.type for f in _fields_of(cls)}
+        for name in inherited:
+            if name in cls.__dict__:  # `name = value` is another default
+                cls.__annotations__.setdefault(name, inherited[name])
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def check(self, cfg: Any, path: str) -> None:
+        """Check that the config that holds the value goes with it.
+
+        Args:     cfg: a Config. path: of the field that holds the value.
+        Raises:   ConfigError.
+        """
+
+
+def _fields_of(cls: Any) -> tuple[dataclasses.Field, ...]:
+    """Return the fields that a class has from its bases."""
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
 
 
 class SavedValue(Value):
@@ -75,7 +92,9 @@ def to_values(node: Any) -> Any:
         return {CLASS: class_name(node), **_fields(node)}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return _fields(node)
-    return [to_values(one) for one in node] if isinstance(node, tuple) else node
+    if isinstance(node, tuple):
+        return [to_values(one) for one in node]
+    return f"{node.__module__}:{node.__qualname__}" if callable(node) else node
 
 
 def _fields(node: Any) -> dict[str, Any]:

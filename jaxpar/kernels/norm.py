@@ -119,6 +119,10 @@ class NormOutput:
         """Return the operand as an array, which is written if it is unmaterialized."""
         return self.operand.written() if isinstance(self.operand, Unmaterialized) else self.operand
 
+    def whole(self) -> jax.Array:
+        """Return the norm itself, with its deferred scale."""
+        return self.scaled(self.array())
+
     def scaled(self, product: jax.Array) -> jax.Array:
         """Apply the deferred scale to a product of the operand. Returns the product's dtype."""
         if self.scale is None:

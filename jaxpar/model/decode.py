@@ -257,7 +257,8 @@ def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfi
     out, held = attend(h, w, context, held, first, of_kind(m, context.kind), alone)
     side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
     partial = row_parallel(side_by_side, w, "wo", "attn_out")
-    return branch.add(x, lax.psum(partial, TENSOR), w, m), held
+    out = branch.normalized(lax.psum(partial, TENSOR), w, m)
+    return branch.add(x, out, w, m), held
 
 
 def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
@@ -269,7 +270,8 @@ def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array 
     else:
         out, held = kind.prompt(h, w, positions, lengths, m)
     partial = row_parallel(out, w, kind.output, "attn_out")
-    return branch.add(x, lax.psum(partial, TENSOR), w, m), held
+    out = branch.normalized(lax.psum(partial, TENSOR), w, m)
+    return branch.add(x, out, w, m), held
 
 
 def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
@@ -280,7 +282,8 @@ def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Con
         partial = branch.function(experts.whole(h, w), w, context, ex).partial
     else:
         (partial,) = branch.function(Shards((h,)), w, context, ex).parts
-    return branch.add(x, lax.psum(partial, TENSOR), w, cfg.model)
+    out = branch.normalized(lax.psum(partial, TENSOR), w, cfg.model)
+    return branch.add(x, out, w, cfg.model)
 
 
 def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):

@@ -42,9 +42,12 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
     for branch, vectors, matrices in branches_with_weights(w):
         with jax.named_scope(branch.name):
             x, h = branch.normalize(x, vectors, ex)
+            x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
             h = branch.receive(h, matrices, branch.norm, ex)
             out = branch.function(h, matrices, context, ex)
-            x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
+            out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
+            out = probes.observe(branch.output_point, out, w, context, ex.cfg)
+            x = branch.add(x, out, vectors, ex.cfg.model)
     return probes.observe("layer", x, w, context, ex.cfg)
 
 
@@ -90,7 +93,9 @@ class Branch:
     weights: tuple[str, ...] = ()
     """Names of the weights that `receive` and `compute` use, without adapters."""
     points: tuple[str, ...] = ()
-    """Points of probes and feeds (`probes.py`)."""
+    """Points of probes and feeds within `compute` and `dispatch` (`probes.py`)."""
+    role: str = "mixer"
+    """"mixer" or "feed_forward": the points around it."""
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
     """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
@@ -99,6 +104,16 @@ class Branch:
     """Result of `receive` -> input of `compute`: communication over EXPERT, and TENSOR."""
     collect: Callable[[Any], Any] = _as_computed
     """Result of `compute` -> input of `send`: communication over EXPERT, and TENSOR."""
+
+    @property
+    def input_point(self) -> str:
+        """The point at the branch's normalized input."""
+        return f"{self.role}_input"
+
+    @property
+    def output_point(self) -> str:
+        """The point at what the branch adds to the residual stream."""
+        return f"{self.role}_output"
 
     def function(self, h: Any, w: Weights, context: AttentionContext, ex: Execution) -> Any:
         """Return the input of `send` from the result of `receive`."""
@@ -122,14 +137,17 @@ class Branch:
             return x, NormOutput(x)
         return norm_of_stream(x, vectors, self.norm, ex)
 
+    def normalized(self, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
+        """Return the branch's output with its bias, after a norm if the layer has one of it."""
+        out = linear.add_bias(out, vectors.get(self.bias or ""))
+        last = vectors.get(self.post_norm)
+        return _added_by_norm(out) if last is None else norm(out, last, m)
+
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
-        """Add the branch's output and its bias to x, after a norm if the layer has one of it.
+        """Add the branch's `normalized` output to x.
 
         The last branch of a layer then scales the stream, with `model.layer_scale`.
         """
-        out = linear.add_bias(out, vectors.get(self.bias or ""))
-        last = vectors.get(self.post_norm)
-        out = _added_by_norm(out) if last is None else norm(out, last, m)
         x = x + (out if m.branch_factor == 1 else out * m.branch_factor)
         scale = vectors.get(self.scale or "")
         if scale is not None:  # in float32, for its gradient: a sum over all tokens
@@ -181,6 +199,7 @@ FEED_FORWARD = Branch(
     weights=feed_forward.WEIGHTS,
     bias="b_down",
     post_norm="mlp_post_norm",
+    role="feed_forward",
     scale="layer_scale",
 )
 EXPERTS = dataclasses.replace(
@@ -231,7 +250,7 @@ def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:
     Raises:   ValueError for a weight that no branch names, which would silently have no effect.
     """
     found = [(branch, *branch.split(w)) for branch in branches(w)]
-    unused = set(w).difference(probes.at_points(w, ("layer",)))
+    unused = set(w).difference(probes.at_points(w, probes.OF_LAYER))
     unused = unused.difference(*(own for _, *parts in found for own in parts))
     if unused:
         raise ValueError(f"no branch of the layer uses {sorted(unused)}: name them in its WEIGHTS")

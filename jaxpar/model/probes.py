@@ -16,6 +16,8 @@ A point is a place in a layer that offers its values:
     routing   experts, before dispatch: x are the weights of a token's experts; more: routing,
               rounds, losses
     layer     after a layer: x is the residual stream
+    mixer_input, mixer_output, feed_forward_input, feed_forward_output
+              a branch's normalized input, and what it adds to the residual stream
 """
 
 from collections.abc import Callable, Mapping
@@ -37,13 +39,23 @@ type Tree = dict[str, Any]
 #: What the names of probes and feeds among a layer's weights begin with.
 PROBE, FEED = "values.", "feed."
 
+#: The weights of which one says that a layer mixes tokens.
+MIXER_WEIGHTS = ("wqkv", "wqk", "wkv_a", "delta_in", "mamba_in", "kda_in")
+
 #: Points of layers, with weights of which one says that a layer has the point. (): every layer.
 POINTS: dict[str, tuple[str, ...]] = {
     "queries": ("wqkv", "wqk", "wkv_a"),
     "choice": ("router",),
     "routing": ("router",),
     "layer": (),
+    "mixer_input": MIXER_WEIGHTS,
+    "mixer_output": MIXER_WEIGHTS,
+    "feed_forward_input": ("w_down",),
+    "feed_forward_output": ("w_down",),
 }
+
+#: The points that the layer itself offers, not one of its branches.
+OF_LAYER = tuple(name for name in POINTS if name not in ("queries", "choice", "routing"))
 
 
 class Seen(NamedTuple):
@@ -127,6 +139,7 @@ def observe(
     context: Any,
     cfg: Config,
     *,
+    seen: Callable[[], Any] | None = None,
     once: jax.Array | bool = True,
     adds: tuple[tuple[jax.Array, jax.Array], ...] = (),
     **more: Any,
@@ -135,6 +148,7 @@ def observe(
 
     Args:     x: an array whose gradient is computed in every step.
               w: the layer's weights; without probes nothing happens.
+              seen: returns the value at the point. None: x itself.
               once: whether sums count on this device, of those with the same tokens.
               adds: pairs of a loss and its gradient, which the backward adds.
               more: other values of the point.
@@ -142,8 +156,9 @@ def observe(
     here = [probe for probe in context.probes if probe.point == point and probe.key in w]
     if not here and not adds:
         return x
-    seen = Seen(x, w, context, cfg, more)
-    values = [lax.stop_gradient(probe.value(seen)) for probe in here]
+    value = lax.stop_gradient(x if seen is None else seen())
+    at_point = Seen(value, w, context, cfg, more)
+    values = [lax.stop_gradient(probe.value(at_point)) for probe in here]
     gradients = [once * weight for _, weight in adds]
     for probe, value in zip(here, values, strict=True):
         gradients.append(_by_row(w[probe.key], value, context) if probe.by_row else once * value)

@@ -93,10 +93,11 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     return output(x, params, m)
 
 
-def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, on_scores=None):
+def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, watch=None):
     """Compute the last residual stream, and of each layer with experts what `_router_of` gives.
 
-    Args:     on_scores: called with each layer's masked attention scores, [B, H, T, S].
+    Args:     watch: called with the name of each point of a layer (`probes.py`), and the value
+              there; at "queries" with the masked attention scores, [B, H, T, S].
     """
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routers = first_stream(params, batch.tokens, positions, m), []
@@ -104,7 +105,11 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, on_scores=None):
         w, of_i = recurrent.weights_of(params, i, m), of_layer(m, i)
         if "router" in w:
             routers.append(_router_of(x, w, positions, segments, of_i))
-        x = block(x, w, positions, segments, of_i, on_scores)
+            if watch is not None:
+                watch("routing", routers[-1][1])
+        x = block(x, w, positions, segments, of_i, watch)
+        if watch is not None:
+            watch("layer", x)
     return x, routers
 
 
@@ -178,19 +183,22 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
     return dataclasses.replace(alike, rope_theta=theta, rope_scaling=scaling)
 
 
-def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, on_scores=None) -> jax.Array:
+def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig, watch=None) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     before = x
-    x = after_attention(x, w, positions, segments, m, on_scores)
+    x = after_attention(x, w, positions, segments, m, watch)
     if "w_down" not in w:
         return x
     h = _before(before if m.parallel_block else x, w, "mlp_norm", m)
     out = _feed_forward(h, w, m)
     out = _norm(out, w["mlp_post_norm"], m) if m.post_norms else out
+    if watch is not None:
+        watch("feed_forward_input", h)
+        watch("feed_forward_output", out)
     return (x + m.residual_multiplier / _deeper(m) * out) * w.get("layer_scale", 1.0)
 
 
-def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
+def after_attention(x, w: Tree, positions, segments, m: ModelConfig, watch=None):
     """Apply the first branch of a layer, attention or a recurrence; arguments as `block`."""
     if not w.keys() & {"wo", *_RECURRENT}:
         return x
@@ -200,12 +208,15 @@ def after_attention(x, w: Tree, positions, segments, m: ModelConfig, on_scores=N
         (name,) = found
         o = _times(_RECURRENT[name](h, w, segments, m), w, name)
     else:
-        o = of_kind(h, w, positions, segments, m, on_scores)
+        o = of_kind(h, w, positions, segments, m, watch)
     o = _norm(o, w["attn_post_norm"], m) if m.post_norms else o
+    if watch is not None:
+        watch("mixer_input", h)
+        watch("mixer_output", o)
     return x + m.residual_multiplier / _deeper(m) * o
 
 
-def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
+def _attention(h, w: Tree, positions, segments, m: ModelConfig, watch=None):
     of = {"q": "wq", "k": "wk", "v": "wv" if "wv" in w else "wk"}
     q, k, v = (_times(h, w, name) + w.get("b" + n, 0.0) for n, name in of.items())
     v = _norm(v, 1.0 - m.norm_offset, m) if m.value_norm else v
@@ -221,13 +232,13 @@ def _attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
     if m.rope_scaling is not None and m.rope_scaling.query_beta:
         s, place = m.rope_scaling, positions[..., None, None]
         q = q * (1 + s.query_beta * jnp.log(1 + jnp.floor(place / s.original_max_position)))
-    o = _attend(q, k, v, w.get("sinks"), positions, segments, m, on_scores)
+    o = _attend(q, k, v, w.get("sinks"), positions, segments, m, watch)
     if m.attention_gate:
         o = o * jax.nn.sigmoid(_times(h, w, "w_attn_gate"))
     return _times(o, w, "wo") + w.get("bo", 0.0)
 
 
-def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores=None):
+def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig, watch=None):
     """Compute multi-head latent attention with the keys and values of every head."""
     eps, last = dataclasses.replace(m, norm_eps=m.latent_norm_eps), m.qk_rope_head_dim
     c_q, name = h, "wq"
@@ -242,7 +253,7 @@ def _latent_attention(h, w: Tree, positions, segments, m: ModelConfig, on_scores
     k = jnp.concatenate((kv[..., :nope], jnp.repeat(key, m.num_heads, axis=2)), axis=-1)
     s = m.rope_scaling
     grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
-    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m, on_scores)
+    o = _attend(q * grown**2, k, kv[..., nope:], None, positions, segments, m, watch)
     return _times(o, w, "wo")
 
 
@@ -350,7 +361,7 @@ def _rotate(x, positions, m: ModelConfig):
     return jnp.concatenate((turned, rest), axis=-1)
 
 
-def _attend(q, k, v, sinks, positions, segments, m: ModelConfig, on_scores=None):
+def _attend(q, k, v, sinks, positions, segments, m: ModelConfig, watch=None):
     if function := registry.function("model.attention", m.attention):
         if m.attention_chunk is not None:
             segments = segments * (1 + jnp.max(positions)) + positions // m.attention_chunk
@@ -365,8 +376,8 @@ def _attend(q, k, v, sinks, positions, segments, m: ModelConfig, on_scores=None)
         of_chunk = positions // m.attention_chunk
         seen &= of_chunk[:, :, None] == of_chunk[:, None, :]
     scores = jnp.einsum("bthk,bshk->bhts", q, k) * m.attention_scale
-    if on_scores is not None:
-        on_scores(jnp.where(seen[:, None], scores, -jnp.inf))
+    if watch is not None:
+        watch("queries", jnp.where(seen[:, None], scores, -jnp.inf))
     scores = _softcapped(scores, m.attention_softcap)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sinks is not None:  # a key of every query of a head, with this score and no value

@@ -30,13 +30,15 @@ def layer_of_row_groups(
     Args:     xs: [B/groups, T/(sequence*tensor), D] each. contexts: one per group.
     Returns:  as xs.
     """
-    rows, outs, groups = list(xs), list[Any](), range(len(xs))
+    rows, outs, groups, of_layer = list(xs), list[Any](), range(len(xs)), w
     turns = list(itertools.product(branches_with_weights(w), groups))
 
     def finish(k: int) -> None:
         (branch, vectors, _), i = turns[k]
         with jax.named_scope(branch.name):
             out = branch.send(branch.collect(outs.pop(0)))
+            out = branch.normalized(out, vectors, ex.cfg.model)
+            out = probes.observe(branch.output_point, out, of_layer, contexts[i], ex.cfg)
             rows[i] = branch.add(rows[i], out, vectors, ex.cfg.model)
 
     def start(k: int) -> Any:
@@ -45,6 +47,8 @@ def layer_of_row_groups(
             finish(k - len(groups))
         with jax.named_scope(branch.name):
             rows[i], h = branch.normalize(rows[i], vectors, ex)
+            at = branch.input_point
+            rows[i] = probes.observe(at, rows[i], of_layer, contexts[i], ex.cfg, seen=h.whole)
             w = buffers_of_use(matrices, i)
             h = branch.receive(h, w, branch.norm, ex)
             return branch.dispatch(h, w, contexts[i], ex)

@@ -21,8 +21,7 @@ import rich.progress
 from jaxpar.config import Config, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
-from jaxpar.config.metrics import METRICS as STEP_METRICS
-from jaxpar.config.metrics import Metric
+from jaxpar.config.metrics import metric_of
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
@@ -326,10 +325,9 @@ def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
     """Return a step's metrics as in metrics.jsonl, with null for non-finite values."""
     hidden = {"never"} if cfg.model.dtype == "float16" else {"never", "float16"}
-    of = lambda name: STEP_METRICS.get(name, Metric("other", "", ""))  # noqa: E731
-    shown = {k: v for k, v in values.items() if of(k).shown not in hidden}
+    shown = {k: v for k, v in values.items() if metric_of(k).shown not in hidden}
     finite = {k: v if math.isfinite(v) else None for k, v in shown.items()}
-    return finite | {k: int(v) for k, v in shown.items() if of(k).whole}
+    return finite | {k: int(v) for k, v in shown.items() if metric_of(k).whole}
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -11,9 +11,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
 from jaxpar.config.values import Value
 from jaxpar.sharding.batch import IGNORED, Batch
+
+#: Fields that train another loss, or a term that a loss of tokens has itself.
+REFUSED = {
+    "dpo.beta": "trains a loss of pairs",
+    "distill.teacher": "trains a loss of its own",
+    "train.z_loss": "is a term of the default loss: add one of scores.logsumexp() to yours",
+    "train.z_loss_schedule": "is a term of the default loss",
+}
 
 
 class Scores:
@@ -86,6 +94,17 @@ class Loss(Value):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         jax.tree_util.register_static(cls)
+
+    def check(self, cfg: Config, path: str) -> None:
+        name = type(self).__name__
+        for other, why in REFUSED.items():
+            default = default_of(other)
+            rule = f"{why}, and {path} is {name}"
+            require(value_of(cfg, other) == default, cfg, other, rule, flag(other, default))
+        for term in TERMS:
+            if getattr(self, term) != getattr(Loss, term):
+                rule, fix = f"is train.{term} in a run", f"use {flag(f'train.{term}')}"
+                raise ConfigError(f"{path}: {name}.{term}", getattr(self, term), rule, fix)
 
     def __call__(self, scores: Scores, batch: Batch) -> Any:
         """Compute the loss of each token.

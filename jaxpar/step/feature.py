@@ -23,7 +23,7 @@ from jaxpar.config.metrics import Metric
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.model.probes import Feed, Probe, Probed, num_before
-from jaxpar.parallel.collectives import psum, varying_axes
+from jaxpar.parallel.collectives import psum, varying, varying_axes
 from jaxpar.sharding.axes import AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import ParamSpec
@@ -109,22 +109,48 @@ class TrainStep:
         changed = {n: getattr(new, n) for n in ("trainable", "frozen", "extra")}
         return new.replace(**{n: self.if_ok(a, getattr(self, n)) for n, a in changed.items()})
 
-    def layer_sums(self, probe: str) -> jax.Array:
+    def layer_sums(self, probe: str, absent: float = 0.0) -> jax.Array:
         """Sum a probe over all devices: float32 [num_layers, ...], the same on every device.
 
-        Layers without its point have zeros. Modules of multi-token prediction do not count.
+        Modules of multi-token prediction do not count.
+
+        Args:     absent: the value of layers without its point.
         Communication: an all-reduce over every axis.
         """
-        found, before = self.probes[probe], num_before(self.cfg)
+        found, has = self._of_layers(self.probes[probe], 0.0)
+        total, count = psum((found, has), AXES)
+        return _with_absent(total, count, absent)
+
+    def layer_maxima(self, probe: str, absent: float = 0.0) -> jax.Array:
+        """Return the maxima of a probe by row over all devices, like `layer_sums`.
+
+        Communication: two all-reduces over every axis.
+        """
+        rows, largest = self.probes[probe], lambda a: None if a is None else jnp.max(a, axis=1)
+        of_rows = rows._replace(stage=largest(rows.stage), before=largest(rows.before))
+        found, has = self._of_layers(of_rows, -jnp.inf)
+        return _with_absent(lax.pmax(varying(found), AXES), psum(has, AXES), absent)
+
+    def _of_layers(self, found: Probed, fill: float) -> tuple[jax.Array, jax.Array]:
+        """Put what this device's layers measured at their indices in the model.
+
+        Returns:  (float32 [num_layers, ...], elsewhere `fill`; float32 [num_layers], 1 where there
+                  is a value).
+        """
+        before, n = num_before(self.cfg), self.cfg.model.num_layers
         values = [v for v in (found.before, found.stage) if v is not None]
-        total = jnp.zeros((self.cfg.model.num_layers, *values[0].shape[1:]), jnp.float32)
-        if found.before is not None:
-            total = total.at[:before].set(found.before)
+        total = varying(jnp.full((n, *values[0].shape[1:]), fill, jnp.float32))
+        has = varying(jnp.zeros(n, jnp.float32))
+        if found.before is not None:  # the same on every stage
+            first = lax.axis_index(PIPELINE) == 0
+            total = total.at[:before].set(jnp.where(first, found.before, fill))
+            has = has.at[:before].set(1.0)
         if found.stage is not None:
             mine = layers_here(self.cfg)[jnp.array(found.places)]
-            at = jnp.where(mine == EMPTY, len(total), mine + before)
+            at = jnp.where(mine == EMPTY, n, mine + before)
             total = total.at[at].set(found.stage, mode="drop")
-        return psum(total, AXES)
+            has = has.at[at].set(1.0, mode="drop")
+        return total, has
 
     def layer_squares(self, tree: Tree) -> jax.Array:
         """Sum the squares of each layer's arrays: float32 [num_layers], the same on every device.
@@ -158,6 +184,11 @@ class TrainStep:
         return psum(total, axes) if axes else total
 
 
+def _with_absent(values: jax.Array, count: jax.Array, absent: float) -> jax.Array:
+    there = (count > 0).reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(there, values, absent)
+
+
 def rows_of_stack(stack: str, n: int, cfg: Config) -> jax.Array:
     """Return the model's indices of this device's n layers of a stack, int32; EMPTY for none."""
     m, p = cfg.model, cfg.parallel
@@ -184,6 +215,9 @@ class Feature:
     """Of its state, in `TrainState.extra` and in a checkpoint."""
     metrics: ClassVar[dict[str, Metric]] = {}
     """The metrics that it adds."""
+    of_final_weights: ClassVar[bool] = False
+    """Whether `after_update` reads the weights that the step ends with, and changes its state
+    alone: then it comes after users' post-updates."""
     handles_skips: ClassVar[bool] = False
     """Whether `after_update` itself changes nothing where `TrainStep.ok` is False. Otherwise the
     step selects, which takes no extra pass for what `after_update` returns unchanged."""

@@ -29,6 +29,7 @@ from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import Feature, TrainStep
 from jaxpar.step.features import features_of
 from jaxpar.step.fixed_input import with_rates
+from jaxpar.step.global_updates import with_post_updates
 from jaxpar.step.links import Weights
 from jaxpar.step.metrics import Metrics
 from jaxpar.step.staged import schedule_of, split_microbatches, staged_model, without_backward
@@ -56,12 +57,14 @@ def make_train_step(
     step: Callable = functools.partial(train_step, ex, max_segments, requested=frozenset(requested))
     for feature in features_of(cfg):
         step = feature.wrap(step, cfg, fragment)
-    on_mesh = jax.shard_map(
+    on_mesh: Any = jax.shard_map(
         step,
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, *([everywhere] if as_input else [])),
         out_specs=(specs, everywhere, BATCH_SPEC),
     )
+    if cfg.train.post_updates:
+        on_mesh = with_post_updates(on_mesh, ex, mesh, of_final_weights(features_of(cfg)))
     placed = NamedSharding(mesh, everywhere)
     to = state_shardings(cfg, mesh), placed
     jitted: Any = jax.jit(_with_records(on_mesh), donate_argnums=0, out_shardings=to)
@@ -118,10 +121,11 @@ def train_step(
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     features = features_of(ex.cfg)
+    later = of_final_weights(features) if ex.cfg.train.post_updates else ()
     s = TrainStep(ex, state.step, state.params, batch, state.extra, requested)
     s = gradients(s, features, max_segments)
     s, opt_state = updated(s, state.opt_state, rates)
-    s = functools.reduce(TrainStep.after, features, s)
+    s = functools.reduce(TrainStep.after, [f for f in features if f not in later], s)
     params = join(s.trainable, s.frozen)
     state = TrainState(state.step + 1, params, opt_state, s.extra)
     return state, Metrics(s.metrics), s.records
@@ -173,6 +177,11 @@ def updated(s: TrainStep, opt_state: Any, rates: jax.Array | None) -> tuple[Trai
             cfg, specs, grads, opt_state, old, s.step, s.layers, ok, rates
         )
     return s.replace(trainable=trainable, old=old, frozen=frozen, ok=ok), opt_state
+
+
+def of_final_weights(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+    """Return the features that read the weights that a step ends with."""
+    return tuple(feature for feature in features if feature.of_final_weights)
 
 
 def each(features: tuple[Feature, ...], hook: str, s: TrainStep) -> TrainStep:

@@ -28,7 +28,7 @@ from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
-from jaxpar.step.features import features_of
+from jaxpar.step.features import features_of, post_updates
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from jaxpar.verification.random_pairs import max_segments, random_pairs
@@ -113,20 +113,23 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         return jax.jit(lambda params, batch: reference_gradients(params, batch, of))
 
     @jax.jit
-    def update(grads, opt_state, params, batch):
+    def update(grads, opt_state, params, batch, extra, step):
         trainable, frozen = split(params, specs)
         updates, opt_state = rule.update(grads, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)
         for feature in features_of(cfg):
             new = feature.plain(new, params, batch, cfg)
-        return new, opt_state
+        new, extra = post_updates.plain(cfg, new, params, extra, step)
+        return new, opt_state, extra
 
     params = start = initial_params(specs, cfg.train.seed)
     loss, grads = first = gradients(with_weights_of(cfg, 0))(params, batches[0])
     opt_state, losses = rule.init(split(params, specs)[0]), []
+    initial = functools.partial(initial_params, seed=cfg.train.seed)
+    extra = post_updates.plain_state(cfg, trainable_specs(cfg), initial)
     for step, batch in enumerate(batches[:steps]):
         loss, grads = gradients(with_weights_of(cfg, step))(params, batch)
-        params, opt_state = update(grads, opt_state, params, batch)
+        params, opt_state, extra = update(grads, opt_state, params, batch, extra, step)
         losses.append(float(loss))
     return TrainingTrace(
         to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params)

@@ -18,10 +18,13 @@ def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Exec
     for branch, vectors, _ in branches:
         with jax.named_scope(branch.name):
             x, h = branch.normalize(x, vectors, ex)
+            x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
             norms.append(h)
     for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
         with jax.named_scope(branch.name):
             h = branch.receive(h, matrices, branch.norm, ex)
             out = branch.function(h, matrices, context, ex)
-            x = branch.add(x, branch.send(out), vectors, ex.cfg.model)
+            out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
+            out = probes.observe(branch.output_point, out, w, context, ex.cfg)
+            x = branch.add(x, out, vectors, ex.cfg.model)
     return probes.observe("layer", x, w, context, ex.cfg)

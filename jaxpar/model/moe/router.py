@@ -110,9 +110,18 @@ def observed(
     once = spreads_experts(cfg.parallel) or lax.axis_index(TENSOR) == 0
     balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
-    found = {"routing": r, "rounds": rounds, "losses": jnp.stack([balance, z])}
-    adds = ((total, context.loss_weight),)
-    return probes.observe("routing", r.weights, w, context, cfg, once=once, adds=adds, **found)
+    return probes.observe(
+        "routing",
+        r.weights,
+        w,
+        context,
+        cfg,
+        once=once,
+        adds=((total, context.loss_weight),),
+        routing=r,
+        rounds=rounds,
+        losses=jnp.stack([balance, z]),
+    )
 
 
 def balance_loss(r: Routing, cfg: Config) -> jax.Array:

@@ -14,8 +14,13 @@ from jaxpar.sharding.batch import Batch
 def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     """Compute the largest attention logit of each layer and head of a batch: float32 [L, H]."""
     found: list[jax.Array] = []
-    reference.hidden_and_routers(params, batch, cfg, on_scores=found.append)
-    return jnp.stack([jnp.max(scores, axis=(0, 2, 3)) for scores in found])
+
+    def watch(point: str, value: jax.Array) -> None:
+        if point == "queries":
+            found.append(jnp.max(value, axis=(0, 2, 3)))
+
+    reference.hidden_and_routers(params, batch, cfg, watch)
+    return jnp.stack(found)
 
 
 def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:

@@ -1,12 +1,13 @@
 """The inner step: a train step of each replica on its own, inside the `shard_map`."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config.metrics import METRICS
+from jaxpar.config.metrics import metric_of
 from jaxpar.parallel.collectives import all_gather_invariant
 from jaxpar.sharding.axes import REPLICA
 from jaxpar.step.diloco.trainers import WEIGHTS
@@ -47,15 +48,18 @@ def _own(state: Any) -> Any:
 @jax.named_scope("metrics_of_replicas")
 def _of_all(metrics: Any) -> Any:
     """Return the metrics of all replicas together, the same on every device."""
-    names = list(metrics)
-    own = jnp.stack([metrics[name] for name in names])
+    names = sorted(metrics)
+    own = jnp.concatenate([metrics[name].ravel() for name in names])
     table = all_gather_invariant(own[None], (REPLICA,), 0)
-    columns = dict(zip(names, table.T, strict=True))
+    ends = itertools.accumulate(metrics[name].size for name in names)
+    columns = dict(zip(names, jnp.split(table, list(ends)[:-1], axis=1), strict=True))
     tokens = columns["num_tokens"]
 
     def joined(name: str) -> jax.Array:
-        if (over := METRICS[name].over) != "mean":
-            return (jnp.sum if over == "sum" else jnp.max)(columns[name])
-        return jnp.sum(columns[name] * tokens) / jnp.sum(tokens)
+        if (over := metric_of(name).over) != "mean":
+            found = (jnp.sum if over == "sum" else jnp.max)(columns[name], axis=0)
+        else:
+            found = jnp.sum(columns[name] * tokens, axis=0) / jnp.sum(tokens)
+        return found.reshape(metrics[name].shape)
 
     return type(metrics)({name: joined(name) for name in names})

@@ -8,6 +8,8 @@ from jaxpar.step.features.diloco import Diloco
 from jaxpar.step.features.experts import ExpertBalance
 from jaxpar.step.features.guard import Guard
 from jaxpar.step.features.moving_average import MovingAverage
+from jaxpar.step.features.own_probes import OwnProbes
+from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 from jaxpar.step.features.qk_clip import QkClip
 from jaxpar.step.features.routing import RecordedRouting
 
@@ -18,6 +20,7 @@ FEATURES: tuple[Feature, ...] = (
     Compression(),
     ExpertBalance(),
     RecordedRouting(),
+    OwnProbes(),
     Guard(),
     Diloco(),
 )
@@ -28,4 +31,5 @@ for _feature in (FEATURES[3], FEATURES[0]):  # in the order in which steps retur
 
 def features_of(cfg: Config) -> tuple[Feature, ...]:
     """Return the features that a config has, in order."""
-    return tuple(feature for feature in FEATURES if feature.is_on(cfg))
+    own = tuple(OwnPostUpdate(update) for update in post_updates_of(cfg))
+    return tuple(feature for feature in (*own, *FEATURES) if feature.is_on(cfg))

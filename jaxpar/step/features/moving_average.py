@@ -18,6 +18,7 @@ class MovingAverage(Feature):
 
     name = "ema"
     handles_skips = True
+    of_final_weights = True
 
     def is_on(self, cfg: Config) -> bool:
         return moving_average.is_on(cfg)

@@ -1,0 +1,194 @@
+"""Metrics of what layers compute: `Probe`, a user's function at a point of every layer."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.metrics import METRICS, Metric, declare_more
+from jaxpar.config.values import Value
+from jaxpar.model import probes, reference
+from jaxpar.model.qk_clip.logits import across, largest
+from jaxpar.sharding.axes import TOKEN_AXES
+from jaxpar.sharding.batch import Batch
+from jaxpar.step.feature import Feature, TrainStep
+
+
+class Probe(Value):
+    """A metric of every layer: a function of a value in the layer, reduced over all tokens.
+
+    A subclass defines `__call__`; or pass a function as `value`. The metric is a list with a number
+    for each layer, in the model's order; null for a layer without the point. Points:
+
+        residual              [B, T, D]  the residual stream after the layer
+        mixer_input           [B, T, D]  the normalized input of attention or of a recurrence
+        mixer_output          [B, T, D]  what it adds to the residual stream
+        feed_forward_input    [B, T, D]  the same of the feed-forward or the experts
+        feed_forward_output   [B, T, D]
+        router                [B, T, E]  probabilities of the experts, float32
+        scores                [B, H]     largest attention score of each head, float32; reduce "max"
+    """
+
+    kind: ClassVar[str] = "Probe"
+
+    name: str = ""
+    """Of the metric. Empty: that of the class."""
+    point: str = "residual"
+    reduce: str = ""
+    """How tokens are reduced, on all devices: "mean", "sum" or "max". It must be said."""
+    value: Callable[[jax.Array], jax.Array] | None = None
+    """The function, in place of `__call__`."""
+
+    def check(self, cfg: Config, path: str) -> None:
+        if self.point not in POINTS:
+            rule, fix = "is no point of a layer", f"use one of {', '.join(POINTS)}"
+            raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
+        reductions = ("max",) if self.point == "scores" else ("mean", "sum", "max")
+        if self.reduce not in reductions:
+            rule = f"must say how tokens are reduced at {self.point}"
+            fix = f"use {' or '.join(reductions)}"
+            raise ConfigError(f"{path}: {self.metric}.reduce", self.reduce, rule, fix)
+        if self.point == "router" and not cfg.model.num_experts:
+            rule, fix = "needs a model with experts", "use another point, or --model.num-experts 8"
+            raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
+        if (self.value is None) == (type(self).__call__ is Probe.__call__):
+            rule, fix = "needs one function", "define __call__, or pass value"
+            raise ConfigError(f"{path}: {self.metric}.value", self.value, rule, fix)
+        names = [probe.metric for probe in probes_of(cfg)]
+        if names.count(self.metric) > 1 or self.metric in METRICS:
+            rule, fix = "is the name of another metric", 'use another: name="..."'
+            raise ConfigError(f"{path}: {type(self).__name__}.name", self.metric, rule, fix)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Compute a number for each token.
+
+        Args:     x: the value at the point: some of the tokens, each of them whole, in the dtype in
+                  which the layer has it.
+        Returns:  [B, T], or [B, ...] at the point "scores".
+        """
+        assert self.value is not None
+        return self.value(x)
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric."""
+        return self.name or type(self).__name__
+
+
+#: The points of `Probe`, by the points of layers.
+POINTS = {
+    "residual": "layer",
+    "router": "routing",
+    "scores": "queries",
+    **{name: name for name in probes.OF_LAYER if name != "layer"},
+}
+
+
+def _at(probe: Probe, seen: probes.Seen) -> jax.Array:
+    """Return the value at a probe's point."""
+    if probe.point == "router":
+        return lax.stop_gradient(seen.more["routing"].probabilities)
+    if probe.point == "scores":
+        queries = lax.stop_gradient(seen.x), lax.stop_gradient(seen.more["k"])
+        return largest(*across(*queries, seen.context.mask))
+    return seen.x
+
+
+def _of_tokens(probe: Probe, x: jax.Array) -> jax.Array:
+    """Return what a probe computes, float32. Raises:   ConfigError for another shape."""
+    found = jnp.asarray(probe(x), jnp.float32)
+    wanted = x.shape[:1] if probe.point == "scores" else x.shape[:2]
+    if found.shape[: len(wanted)] != wanted or (probe.point != "scores" and found.ndim != 2):
+        rule = f"must return a number for each token, {list(wanted)}, of {list(x.shape)}"
+        raise ConfigError("train.probes", f"{probe.metric}: {list(found.shape)}", rule, "do so")
+    return found
+
+
+def _in_layers(probe: Probe) -> probes.Probe:
+    """Return what a layer measures for a user's probe."""
+
+    def value(seen: probes.Seen) -> jax.Array:
+        found = _of_tokens(probe, _at(probe, seen))
+        if probe.reduce == "max":
+            return jnp.max(found.reshape(len(found), -1), axis=1)
+        return jnp.sum(found)
+
+    shape = _rows if probe.reduce == "max" else _one
+    return probes.Probe(
+        probe.metric, POINTS[probe.point], value, shape, by_row=probe.reduce == "max"
+    )
+
+
+def _rows(batch: Batch, _: Config) -> tuple[int, ...]:
+    return (len(batch.tokens),)
+
+
+def _one(_: Batch, __: Config) -> tuple[int, ...]:
+    return ()
+
+
+class OwnProbes(Feature):
+    """The probes of `train.probes`."""
+
+    name = "probes"
+    handles_skips = True
+
+    def is_on(self, cfg: Config) -> bool:
+        for probe in probes_of(cfg):
+            meaning = f"{probe.reduce} over tokens at {probe.point}, of each layer"
+            declare_more({probe.metric: Metric("layers", "", meaning, _over(probe))})
+        return bool(cfg.train.probes)
+
+    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[probes.Probe, ...]:
+        return tuple(map(_in_layers, probes_of(cfg)))
+
+    def after_gradients(self, s: TrainStep) -> TrainStep:
+        """Communication: an all-reduce of a number for each layer and probe over every axis."""
+        tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
+        found = {}
+        for probe in probes_of(s.cfg):
+            of_layers = s.layer_maxima if probe.reduce == "max" else s.layer_sums
+            value = of_layers(probe.metric, absent=jnp.nan)
+            found[probe.metric] = value / tokens if probe.reduce == "mean" else value
+        return s.with_metrics(**found)
+
+
+def probes_of(cfg: Config) -> tuple[Probe, ...]:
+    """Return the probes of a config. Raises:   ConfigError for one whose code is not loaded."""
+    return tuple(value for value in cfg.train.probes if isinstance(value, Probe))
+
+
+def _over(probe: Probe) -> Any:
+    return probe.reduce
+
+
+def plain(params: Any, batch: Batch, cfg: Config) -> dict[str, jax.Array]:
+    """Compute the metrics of probes with the plain model: float32 [layers] each."""
+    found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in probes_of(cfg)}
+    reached: dict[str, jax.Array] = {}
+
+    def watch(point: str, value: jax.Array) -> None:
+        reached[point] = value
+        if point != "layer":
+            return
+        for probe in probes_of(cfg):
+            found[probe.metric].append(_reduced(probe, reached))
+        reached.clear()
+
+    reference.hidden_and_routers(reference.scale_adapters(params, cfg), batch, cfg, watch)
+    return {name: jnp.stack(values) for name, values in found.items()}
+
+
+def _reduced(probe: Probe, reached: dict[str, jax.Array]) -> jax.Array:
+    point = POINTS[probe.point]
+    if point not in reached:
+        return jnp.float32(jnp.nan)
+    x = reached[point]
+    x = jnp.max(x, axis=(2, 3)) if probe.point == "scores" else x
+    found = _of_tokens(probe, x)
+    if probe.reduce == "max":
+        return jnp.max(found)
+    return jnp.mean(found) if probe.reduce == "mean" else jnp.sum(found)

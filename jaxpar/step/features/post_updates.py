@@ -1,0 +1,185 @@
+"""What changes the weights after each update: `PostUpdate`, a user's function of the parameters."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config.values import Value
+from jaxpar.model.parameters import specs_of
+from jaxpar.sharding.mesh import shardings
+from jaxpar.sharding.params import partition_specs
+from jaxpar.step.feature import Feature
+from jaxpar.step.layer_order import EMPTY, layer_order
+
+type Tree = dict[str, Any]
+
+#: Fields that do not go with post-updates.
+REFUSED = {
+    "diloco.every": "replicas have weights of their own",
+    "optimizer.offload_masters": "weights are in host memory",
+}
+
+#: Names of other parts of a state.
+RESERVED = ("step", "params", "opt_state", "guard", "ema", "diloco", "feedback")
+
+
+class PostUpdate(Value):
+    """A change of the weights after each update of the optimizer, with state of its own.
+
+    A subclass defines `__call__`, on the parameters as a checkpoint has them: whole arrays, in the
+    model's order of layers. In a run XLA shards the function, so that it moves what its operations
+    need: reductions over a dim cost little, a transposition of a matrix more.
+    """
+
+    kind: ClassVar[str] = "PostUpdate"
+
+    key: str = ""
+    """Name of its state in checkpoints. Empty: that of the class."""
+
+    def check(self, cfg: Config, path: str) -> None:
+        name = type(self).__name__
+        for other, why in REFUSED.items():
+            default = default_of(other)
+            rule = f"{why}: not supported with {path}, which has {name}"
+            require(value_of(cfg, other) == default, cfg, other, rule, flag(other, default))
+        names = [update.name for update in post_updates_of(cfg)]
+        if names.count(self.name) > 1 or self.name in RESERVED:
+            rule, fix = "is the name of another state", 'use another: key="..."'
+            raise ConfigError(f"{path}: {name}.key", self.name, rule, fix)
+
+    def extra(self, params: Tree) -> Tree:
+        """Declare the state: a dict of `ParamSpec`; what is by layer, below "layers".
+
+        The state is sharded, saved and resumed as parameters are, begins with the initial values of
+        its specs, and is dropped by a run without this post-update.
+
+        Args:     params: the `ParamSpec`s of the trainable parameters, with shapes and axes.
+        """
+        return {}
+
+    def __call__(
+        self, params: Tree, before: Tree, extra: Tree, step: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Compute the new parameters and state.
+
+        Args:     params, before: after and before the optimizer's update, float32. extra: as
+                  declared. step: int32 scalar, steps before this one.
+        Returns:  (parameters, state), of the same structure. An update that is skipped for a
+                  non-finite loss or gradient changes neither.
+        """
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Name of its state in checkpoints."""
+        return self.key or re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPostUpdate(Feature):
+    """A user's post-update as a feature: declares its state."""
+
+    update: PostUpdate
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.update.name
+
+    def is_on(self, cfg: Config) -> bool:
+        return True
+
+    def extra(self, cfg: Config, specs: Any) -> Any:
+        return self.update.extra(specs) or ()
+
+
+def post_updates_of(cfg: Config) -> tuple[PostUpdate, ...]:
+    """Return the post-updates of a config, in order."""
+    return tuple(value for value in cfg.train.post_updates if isinstance(value, PostUpdate))
+
+
+def applied(
+    cfg: Config,
+    mesh: Mesh,
+    params: Tree,
+    before: Tree,
+    extra: dict[str, Tree],
+    step: jax.Array,
+    ok: jax.Array,
+) -> tuple[Tree, dict[str, Tree]]:
+    """Apply every post-update to global arrays of a running state, outside the `shard_map`.
+
+    Args:     params, before: all parameters after and before the update. extra: of all features.
+              ok: bool scalar, whether the update counts.
+    Returns:  (parameters, state of the post-updates by name), sharded as in a state.
+    Communication: what XLA finds that the functions need.
+    """
+    order = layer_order(cfg)
+    new, old = _logical(params, order), _logical(before, order)
+    found: dict[str, Tree] = {}
+    with jax.named_scope("post_updates"):
+        for update in post_updates_of(cfg):
+            own = _logical(extra.get(update.name, {}), order)
+            new, changed = update(new, old, own, step)
+            found[update.name] = changed
+    found = {name: tree for name, tree in found.items() if name in extra}
+    to = shardings(mesh, partition_specs(specs_of(cfg)))
+    keep = lambda a, b: jnp.where(ok, a, b)  # noqa: E731
+    new = jax.tree.map(keep, _running(new, params, order), params)
+    new = jax.tree.map(lax.with_sharding_constraint, new, to)
+    state = {
+        n: jax.tree.map(keep, _running(t, extra[n], order), extra[n]) for n, t in found.items()
+    }
+    return new, state
+
+
+def _logical(tree: Tree, order: np.ndarray | None) -> Tree:
+    """Put arrays by layer in the model's order."""
+    if order is None:
+        return tree
+    slots = np.array([int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)])
+    return _of_layers(lambda a: jnp.take(a, slots, axis=0), tree)
+
+
+def _running(tree: Tree, like: Tree, order: np.ndarray | None) -> Tree:
+    """Put arrays by layer where the mesh has them. Empty slots stay as they are."""
+    if order is None:
+        return tree
+    empty = order == EMPTY
+
+    def of(a: jax.Array, old: jax.Array) -> jax.Array:
+        moved = jnp.take(a, np.where(empty, 0, order), axis=0)
+        return jnp.where(empty.reshape(-1, *[1] * (a.ndim - 1)), old, moved)
+
+    return _of_layers(of, tree, like)
+
+
+def _of_layers(fn: Callable, tree: Tree, *more: Tree) -> Tree:
+    def one(path: Any, a: jax.Array, *others: jax.Array) -> jax.Array:
+        by_layer = any(getattr(key, "key", None) == "layers" for key in path)
+        return fn(a, *others) if by_layer else a
+
+    return jax.tree_util.tree_map_with_path(one, tree, *more)
+
+
+def plain_state(cfg: Config, trainable_specs: Any, initialize: Callable[[Any], Tree]) -> Any:
+    """Return the state of each post-update before the first step, for `plain`."""
+    specs = {u.name: u.extra(trainable_specs) for u in post_updates_of(cfg)}
+    return {name: initialize(of) if of else {} for name, of in specs.items()}
+
+
+def plain(
+    cfg: Config, params: Tree, before: Tree, state: dict[str, Tree], step: Any
+) -> tuple[Tree, dict[str, Tree]]:
+    """Apply every post-update on one device."""
+    for update in post_updates_of(cfg):
+        params, new = update(params, before, state[update.name], step)
+        state = state | {update.name: new}
+    return params, state

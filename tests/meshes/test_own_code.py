@@ -1,0 +1,184 @@
+"""A user's loss, probes and post-update on meshes, compared with the plain model."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import Loss, ParamSpec, PostUpdate, Probe
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.model.parameters import specs_of
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step.features import own_probes
+from jaxpar.step.state import init_state, to_logical
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import traces
+from jaxpar.verification.meshes import parse_meshes
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+class Smoothed(Loss):
+    """Everything that a loss may use: weights of tokens, all scores, metrics."""
+
+    smoothing: float = 0.1
+
+    def __call__(self, scores, batch):
+        lse = scores.logsumexp()
+        nll, rest = lse - scores.label(), lse - scores.mean()
+        values = (1 - self.smoothing) * nll + self.smoothing * rest - 0.01 * scores.entropy()
+        return values, 1.0 + batch.positions % 3
+
+    def metrics(self, values, batch):
+        return {"early_loss": (values, batch.positions < 5)}
+
+
+class OfSources(Loss):
+    """Weights by source, and the loss of each source."""
+
+    weights: tuple[float, ...] = (1.0, 3.0)
+    reads = ("source",)
+
+    def __call__(self, scores, batch):
+        return scores.logsumexp() - scores.label(), jnp.asarray(self.weights)[batch.source]
+
+    def metrics(self, values, batch):
+        return {f"loss_{i}": (values, batch.source == i) for i in range(len(self.weights))}
+
+
+class Largest(Probe):
+    reduce = "max"
+
+    def __call__(self, x):
+        return jnp.max(jnp.abs(x), axis=-1)
+
+
+class UnitRows(PostUpdate):
+    """Rows of w_down back to unit norm, with a running mean of the norms before it."""
+
+    def extra(self, params):
+        w = params["layers"]["w_down"]
+        return {"layers": {"norm": ParamSpec(shape=w.shape[:-1], axes=w.axes[:-1], init="ones")}}
+
+    def __call__(self, params, before, extra, step):
+        w = params["layers"]["w_down"]
+        norm = jnp.linalg.norm(w, axis=-1)
+        mean = 0.9 * extra["layers"]["norm"] + 0.1 * norm
+        layers = params["layers"] | {"w_down": w / jnp.maximum(norm, 1e-6)[..., None]}
+        return params | {"layers": layers}, {"layers": {"norm": mean}}
+
+
+def rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+
+PROBES = (
+    Probe(name="stream", reduce="mean", value=rms),
+    Largest(name="largest_stream"),
+    Probe(name="into_mixer", point="mixer_input", reduce="sum", value=rms),
+    Probe(name="from_mixer", point="mixer_output", reduce="mean", value=rms),
+    Largest(name="into_feed_forward", point="feed_forward_input"),
+    Probe(name="from_feed_forward", point="feed_forward_output", reduce="mean", value=rms),
+    Probe(name="score", point="scores", reduce="max", value=lambda x: x),
+)
+
+BASE = replace(
+    TINY,
+    **{
+        "model.num_layers": 3,
+        "train.loss": Smoothed(),
+        "train.probes": PROBES,
+        "train.post_updates": (UnitRows(),),
+        "optimizer.ema_decay": 0.9,
+    },
+)
+ROUTERS = Probe(name="router", point="router", reduce="mean", value=lambda p: jnp.max(p, axis=-1))
+EXPERTS = replace(
+    BASE,
+    **{
+        "model.num_experts": 4,
+        "model.d_ff": 12,
+        "train.probes": (*PROBES, ROUTERS),
+        "train.loss": OfSources(),
+        "train.balance_loss": 0.1,
+    },
+)
+FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
+
+MESHES = [
+    ("data=2,tensor=2", BASE),
+    (
+        "pipeline=2,data=2,virtual_stages=2,num_microbatches=2",
+        replace(BASE, **{"model.num_layers": 4}),
+    ),
+    slow("pipeline=2,tensor=2,num_microbatches=2", BASE),
+    slow("sequence=2,data=2", BASE),
+    slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),
+    slow("tensor=2,row_groups=2,layer_loop=unroll", BASE),
+    slow("expert=2,data=2", EXPERTS),
+    slow("expert=2,pipeline=2", EXPERTS),
+    slow("data=2,sequence=2", EXPERTS),
+    slow("pipeline=2,layer_loop=unroll", replace(EXPERTS, **{"model.dense_layers": 1})),
+    slow("data=2,tensor=2", replace(BASE, **{"model.mtp_depth": 1})),
+    slow("data=2,tensor=2", replace(BASE, **{"model.parallel_block": True})),
+]
+
+
+def on_mesh(item: str, cfg: Config) -> tuple[Config, Any]:
+    parallel = parse_meshes([item], cfg.parallel)[item]
+    n = math.prod(axis_sizes(parallel))
+    cfg = resolve(replace(cfg, parallel=parallel), n)
+    return cfg, make_mesh(cfg.parallel, jax.devices()[:n])
+
+
+@functools.cache
+def plain(cfg: Config) -> tuple[Any, ...]:
+    """Trace of two steps, probes of the first, state of the post-update after them."""
+    batch = traces.random_batch(cfg)
+    trace = traces.reference_trace(cfg, [batch, batch], 2)
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    measured = jax.jit(lambda p: own_probes.plain(p, batch, cfg))(params)
+    return trace, jax.device_get(measured)
+
+
+@pytest.mark.parametrize(("item", "cfg"), MESHES)
+def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
+    wanted, measured = plain(cfg)
+    here, mesh = on_mesh(item, cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    step = make_train_step(here, mesh)
+    state = init_state(here, mesh)
+    state, first = step(state, batch)
+    for name, value in measured.items():
+        np.testing.assert_allclose(first[name], value, rtol=2e-5, err_msg=name)
+    losses = [float(first["loss"])]
+    state, second = step(state, batch)
+    losses.append(float(second["loss"]))
+    np.testing.assert_allclose(losses, wanted.losses, rtol=1e-5)
+    now = to_logical(state, here)
+    for name, value in flat(jax.device_get(now.params)).items():
+        np.testing.assert_allclose(value, wanted.params[name], atol=2e-5, err_msg=name)
+    rows = np.linalg.norm(np.asarray(now.params["layers"]["w_down"]), axis=-1)
+    np.testing.assert_allclose(rows, 1.0, atol=1e-6)
+    kept = np.asarray(now.extra["unit_rows"]["layers"]["norm"])
+    assert kept.shape == rows.shape and np.all(kept != 1)
+
+
+def test_the_moving_average_is_that_of_the_weights_after_a_post_update():
+    cfg = replace(BASE, **{"train.probes": (), "optimizer.ema_decay": 0.5})
+    here, mesh = on_mesh("data=2", cfg)
+    state = init_state(here, mesh)
+    first = np.asarray(state.params["layers"]["w_down"])
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    state, _ = make_train_step(here, mesh)(state, batch)
+    now, mean = (np.asarray(t["layers"]["w_down"]) for t in (state.params, state.extra["ema"]))
+    share = (mean - first) / (now - first)
+    assert share.min() > 0 and share.max() - share.min() < 1e-3
