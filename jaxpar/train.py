@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxpar import commands
 from jaxpar.config import Config
 from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.values import require_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ def main(options: TrainOptions) -> int:
 
     arguments = with_local_config(options.config)
     asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
+    require_code(asked)
     cfg, environment = rendezvous.join(asked)
     is_first = first_run.prepare_quickstart(cfg) and arguments.name == "quickstart"
     code = run_to_end(cfg, environment)

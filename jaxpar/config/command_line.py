@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
@@ -141,12 +142,13 @@ def parse_overrides(
 ) -> Config:
     """Return the config with `--section.field value` applied.
 
-    `--model.from` comes first, wherever it stands.
+    `--code` and `--model.from` come first, wherever they stand.
 
     Raises:   ConfigError for an unknown field, or a value that is missing or of the wrong type.
     """
-    args, source = take_source(list(expand_set_options(args)))
-    cfg = apply_source(cfg, source, model_from)
+    args, files = take_code(list(expand_set_options(args)))
+    args, source = take_source(args)
+    cfg = apply_source(with_code(cfg, files), source, model_from)
     given = list(_pairs(args))
     for path, text in given:
         cfg = replace(cfg, **{path: read_value(text, field_types()[path])})

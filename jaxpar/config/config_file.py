@@ -5,7 +5,9 @@ The configs that come with jaxpar are in `configs/` of a checkout, or `jaxpar/co
 
 import contextlib
 import difflib
+import functools
 import importlib.util
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
 from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.serialize import from_values
+from jaxpar.config.values import CONFIG_MODULE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -45,11 +48,7 @@ def load_config(name: str) -> Config:
         return load_run(name)
     if not path.is_file():
         raise no_config(name)
-    spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with _naming_the_line(name, path):
-        spec.loader.exec_module(module)
+    module = import_file(name, path)
     if not hasattr(module, "get_config"):
         raise ConfigError("CONFIG", name, "has no get_config()", f"see {_example()}")
     with _naming_the_line(name, path):
@@ -58,6 +57,33 @@ def load_config(name: str) -> Config:
         rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
         raise ConfigError("CONFIG", name, rule, f"see {_example()}")
     return cfg
+
+
+def import_file(name: str, path: Path | None = None) -> Any:
+    """Import a Python file.
+
+    Args:     name: of the file, for errors. path: None: the name is its path.
+    Raises:   ConfigError if it does not exist, or fails.
+    """
+    path = path or Path(name)
+    if not path.is_file():
+        raise no_config(name)
+    with _naming_the_line(name, path):
+        return _module(path.resolve(), path.read_bytes())
+
+
+@functools.cache
+def _module(path: Path, _: bytes) -> Any:
+    """Import a file. One that has not changed is imported once, so that its classes are the same.
+
+    Args:     path: absolute. _: the text of the file.
+    """
+    spec = importlib.util.spec_from_file_location(CONFIG_MODULE + path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def no_config(name: str, rule: str = "is not a config") -> ConfigError:

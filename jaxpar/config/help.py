@@ -45,6 +45,7 @@ options of the config:
   --model.from NAME               take the model's shape from a published config.json
   --help SECTION                  show the fields of one section
   --help all                      show all {count} fields
+  --code FILE                     import the classes of a run's own losses, probes and callbacks
   --print-config                  print the config as JSON, and exit"""
 
 

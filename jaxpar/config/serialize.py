@@ -44,9 +44,10 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
 
 def _built(hint: Any, value: Any, path: str) -> Any:
     options = typing.get_args(hint) or (hint,)
-    if value and options[0] is Value:
-        several = typing.get_origin(hint) is tuple
-        return _saved(value, path) if several else from_saved(value, path)
+    if Value in options and typing.get_origin(hint) is tuple:
+        return _saved(value, path)
+    if Value in options:
+        return None if value is None else from_saved(value, path)
     section = section_of(hint)
     if section is None or (value is None and section is not hint):
         return value

@@ -6,7 +6,7 @@ understand.
 """
 
 import dataclasses
-import inspect
+import sys
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
@@ -41,7 +41,7 @@ class Value:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        inherited = {f.name: f.type for f in _fields_of(cls)}
+        inherited = {f.name: f.type for f in fields_of(cls)}
         for name in inherited:
             if name in cls.__dict__:  # `name = value` is another default
                 cls.__annotations__.setdefault(name, inherited[name])
@@ -55,7 +55,7 @@ class Value:
         """
 
 
-def _fields_of(cls: Any) -> tuple[dataclasses.Field, ...]:
+def fields_of(cls: Any) -> tuple[dataclasses.Field, ...]:
     """Return the fields that a class has from its bases."""
     return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
 
@@ -68,14 +68,15 @@ class SavedValue(Value):
     fields: tuple[tuple[str, Any], ...] = ()
 
 
-def class_name(value: Value) -> str:
+def class_name(value: Any) -> str:
     """Return the name of a value's class: `module:Class`, or `file.py:Class`."""
-    if isinstance(value, SavedValue):
-        return value.name
-    cls = type(value)
-    module = inspect.getmodule(cls)
-    if (module is not None and module.__spec__ is None) or cls.__module__.startswith(CONFIG_MODULE):
-        file = getattr(module, "__file__", None) or cls.__module__
+    return value.name if isinstance(value, SavedValue) else _name_of(type(value))
+
+
+def _name_of(cls: Any) -> str:
+    """Return the name of a class or a function: `module:name`, or `file.py:name`."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file and cls.__module__.startswith((CONFIG_MODULE, "__main__")):
         return f"{Path(file).name}:{cls.__qualname__}"
     return f"{cls.__module__}:{cls.__qualname__}"
 
@@ -94,7 +95,7 @@ def to_values(node: Any) -> Any:
         return _fields(node)
     if isinstance(node, tuple):
         return [to_values(one) for one in node]
-    return f"{node.__module__}:{node.__qualname__}" if callable(node) else node
+    return _name_of(node) if callable(node) else node
 
 
 def _fields(node: Any) -> dict[str, Any]:
@@ -146,8 +147,19 @@ def check_values(path: str, given: Any) -> None:
                 raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
 
 
+def require_code(cfg: Any) -> None:
+    """Raises:   ConfigError for a value of a config whose class is not loaded."""
+    for path in FIELDS:
+        section, _, name = path.partition(".")
+        held = getattr(getattr(cfg, section), name)
+        for value in held if isinstance(held, tuple) else (held,):
+            if isinstance(value, SavedValue):
+                raise unknown_code(path, value)
+
+
 def unknown_code(path: str, value: Any) -> ConfigError:
     """Return the error for a value whose class is not loaded."""
     rule = "is of a class whose code is not loaded"
-    fix = "use the config file that the run was started with"
+    where = class_name(value).rpartition(":")[0]
+    fix = f"use --code {where}, or the config file that the run was started with"
     return ConfigError(path, class_name(value), rule, fix)

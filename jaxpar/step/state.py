@@ -267,7 +267,7 @@ def compile_averaged(state: TrainState) -> None:
     Args:     state: arrays, or abstract arrays with shardings.
     """
     full = jnp.dtype(jnp.float32)
-    for x in jax.tree.leaves(state.extra["ema"]):
+    for x in jax.tree.leaves(state.extra.get("ema", ())):
         if x.dtype != full:
             convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 

@@ -78,6 +78,6 @@ class Evaluation:
             found = means(self.step, params, batches)
         assert found is not None  # `held_out.check_labels`
         named = {name: float(v) for name, v in objective_of(self.cfg).report(found).items()}
-        if len(named) == 1:
+        if len(named) == 1 and self.cfg.train.loss is None:
             return Score.of(named["loss"], loader.bytes_per_token(numbers))
         return Score(named.pop("loss"), None, named)
