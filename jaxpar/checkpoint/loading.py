@@ -125,7 +125,7 @@ def restore_from(
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
     target = replicas.abstract_saved(stored, mesh, saved).saved
-    begins = [name for name in target if name in _own_kept(stored) and not _has(saved, name)]
+    begins = [name for name in target if name in _own_extra(stored) and not _has(saved, name)]
     for name in begins:
         del target[name]
     scalars = target["guard"]
@@ -136,7 +136,10 @@ def restore_from(
     if used := feedback.to_load(errors, saved, cfg):
         target["feedback"] = used
     # What the checkpoint then has in vain.
-    ends = any(not _is_in(name, target) for name in saved.fingerprints)
+    gone = {name.partition("/")[0] for name in saved.fingerprints} - target.keys()
+    for name in sorted(gone - {"ema", "feedback", "diloco"}):
+        peers.log(f"the state of {name} in {saved} is dropped: the run has no such post-update")
+    ends = bool(gone)
     ends = ends or feedback.has_feedback(saved)
     others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
@@ -158,20 +161,16 @@ def restore_from(
     return state.with_extra(**initial_extra(state.params, cfg, mesh, begins))
 
 
-def _own_kept(cfg: Config) -> dict[str, Any]:
-    """What features keep, but for what is loaded in a special way."""
+def _own_extra(cfg: Config) -> dict[str, Any]:
+    """Return the specs of the state of features, but for what is loaded in a special way."""
     special = ("guard", "feedback")
-    return {name: kept for name, kept in extra_specs(cfg).items() if name not in special}
+    return {name: specs for name, specs in extra_specs(cfg).items() if name not in special}
 
 
 def _has(saved: Saved, name: str) -> bool:
     if name == "ema":
         return saved.has_average
     return any(path.startswith(name + "/") for path in saved.fingerprints)
-
-
-def _is_in(path: str, target: dict[str, Any]) -> bool:
-    return path.partition("/")[0] in target
 
 
 def restore_params(

@@ -11,8 +11,10 @@ from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
+from jaxpar.config.rules.values import values_of
 from jaxpar.config.validate import check
 from jaxpar.model.parameters import param_specs
+from jaxpar.objectives.losses import Loss
 from jaxpar.planning.fit import check_host
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
@@ -138,6 +140,21 @@ def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax
         check_host(on_mesh, num_devices(on_mesh.parallel), host_memory())
 
 
+def own_code(cfg: Config) -> list[str]:
+    """Say what the comparison proves of a config's own classes."""
+    lines = []
+    for path, value in values_of(cfg):
+        if path == "train.callbacks":
+            continue
+        name = f"{path}: {getattr(value, 'metric', '') or type(value).__name__}"
+        if isinstance(value, Loss) and type(value).plain is not Loss.plain:
+            lines.append(f"{name} was compared with its plain form")
+        else:
+            itself = "was compared with itself on one device"
+            lines.append(f"{name} {itself}: its sharding is proved, not its mathematics")
+    return lines
+
+
 def verify(options: VerifyOptions, model_from: ModelReader) -> int:
     """Compare every mesh, print the table, and return the exit code.
 
@@ -163,6 +180,8 @@ def verify(options: VerifyOptions, model_from: ModelReader) -> int:
     with jax.default_matmul_precision("highest"):
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
         wrong = print_table(rows, options.steps, max(map(len, configs)))
+    for line in own_code(cfg):
+        print(line)
     left = len(meshes) - len(configs)
     agree = f"{len(configs)} of {len(meshes)} agree" + f"; {left} not compared" * bool(left)
     print("\n".join(wrong) if wrong else agree)

@@ -59,6 +59,20 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
     return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
 
 
+def probe_errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
+    """Compute each probe's largest error in any layer, relative to its largest value. Layers
+    without its point, which have no number, must be the same."""
+    errors = {}
+    for name, values in wanted.items():
+        here, there = np.isfinite(found[name]), np.isfinite(values)
+        if not (np.array_equal(here, there) and there.any()):
+            errors[name] = np.inf
+        else:
+            error = np.abs(found[name] - values)[there].max()
+            errors[name] = _ratio(error, np.abs(values[there]).max())
+    return errors
+
+
 def loss_error(found: TrainingTrace, wanted: TrainingTrace) -> float:
     """Compute the largest relative error of all losses."""
     pairs = zip([found.loss, *found.losses], [wanted.loss, *wanted.losses], strict=True)
@@ -92,6 +106,8 @@ class Comparison:
     """Worst of `gradient_errors`, and the parameter."""
     update: tuple[float, str] | None
     """Worst of `update_errors`; None without steps."""
+    probe: tuple[float, str] | None = None
+    """Worst of `probe_errors`; None without probes."""
     allowed: float = 0.0
     """Bound on that gradient, if it is more than the tolerance (`gradient_tolerance`)."""
 
@@ -116,6 +132,9 @@ class Comparison:
             error, name = self.gradient
             allowed = f"allowed {self.gradient_bound:.1e}"
             found.append(f"gradient of {name} is off by {error:.1e}, {allowed}")
+        if self.probe and self.probe[0] > t:
+            error, name = self.probe
+            found.append(f"probe {name} is off by {error:.1e}, allowed {t:.1e}")
         if self.update and self.update[0] > update_tolerance(t):
             error, name = self.update
             allowed = f"allowed {update_tolerance(t):.1e}"
@@ -168,5 +187,6 @@ def compare(
         loss=loss_error(found, wanted),
         gradient=(errors[name], name),
         update=worst(after) if after else None,
+        probe=worst(probe_errors(found.probes, wanted.probes)) if wanted.probes else None,
         allowed=bounds[name],
     )
