@@ -5,7 +5,6 @@ imports nothing: `--code my_config.py` imports that file, and makes the values o
 """
 
 import importlib
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,63 +37,66 @@ def take_code(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_code(cfg: Config, files: Sequence[str]) -> Config:
-    """Return the config with the values whose classes are in some files or modules.
+    """Return the config with the values whose classes are in some files or modules, or in jaxpar.
 
-    Raises:   ConfigError for a file that has no class of the config's, or fails.
+    Raises:   ConfigError for a file that has nothing of the config's, or fails.
     """
-    for file in files:
-        changed = {path: _resolved(value_of(cfg, path), path, file) for path in FIELDS}
-        if all(changed[path] == value_of(cfg, path) for path in FIELDS):
-            names = [v.name for path in FIELDS for v in _all(value_of(cfg, path)) if _is_saved(v)]
-            rule = f"has none of the classes {', '.join(names) or '(all are loaded)'}"
+    code = _Code(files)
+    for path in FIELDS:
+        held = value_of(cfg, path)
+        if any(
+            isinstance(one, SavedValue) for one in (held if isinstance(held, tuple) else (held,))
+        ):
+            cfg = replace(cfg, **{path: code.loaded(held, path)})
+    for name, file in code.files.items():
+        if name not in code.used:
+            rule = "has no class or function that the config names"
             raise ConfigError("code", file, rule, "use the config file that the run began with")
-        cfg = replace(cfg, **changed)
     return cfg
 
 
-def _all(held: Any) -> tuple[Any, ...]:
-    return held if isinstance(held, tuple) else (held,)
+class _Code:
+    """Files and modules with the classes and functions of a config's values."""
 
+    def __init__(self, files: Sequence[str]):
+        self.files = {Path(file).name if file.endswith(".py") else file: file for file in files}
+        self.used = set[str]()
 
-def _is_saved(value: Any) -> bool:
-    return isinstance(value, SavedValue)
+    def loaded(self, held: Any, path: str) -> Any:
+        """Return what a field holds, with the values whose code is here."""
+        if isinstance(held, tuple):
+            return tuple(self.loaded(value, path) for value in held)
+        if not isinstance(held, SavedValue) or not self._has(held.name):
+            return held
+        cls: Any = self._find(held.name, path)
+        if not (isinstance(cls, type) and issubclass(cls, Value)):
+            rule, fix = "is no class of values", "use the file that the run began with"
+            raise ConfigError(path, held.name, rule, fix)
+        known = {field.name: field for field in fields_of(cls)}
+        values = {}
+        for name, value in held.fields:
+            if name not in known:
+                rule, fix = f"is no field of {held.name}", "use the file that the run began with"
+                raise ConfigError(path, name, rule, fix)
+            is_function = "Callable" in str(known[name].type) and isinstance(value, str)
+            if is_function and not self._has(value):
+                return held
+            values[name] = self._find(value, path) if is_function else value
+        return cls(**values)
 
+    def _has(self, name: str) -> bool:
+        where = name.rpartition(":")[0]
+        return where in self.files or where.startswith("jaxpar.")
 
-def _resolved(held: Any, path: str, file: str) -> Any:
-    """Return what a field holds, with the values whose classes are in a file."""
-    if isinstance(held, tuple):
-        return tuple(_resolved(value, path, file) for value in held)
-    if not isinstance(held, SavedValue):
-        return held
-    where, _, name = held.name.rpartition(":")
-    if where not in (Path(file).name, file):
-        return held
-    cls: Any = _found(file, name, path)
-    if not (isinstance(cls, type) and issubclass(cls, Value)):
-        rule, fix = f"is no class of values in {file}", "use the file that the run began with"
-        raise ConfigError(path, held.name, rule, fix)
-    hints = typing.get_type_hints(cls)
-    fields = {n: _value(v, hints.get(n), file, path) for n, v in held.fields}
-    unknown = sorted(fields.keys() - {field.name for field in fields_of(cls)})
-    if unknown:
-        rule, fix = f"is no field of {name} in {file}", "use the file that the run began with"
-        raise ConfigError(f"{path}: {name}", unknown[0], rule, fix)
-    return cls(**fields)
-
-
-def _value(value: Any, hint: Any, file: str, path: str) -> Any:
-    """Return a field's value: a function by its name."""
-    if isinstance(value, str) and "Callable" in str(hint):
-        return _found(file, value.rpartition(":")[2], path)
-    return value
-
-
-def _found(file: str, name: str, path: str) -> Any:
-    """Return what a file or a module has under a qualified name."""
-    place: Any = import_file(file) if file.endswith(".py") else importlib.import_module(file)
-    for part in name.split("."):
-        place = getattr(place, part, None)
-    if place is None:
-        rule, fix = f"is not in {file}", "use the file that the run began with"
-        raise ConfigError(path, name, rule, fix)
-    return place
+    def _find(self, name: str, path: str) -> Any:
+        """Return the class or the function of a name, `file.py:name` or `module:name`."""
+        where, _, parts = name.rpartition(":")
+        file = self.files.get(where, where)
+        self.used.add(where)
+        place: Any = import_file(file) if file.endswith(".py") else importlib.import_module(file)
+        for part in parts.split("."):
+            place = getattr(place, part, None)
+        if place is None:
+            rule, fix = f"is not in {file}", "use the file that the run began with"
+            raise ConfigError(path, name, rule, fix)
+        return place

@@ -41,11 +41,12 @@ class Value:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        inherited = {f.name: f.type for f in fields_of(cls)}
-        for name in inherited:
-            if name in cls.__dict__:  # `name = value` is another default
-                cls.__annotations__.setdefault(name, inherited[name])
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        for base in reversed(cls.__mro__[1:]):  # whose fields a decorator of this class reads
+            _as_dataclass(base)
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        _as_dataclass(cls)
+        return super().__new__(cls)
 
     def check(self, cfg: Any, path: str) -> None:
         """Check that the config that holds the value goes with it.
@@ -55,9 +56,24 @@ class Value:
         """
 
 
-def fields_of(cls: Any) -> tuple[dataclasses.Field, ...]:
-    """Return the fields that a class has from its bases."""
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+def _as_dataclass(cls: Any) -> None:
+    """Make a subclass of `Value` a dataclass, unless a decorator has.
+
+    That is when it is first used, since a decorator comes after `__init_subclass__`.
+    """
+    if not issubclass(cls, Value) or cls is Value or "__dataclass_fields__" in cls.__dict__:
+        return
+    for field in getattr(cls, "__dataclass_fields__", {}).values():  # of its bases
+        if field.name in cls.__dict__:  # `name = value` is another default
+            cls.__annotations__.setdefault(field.name, field.type)
+    dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def fields_of(cls: type[Value]) -> tuple[dataclasses.Field, ...]:
+    """Return the fields of a class of values."""
+    _as_dataclass(cls)
+    found: Any = cls
+    return dataclasses.fields(found)
 
 
 class SavedValue(Value):

@@ -4,7 +4,9 @@ The same value is the loss of the plain model (`jaxpar.functional.loss`) and of 
 (`train.loss`), which derives sums, pipeline stages, accumulation, evaluation and sharding.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
-from jaxpar.config.values import Value
+from jaxpar.config.values import Value, fields_of
 from jaxpar.sharding.batch import IGNORED, Batch
 
 #: Fields that train another loss, or a term that a loss of tokens has itself.
@@ -91,9 +93,10 @@ class Loss(Value):
     router_z_loss: float = 0.0
     """Weight of the squared logsumexp of the routers' logits."""
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        jax.tree_util.register_static(cls)
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        kind: Any = cls
+        _make_static(kind)
+        return super().__new__(cls, *args, **fields)
 
     def check(self, cfg: Config, path: str) -> None:
         name = type(self).__name__
@@ -133,8 +136,15 @@ class Loss(Value):
         return {}
 
 
+@functools.cache
+def _make_static(cls: type) -> None:
+    """Register a class as a static pytree. Not when it is made, since a decorator may do so."""
+    with contextlib.suppress(ValueError):
+        jax.tree_util.register_static(cls)
+
+
 #: The fields of `Loss` itself.
-TERMS = tuple(field.name for field in dataclasses.fields(Loss))
+TERMS = tuple(field.name for field in fields_of(Loss))
 
 
 class NextToken(Loss):

@@ -15,6 +15,7 @@ from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.functional.plain import Params
 from jaxpar.model.parameters import specs_of
+from jaxpar.objectives.losses import PlainScores
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.train_step import make_gradient_step
@@ -98,8 +99,6 @@ def test_what_a_batch_leaves_out_follows_from_its_tokens(params):
     assert found[0] == found[1] != wanted
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Focal(functional.Loss):
     """A user's loss, with weights by token."""
 
@@ -125,7 +124,7 @@ def test_a_loss_is_a_value_of_the_users(params, batch):
 
 def test_scores_are_of_the_logits():
     logits = jax.random.normal(KEY, (2, 3, 5))
-    scores = functional.Scores(logits, jnp.array([[0, 1, 2], [3, 4, -1]]))
+    scores = PlainScores(logits, jnp.array([[0, 1, 2], [3, 4, -1]]))
     p = jax.nn.softmax(logits)
     np.testing.assert_allclose(scores.entropy(), -jnp.sum(p * jnp.log(p), -1), rtol=1e-5)
     np.testing.assert_allclose(scores.logsumexp(), jnp.log(jnp.sum(jnp.exp(logits), -1)), rtol=1e-5)
