@@ -15,6 +15,7 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
+from jaxpar.config.values import Value
 
 #: The topic that shows every field.
 ALL = "all"
@@ -178,7 +179,8 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
         section_class: Any = type(default_of(section))
         text = meanings(section_class)[name]
         if section_of(field_types()[path]) is None:
-            text = f"{text} (default: {str(_value(cfg, path)) or 'empty'})"
+            value = _value(cfg, path)
+            text = f"{text} (default: {'none' if value == () else str(value) or 'empty'})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
 
 
@@ -195,4 +197,6 @@ def _metavar(hint: Any) -> str:
     if section_of(hint) is not None:
         return "None"
     options = typing.get_args(hint) or (hint,)
+    if Value in options:
+        return "(in Python)"
     return "|".join("None" if one is NoneType else one.__name__.upper() for one in options)

@@ -62,6 +62,11 @@ def _or_added(path: str) -> str:
 
 def describe(hint: Any) -> str:
     """Return a type in words: "a whole number or None"."""
+    if Value in typing.get_args(hint):
+        several = typing.get_origin(hint) is tuple
+        return (
+            "values of classes of your own" if several else "a value of a class of your own or None"
+        )
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
