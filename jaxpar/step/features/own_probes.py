@@ -107,7 +107,7 @@ def _of_tokens(probe: Probe, x: jax.Array) -> jax.Array:
     return found
 
 
-def _in_layers(probe: Probe) -> probes.Probe:
+def _in_layers(probe: Probe) -> probes.LayerProbe:
     """Return what a layer measures for a user's probe."""
 
     def value(seen: probes.Seen) -> jax.Array:
@@ -117,7 +117,7 @@ def _in_layers(probe: Probe) -> probes.Probe:
         return jnp.sum(found)
 
     shape = _rows if probe.reduce == "max" else _one
-    return probes.Probe(
+    return probes.LayerProbe(
         probe.metric, POINTS[probe.point], value, shape, by_row=probe.reduce == "max"
     )
 
@@ -142,7 +142,7 @@ class OwnProbes(Feature):
             declare_more({probe.metric: Metric("layers", "", meaning, _over(probe))})
         return bool(cfg.train.probes)
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[probes.Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
         return tuple(map(_in_layers, probes_of(cfg)))
 
     def after_gradients(self, s: TrainStep) -> TrainStep:
