@@ -52,7 +52,7 @@ def on_mesh(mesh: str, method: str, devices, **fields: Any) -> tuple[Config, jax
 
 def logical_errors(state: Any, cfg: Config) -> dict[str, np.ndarray]:
     """Sums of errors over replicas, by parameter."""
-    found = flat(jax.device_get(to_logical(state, cfg)).feedback["errors"])
+    found = flat(jax.device_get(to_logical(state, cfg)).extra["feedback"]["errors"])
     specs = flat(feedback_of(cfg)["errors"])
     return {name: a.sum(specs[name].axes.index("replica")) for name, a in found.items()}
 
