@@ -13,7 +13,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.step.replica_check import ReplicaCheck, require_equal
 from jaxpar.training.callbacks.base import RunCallback
 from jaxpar.training.callbacks.callback import Progress, Request
-from jaxpar.training.callbacks.steps import Metrics
+from jaxpar.training.callbacks.steps import StepMetrics
 from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.phases import Phases
@@ -34,7 +34,7 @@ class Folder(RunCallback):
 class Replicas(RunCallback):
     """Checks that replicas hold the same weights, bit for bit."""
 
-    def __init__(self, check: ReplicaCheck, metrics: Metrics):
+    def __init__(self, check: ReplicaCheck, metrics: StepMetrics):
         self._check, self._metrics = check, metrics
 
     def after_step(self, at: Progress) -> Progress:
@@ -51,7 +51,7 @@ class Evaluations(RunCallback):
         self,
         evaluation: Evaluation,
         judge: Judge,
-        metrics: Metrics,
+        metrics: StepMetrics,
         phases: Phases,
         others: Sequence[RunCallback],
     ):

@@ -11,7 +11,7 @@ from jaxpar.training.callbacks.checks import (
 )
 from jaxpar.training.callbacks.own import own_callbacks
 from jaxpar.training.callbacks.saves import Checkpoints, MemoryCopies, SaveOnFailure, Store
-from jaxpar.training.callbacks.steps import Compilation, Metrics, Profiles, StepClock
+from jaxpar.training.callbacks.steps import Compilation, Profiles, StepClock, StepMetrics
 from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.phases import Phases
 from jaxpar.training.prepared import Prepared
@@ -38,7 +38,7 @@ def callbacks_of(
     judge = Judge(run.cfg, start.step, start.saved)
     mirror, programs, record = store.mirror, ready.train_step, phases.spent.event
     backlog = mirror.backlog if mirror is not None else None
-    metrics = Metrics(run, ready, clock, first, backlog, record)
+    metrics = StepMetrics(run, ready, clock, first, backlog, record)
     copies = None
     if ready.memory is not None:
         copies = MemoryCopies(run, ready.memory, judge, metrics, phases, own)

@@ -144,9 +144,10 @@ class Requests(RunCallback):
 
     def add(self, at: Progress, key: str, request: Request) -> Progress:
         """Return the progress with a request of a callback."""
-        for name in set(request.metrics) & {*at.metrics, *at.request.metrics}:
-            fix = f'give it another name: "{key}_{name}"'
-            raise ConfigError(f"{FIELD}: {key}", name, "is the name of another metric", fix)
+        for name in request.metrics:
+            if name in at.metrics or name in at.request.metrics:
+                fix = f'give it another name: "{key}_{name}"'
+                raise ConfigError(f"{FIELD}: {key}", name, "is the name of another metric", fix)
         stop = request.stop and f"{key}: {request.stop}"
         if peers.world_size() == 1:
             return at.asked(Request(stop=stop, save=request.save, metrics=request.metrics))

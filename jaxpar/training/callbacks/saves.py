@@ -17,7 +17,7 @@ from jaxpar.stores.mirror import Mirror
 from jaxpar.training.callbacks.base import RunCallback
 from jaxpar.training.callbacks.callback import Progress
 from jaxpar.training.callbacks.own import states_of
-from jaxpar.training.callbacks.steps import Metrics
+from jaxpar.training.callbacks.steps import StepMetrics
 from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.phases import Phases
@@ -62,7 +62,7 @@ class MemoryCopies(RunCallback):
         run: Run,
         memory: MemoryCheckpointer,
         judge: Judge,
-        metrics: Metrics,
+        metrics: StepMetrics,
         phases: Phases,
         others: Sequence[RunCallback],
     ):
@@ -105,7 +105,7 @@ class Checkpoints(RunCallback):
         ready: Prepared,
         stop: signals.StopRequest,
         judge: Judge,
-        metrics: Metrics,
+        metrics: StepMetrics,
         phases: Phases,
         records: RunRecords,
         store: RunInStore,
@@ -181,7 +181,7 @@ class SaveOnFailure(RunCallback):
         from_memory: bool,
         memory: MemoryCopies | None,
         checkpoints: Checkpoints,
-        metrics: Metrics,
+        metrics: StepMetrics,
         phases: Phases,
     ):
         """Args:     first: from which the loop starts; it is saved, or the initial state.

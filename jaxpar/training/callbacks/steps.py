@@ -57,7 +57,7 @@ class StepClock(RunCallback):
 class Compilation(RunCallback):
     """Compiles the train step for batches of another size than before."""
 
-    def __init__(self, programs: StepPrograms, metrics: "Metrics", phases: Phases):
+    def __init__(self, programs: StepPrograms, metrics: "StepMetrics", phases: Phases):
         self._programs, self._metrics, self._phases = programs, metrics, phases
 
     def before_step(self, at: Progress, batch: Batch) -> Batch:
@@ -68,7 +68,7 @@ class Compilation(RunCallback):
         return batch
 
 
-class Metrics(RunCallback):
+class StepMetrics(RunCallback):
     """Writes the metrics of each step, once the next one is dispatched, and checks them.
 
     Step times exclude evaluations, saves and other pauses.
@@ -138,7 +138,7 @@ class Metrics(RunCallback):
 class Profiles(RunCallback):
     """Traces steps that are due or were asked for."""
 
-    def __init__(self, run: Run, programs: StepPrograms, metrics: Metrics, phases: Phases):
+    def __init__(self, run: Run, programs: StepPrograms, metrics: StepMetrics, phases: Phases):
         self._metrics, self._phases = metrics, phases
         self._profiler = RunProfiler(run.cfg, run.dir, programs, describe(run.mesh), log)
 
