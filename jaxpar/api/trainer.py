@@ -17,6 +17,7 @@ from jaxpar.config.lists.held_out_sets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
+from jaxpar.config.values import SavedValue, class_name
 from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
@@ -241,7 +242,8 @@ class Trainer:
 
         The run is saved in `run.dir`, and resumes from there. Ctrl-C saves and stops it.
 
-        Args:     callbacks: act after those of `train.callbacks`.
+        Args:     callbacks: act after those of `train.callbacks`. In the config of a run's folder,
+                  one replaces those of its class, whose code is not loaded.
         Returns:  whether the run has ended by itself; `load` returns its state. False: it was asked
                   to stop by a signal.
         Raises:   ConfigError, SaveFailed, and whatever a callback raises; RunError within a
@@ -250,8 +252,13 @@ class Trainer:
         if getattr(_of_thread, "trains", False):
             fix = "return from the callback first, or train in another thread"
             raise exit_codes.RunError(f"train() was called by a callback of train(). Fix: {fix}.")
-        all_of_them = *self._asked.train.callbacks, *callbacks
-        cfg = replace(self._asked, **{"train.callbacks": all_of_them})
+        given = [class_name(one) for one in callbacks if isinstance(one, Callback)]
+        others = [
+            one
+            for one in self._asked.train.callbacks
+            if not (isinstance(one, SavedValue) and class_name(one) in given)
+        ]
+        cfg = replace(self._asked, **{"train.callbacks": (*others, *callbacks)})
         check(cfg)
         startup.begin_now()
         _of_thread.trains = True

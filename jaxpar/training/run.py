@@ -42,7 +42,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
-from jaxpar.training.callbacks import own
 from jaxpar.training.evaluating.held_out import HeldOut, open_held_out
 from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.frozen import reference_scores
@@ -106,7 +105,6 @@ class Run:
         Raises:   ConfigError for anything that would stop the run later.
         """
         startup = StartUp()
-        own.check(cfg)
         folder = run_folder(cfg) if in_folder else Path(cfg.run.dir)
         on_disk = start(cfg) if in_folder else None
         first = copies[0].group.step if copies else on_disk

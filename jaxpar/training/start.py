@@ -23,6 +23,7 @@ from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.state import abstract_logical
 from jaxpar.stores.lease import Lease
 from jaxpar.training import elastic, manifest
+from jaxpar.training.callbacks import own
 from jaxpar.training.frozen.chosen import choose_together
 from jaxpar.training.loop import train
 from jaxpar.training.records import RunRecords
@@ -32,6 +33,7 @@ from jaxpar.training.stored import stored
 
 def checked(cfg: Config) -> Run:
     """Return the run, after every process has checked it and all agree that it is the same run."""
+    own.check(cfg)
     seconds = cfg.cluster.slow_seconds or 1e6
     with stage("planning the layout"):
         laid_out = elastic.choose_layout(cfg, seconds)

@@ -76,7 +76,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
     with only_devices(2):
         monkeypatch.setattr(attention_kernels, "choose", spy(told))
         made = run.Run.open(read_config(args))
-        state = made.start()
+        state = made.start().state
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
         make_train_step(made.cfg, made.mesh, made.max_segments).lower(state, made.loader.batch(0))

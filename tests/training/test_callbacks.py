@@ -14,7 +14,6 @@ from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
 from jaxpar.training.callbacks import own
-from jaxpar.training.run import Run
 from tests import ranks
 from tests.fingerprints import quickly_computed
 from tests.kept_steps import steps_kept
@@ -151,17 +150,16 @@ def test_one_that_is_gone_is_named(train_on, config_with, capsys):
     assert said.count("callback   low is gone: its state of step 4 is not used\n") == 1
 
 
-def test_two_of_one_key_are_refused(config_with, only_devices):
+def test_two_of_one_key_are_refused(train_on, config_with):
     for two in (
         "SaveAt(step=1), SaveAt(step=2),",
         "SaveAt(step=1), StopBelow(loss=1, key='SaveAt'),",
     ):
-        with only_devices(1), pytest.raises(ConfigError) as refused:
-            Run.open(read_config([config_with(two)]))
+        with pytest.raises(ConfigError) as refused:
+            train_on(1, config_with(two))
         said = "train.callbacks = 'SaveAt': is the key of 2 callbacks, whose state a checkpoint has"
         assert said in str(refused.value) and "Fix: give each its own" in str(refused.value)
-    with only_devices(1):
-        Run.open(read_config([config_with("SaveAt(step=1), SaveAt(step=2, key='later'),")]))
+    own.check(read_config([config_with("SaveAt(step=1), SaveAt(step=2, key='later'),")]))
 
 
 class Function(Callback):
@@ -170,19 +168,17 @@ class Function(Callback):
     call: object
 
 
-def test_an_option_that_is_a_function_is_refused(config_file, only_devices):
+def test_an_option_that_is_a_function_is_refused(config_file):
     cfg = replace(read_config([config_file]), **{"train.callbacks": (Function(call=print),)})
-    with only_devices(1), pytest.raises(ConfigError, match=r"Function\.call = .*: is no option"):
-        Run.open(cfg)
+    with pytest.raises(ConfigError, match=r"Function\.call = .*: is no option"):
+        own.check(cfg)
 
 
-def test_a_run_folder_without_the_code_is_refused(train_on, config_with, tmp_path, capsys):
+def test_a_run_folder_without_the_code_is_refused(train_on, config_with, tmp_path):
     words = [*WORDS, "--train.num-steps", "4"]
     assert train_on(2, config_with("SaveAt(step=2),"), *words) == exit_codes.EXIT_OK
-    code = train_on(2, str(tmp_path / "run"), "--train.num-steps", "8")
-    assert code == exit_codes.EXIT_CONFIG
-    said = capsys.readouterr().err
-    assert ":SaveAt': is a class whose code is not loaded" in said
+    with pytest.raises(ConfigError, match=r":SaveAt': is a class whose code is not loaded"):
+        train_on(2, str(tmp_path / "run"), "--train.num-steps", "8")
 
 
 # ------------------------------------------------------------------------ in Python
