@@ -174,11 +174,14 @@ def test_an_option_that_is_a_function_is_refused(config_file):
         own.check(cfg)
 
 
-def test_a_run_folder_without_the_code_is_refused(train_on, config_with, tmp_path):
+def test_a_run_folder_goes_on_with_its_code(train_on, config_with, tmp_path):
+    file, more = config_with("SaveAt(step=2),"), ["--train.num-steps", "8"]
     words = [*WORDS, "--train.num-steps", "4"]
-    assert train_on(2, config_with("SaveAt(step=2),"), *words) == exit_codes.EXIT_OK
-    with pytest.raises(ConfigError, match=r":SaveAt': is a class whose code is not loaded"):
-        train_on(2, str(tmp_path / "run"), "--train.num-steps", "8")
+    assert train_on(2, file, *words) == exit_codes.EXIT_OK
+    with pytest.raises(ConfigError, match=r"'tiny.py:SaveAt': is of a class whose code is not"):
+        train_on(2, str(tmp_path / "run"), *more)
+    assert train_on(2, str(tmp_path / "run"), "--code", file, *more) == exit_codes.EXIT_OK
+    assert checkpoint.saved_steps(tmp_path / "run")[-1] == 8
 
 
 # ------------------------------------------------------------------------ in Python

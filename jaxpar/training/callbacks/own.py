@@ -1,6 +1,5 @@
 """A user's callbacks in the list of a run, and what they ask for."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any, cast
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
-from jaxpar.config.values import SavedValue
+from jaxpar.config.values import fields_of, require_code
 from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.processes import peers
@@ -42,14 +41,12 @@ def given(cfg: Config) -> tuple[Callback, ...]:
 def check(cfg: Config) -> None:
     """Check a config's callbacks.
 
-    Raises:   ConfigError for two with one key, for one whose code is not loaded, and for a field
-              that is no option.
+    Raises:   ConfigError for two with one key, for a field that is no option, and for a value whose
+              code is not loaded.
     """
+    require_code(cfg)
     for one in cfg.train.callbacks:
-        if isinstance(one, SavedValue):
-            fix = "give the config file in place of the run's folder, or leave the callback out"
-            raise ConfigError(FIELD, one.name, "is a class whose code is not loaded", fix)
-        for field in dataclasses.fields(cast(Any, one)):
+        for field in fields_of(type(one)):
             try:
                 json.dumps(value := getattr(one, field.name))
             except TypeError:
