@@ -226,7 +226,9 @@ def test_a_step_takes_only_what_belongs_to_it(trainer_of):
     batch = next(trainer.batches(state, 1))
     wider = abstract_state(trainer_of(**{"model.d_ff": 128, "run.dir": "unused"}).cfg)
     host = jax.tree.map(np.asarray, batch)
+    other_mesh = trainer_of(**{"parallel.tensor": 2, "run.dir": "unused"}).init()
     wrong = {
+        r"is on another mesh or sharded otherwise": (other_mesh, batch),
         r"\['w_(gate|up|down)'\].*: has float32.*this trainer's": (wider, batch),
         "state = .*: must be a state of a trainer": (state.params, batch),
         "is not in the state": (dataclasses.replace(state, params={}), batch),

@@ -317,3 +317,39 @@ def test_processes_agree(monkeypatch):
             if after.request != Request():
                 found[step] = after.request.save, after.request.stop, after.ends
         assert found == {15: (True, "A: enough", True)}
+
+
+def test_processes_end_after_the_same_step(write_ranks, tmp_path):
+    """One of two processes asks to stop; its state is not in the checkpoint, that of process 0 is."""
+    file = Path(write_ranks(tmp_path))
+    text = file.read_text("utf-8").replace("log_every=1", "log_every=2, callbacks=(Alone(),)")
+    file.write_text(ALONE + text, "utf-8")
+    launched = ranks.launch(2, 1, "--", str(file), "--evaluation.every", "0")
+    code, said = ranks.finish(launched)
+    assert code == exit_codes.EXIT_OK, said
+    run = tmp_path / "run"
+    saved = checkpoint.saved_steps(run)
+    assert "stopped early: Alone: process 1 has had enough" in said
+    last = saved[-1]
+    assert last == 14 and 8 in saved  # asked for after steps 10 and 4
+    kept = checkpoint.read_saved(run, last).callbacks
+    assert json.loads(kept["Alone"]) == {"process": 0, "steps": last}
+
+
+ALONE = '''
+import jax
+import jaxpar
+
+
+class Alone(jaxpar.Callback):
+    """One of the processes asks."""
+
+    def prepare(self, run):
+        return {"process": jax.process_index()}
+
+    def after_step(self, run, own):
+        own["steps"] = run.step
+        if jax.process_index() == 1:
+            stop = "process 1 has had enough" if run.step == 10 else ""
+            return jaxpar.Request(stop=stop, save=run.step == 4)
+'''
