@@ -12,11 +12,14 @@ from jaxpar import Callback, Progress, Request, checkpoint
 from jaxpar.api.trainer import Trainer
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
+from jaxpar.memory_checkpoint.places import FOLDER
+from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 from jaxpar.runtime import exit_codes
 from jaxpar.training.callbacks import own
 from tests import ranks
 from tests.fingerprints import quickly_computed
 from tests.kept_steps import steps_kept
+from tests.memory_checkpoint.hosts import folders_of
 from tests.weights import quickly_made
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -139,6 +142,26 @@ def test_a_killed_run_resumes_bit_for_bit(train_on, config_with, tmp_path):
     both = [checkpoint.read_saved(folder, 12) for folder in (run, whole)]
     assert both[0].callbacks == both[1].callbacks and both[0].callbacks
     assert both[0].fingerprints == both[1].fingerprints
+
+
+def test_a_copy_in_memory_has_its_state(train_on, config_with, tmp_path, monkeypatch, capsys):
+    (memory,) = folders_of(tmp_path / "memory", 1)
+    monkeypatch.setenv(FOLDER, str(memory))
+    due = MemoryCheckpointer.due
+
+    def patient(self, step: int) -> bool:  # a step takes as long as a copy: none is left out
+        self.wait()
+        return due(self, step)
+
+    monkeypatch.setattr(MemoryCheckpointer, "due", patient)
+    words = [*WORDS, "--checkpoint.every", "12", "--checkpoint.memory-every", "3"]
+    forever = "StopBelow(loss=0.0),"
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        train_on(2, config_with(forever + "Fails(step=8),"), *words)
+    assert train_on(2, config_with(forever), *words) == exit_codes.EXIT_OK
+    assert "restored step 6 from memory" in capsys.readouterr().out
+    kept = json.loads(checkpoint.read_saved(tmp_path / "run").callbacks["StopBelow"])
+    assert kept["seen"] == list(range(1, 13))
 
 
 def test_one_that_is_gone_is_named(train_on, config_with, capsys):
@@ -320,7 +343,7 @@ def test_processes_agree(monkeypatch):
 
 
 def test_processes_end_after_the_same_step(write_ranks, tmp_path):
-    """One of two processes asks to stop; its state is not in the checkpoint, that of process 0 is."""
+    """One of two asks to stop. The checkpoint has the state of process 0."""
     file = Path(write_ranks(tmp_path))
     text = file.read_text("utf-8").replace("log_every=1", "log_every=2, callbacks=(Alone(),)")
     file.write_text(ALONE + text, "utf-8")

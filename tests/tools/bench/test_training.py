@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -162,7 +161,7 @@ def timed_until(last: int, warm_up: int, number: signal.Signals = signal.SIGTERM
     def step(state: int, batch: int):
         if state == last:
             signal.raise_signal(number)
-        return state + 1, SimpleNamespace(loss=float(batch))
+        return state + 1, {"loss": float(batch)}
 
     gpus, dispatched = power.Watch(), []
     first_done = lambda: dispatched.append(1)  # noqa: E731
