@@ -82,7 +82,9 @@ class MetricsWriter:
         self.screen = Screen(cfg.train.num_steps, first_step, even=len(self.sizes.sizes) == 1)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
-        self.pending: tuple[int, Any, Mapping[str, Any]] | None = None
+        self.pending: tuple[int, Any] | None = None
+        #: More values for the record of the pending step, which are not checked.
+        self.added: Mapping[str, Any] = {}
         self.clock: float | None = None
         self._clear()
         if first_step:
@@ -95,32 +97,26 @@ class MetricsWriter:
         self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
 
     def write_previous(
-        self,
-        step: int,
-        measured: Any,
-        data_wait: float,
-        dispatch: float = 0.0,
-        added: Mapping[str, Any] = MappingProxyType({}),
+        self, step: int, measured: Any, data_wait: float, dispatch: float = 0.0
     ) -> None:
         """Take the metrics of a step just dispatched; fetch and count the step before it.
 
         Args:     data_wait, dispatch: seconds that this step waited for its batch, and that its
-                  dispatch took, which may include waiting for the devices. added: more values for
-                  the record, which are not checked.
+                  dispatch took, which may include waiting for the devices.
         """
         if self.clock is not None:
             self.device_wait += dispatch
         try:
             self.flush()
         finally:  # if the run saves before it ends, this step is checked too
-            self.pending = (step, measured, added)
+            self.pending, self.added = (step, measured), {}
         self.data_wait += data_wait
 
     def flush(self) -> None:
         """Wait for the pending step and count it. Raises what `look` raises."""
         if self.pending is None:
             return
-        step, measured, added = self.pending
+        step, measured = self.pending
         self.pending = None
         there = dict(measured)
         expert_rows, routing = (there.pop(name, None) for name in ("expert_rows", "routing"))
@@ -128,7 +124,7 @@ class MetricsWriter:
         fetched = jax.device_get(there)
         values = {name: float(v) for name, v in fetched.items() if np.ndim(v) == 0}
         self.lists = {name: v.tolist() for name, v in fetched.items() if np.ndim(v)}
-        self.added = _in_json(added)
+        added = _in_json(self.added)
         waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
@@ -139,7 +135,7 @@ class MetricsWriter:
             self.device_wait += waited
         self.clock = now
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
-            self._write_interval(step, values)
+            self._write_interval(step, values, added)
             self.loads.write(step + 1, expert_rows)
         if self.routing.write(step + 1, routing):
             self.clock = None  # it took time that is not the next step's
@@ -149,7 +145,9 @@ class MetricsWriter:
         self.flush()
         self.clock = None
 
-    def _write_interval(self, step: int, values: dict[str, float]) -> None:
+    def _write_interval(
+        self, step: int, values: dict[str, float], added: Mapping[str, Any]
+    ) -> None:
         left_out = bool(exit_codes.not_finite(values))
         # Skipped updates do not advance the schedule.
         updates = step - int(values.get("skipped", 0)) + left_out
@@ -158,7 +156,7 @@ class MetricsWriter:
             "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
             **self.lists,
-            **self.added,
+            **added,
         }
         record["tokens_seen"] = self.sizes.tokens_before(step + 1)
         size = self.sizes.at(step)

@@ -277,8 +277,10 @@ class Wrong(Callback):
         return {"x": jax.numpy.zeros(3)} if self.how == "array" else {}
 
     def after_step(self, run, own):
-        if self.how == "error":
+        if self.how == "error" and run.step == 3:
             raise ZeroDivisionError
+        if self.how == "error":
+            return None
         if self.how == "text":
             return "stop"
         return Request(metrics={self.how: 1.0})
@@ -291,12 +293,20 @@ class Wrong(Callback):
         ("text", ConfigError, "Wrong.after_step = 'stop': must return a jaxpar.Request or None"),
         ("loss", ConfigError, 'Wrong = .loss.: is the name of another metric.*"Wrong_loss"'),
         ("learning_rate", ConfigError, "is the name of another metric"),
-        ("error", ZeroDivisionError, None),
     ],
 )
 def test_what_is_refused(trainer_of, how, kind, said):
     with pytest.raises(kind, match=said):
         trainer_of().train(Wrong(how=how))
+
+
+def test_the_step_before_its_error_is_recorded_and_saved(trainer_of, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        trainer_of().train(Wrong(how="error"))
+    assert checkpoint.saved_steps(tmp_path / "run") == [2, 3]
+    assert sorted(records(tmp_path / "run")) == [1, 2, 3]
+    assert trainer_of().train(Wrong(how="error", key="other"))
+    assert sorted(records(tmp_path / "run")) == [1, 2, 3, 4]
 
 
 def test_it_goes_back_with_the_run(trainer_of, tmp_path, monkeypatch):
@@ -328,7 +338,7 @@ def test_processes_agree(monkeypatch):
     monkeypatch.setattr(own.peers, "world_size", lambda: 2)
     monkeypatch.setattr(own.peers, "read_published", lambda topic: texts)
     monkeypatch.setattr(own.peers, "publish", lambda topic, text: texts.update({1: text}))
-    one, other = own.Requests(), own.Requests()
+    one, other = (own.Requests(lambda metrics: None) for _ in range(2))
     at = Progress(**of_run, step=8)
     asked = Request(save=True, metrics={"x": 1})
     assert one.add(at, "A", asked).request == Request(metrics={"x": 1})

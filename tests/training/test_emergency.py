@@ -12,7 +12,7 @@ from jaxpar.training.callbacks import saves
 from jaxpar.training.callbacks.callback import Progress
 from jaxpar.training.callbacks.checks import Evaluations, StopRequests
 from jaxpar.training.callbacks.saves import Checkpoints
-from jaxpar.training.callbacks.steps import Compilation, StepMetrics
+from jaxpar.training.callbacks.steps import Compilation
 from jaxpar.training.step_guard import StepGuard
 from tests import ranks
 from tests.memory_checkpoint.hosts import folders_of
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 #: Where a run may fail, and how to tell the step there.
 PLACES = {
     "before a step": (Compilation, "before_step", lambda at, batch: at.step + 1),
-    "metrics": (StepMetrics, "after_step", lambda at: at.step),
+    "a callback": (Compilation, "after_step", lambda at: at.step),
     "after a step": (StopRequests, "after_step", lambda at: at.step),
     "evaluation": (Evaluations, "after_step", lambda at: at.step),
 }

@@ -34,11 +34,11 @@ def callbacks_of(
 
     They act before and after a step in this order, and are closed in reverse.
     """
-    own, first = own_callbacks(run.cfg, start.saved), start.step or 0
-    judge = Judge(run.cfg, start.step, start.saved)
+    first, judge = start.step or 0, Judge(run.cfg, start.step, start.saved)
     mirror, programs, record = store.mirror, ready.train_step, phases.spent.event
     backlog = mirror.backlog if mirror is not None else None
     metrics = StepMetrics(run, ready, clock, first, backlog, record)
+    own = own_callbacks(run.cfg, start.saved, metrics.add)
     copies = None
     if ready.memory is not None:
         copies = MemoryCopies(run, ready.memory, judge, metrics, phases, own)
@@ -47,10 +47,10 @@ def callbacks_of(
     from_memory = start.copy is not None
     return [
         Folder(records),
+        metrics,
         *own,
         *([Store(mirror, record)] if mirror else []),
         Compilation(programs, metrics, phases),
-        metrics,
         *replicas,
         Evaluations(ready.evaluation, judge, metrics, phases, own),
         StopRequests(stop),

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -135,7 +135,9 @@ class Requests(RunCallback):
     processes read them. Metrics are those of process 0, which writes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, add: Callable[[Mapping[str, Any]], None]):
+        """Args:     add: adds metrics to the record of the latest step."""
+        self._add = add
         self._topic = f"callbacks {next(_LOOPS)}"
         self._published: list[tuple[int, str, bool]] = []
 
@@ -157,6 +159,7 @@ class Requests(RunCallback):
         return at.asked(Request(metrics=request.metrics))
 
     def after_step(self, at: Progress) -> Progress:
+        self._add(at.request.metrics)
         if peers.world_size() == 1 or at.step % at.config.train.log_every:
             return at
         for _, text in sorted(peers.read_published(self._topic).items()):
@@ -166,14 +169,17 @@ class Requests(RunCallback):
         return at
 
 
-def own_callbacks(cfg: Config, saved: Saved | None) -> list[RunCallback]:
+def own_callbacks(
+    cfg: Config, saved: Saved | None, add: Callable[[Mapping[str, Any]], None]
+) -> list[RunCallback]:
     """Return a config's callbacks for the list of a run.
 
-    Args:     saved: of the state that the run goes on from; None without one.
+    Args:     saved: of the state that the run goes on from; None without one. add: as in
+              `Requests`.
     """
     if not cfg.train.callbacks:
         return []
-    requests, states = Requests(), saved.callbacks if saved is not None else {}
+    requests, states = Requests(add), saved.callbacks if saved is not None else {}
     own = [OwnCallback(one, requests, states.get(key_of(one), "")) for one in given(cfg)]
     return [*own, requests]
 

@@ -114,11 +114,12 @@ class StepMetrics(RunCallback):
             startup.ended("first step")
             log(str(startup))
             self._record("first step", step=at.step)
-        measured = at.metrics, self._clock.data_wait, dispatch, at.request.metrics
-        self._writer.write_previous(at.step - 1, *measured)
-        if at.ends:
-            self._writer.flush()
+        self._writer.write_previous(at.step - 1, at.metrics, self._clock.data_wait, dispatch)
         return at
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add values to the record of the latest step."""
+        self._writer.added = metrics
 
     def pause(self) -> None:
         """Fetch what is pending, and exclude the time until the next step from the step times.
@@ -132,7 +133,11 @@ class StepMetrics(RunCallback):
         self._writer.evaluation(at.step, scores, more)
 
     def close(self, at: Progress, error: BaseException | None) -> None:
-        self._writer.__exit__()
+        try:
+            if error is None:
+                self._writer.flush()
+        finally:
+            self._writer.__exit__()
 
 
 class Profiles(RunCallback):
