@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.monitoring.evaluations import Score, record_of
@@ -20,52 +21,49 @@ from jaxpar.training.phases import Phases
 from jaxpar.training.records import RunRecords
 
 
+@dataclass(eq=False)
 class Folder(RunCallback):
     """Checks that the run may still write its folder."""
 
-    def __init__(self, records: RunRecords):
-        self._records = records
+    records: RunRecords
 
     def before_step(self, at: Progress, batch: Batch) -> Batch:
-        self._records.check_lock()
+        self.records.check_lock()
         return batch
 
 
+@dataclass(eq=False)
 class Replicas(RunCallback):
     """Checks that replicas hold the same weights, bit for bit."""
 
-    def __init__(self, check: ReplicaCheck, metrics: StepMetrics):
-        self._check, self._metrics = check, metrics
+    check: ReplicaCheck
+    metrics: StepMetrics
 
     def after_step(self, at: Progress) -> Progress:
         if at.every(at.config.guard.replica_check_every):
-            self._metrics.pause()
-            require_equal(at.step, self._check(at.state))
+            self.metrics.pause()
+            require_equal(at.step, self.check(at.state))
         return at
 
 
+@dataclass(eq=False)
 class Evaluations(RunCallback):
     """Computes held-out losses. Too many in a row that are no better end the run."""
 
-    def __init__(
-        self,
-        evaluation: Evaluation,
-        judge: Judge,
-        metrics: StepMetrics,
-        phases: Phases,
-        others: Sequence[RunCallback],
-    ):
-        """Args:     others: who are told of each evaluation."""
-        self._evaluation, self._judge, self._metrics = evaluation, judge, metrics
-        self._phases, self._others = phases, others
+    evaluation: Evaluation
+    judge: Judge
+    metrics: StepMetrics
+    phases: Phases
+    others: Sequence[RunCallback]
+    """Who are told of each evaluation."""
 
     def after_step(self, at: Progress) -> Progress:
-        judge, evaluation, ended = self._judge, self._evaluation, at.ends
+        judge, evaluation, ended = self.judge, self.evaluation, at.ends
         judge.improved = False
         if not (names := evaluation.due(at.step, ended)):
             return at
-        self._phases.enter("evaluation", at.step, slow=True)
-        self._metrics.pause()
+        self.phases.enter("evaluation", at.step, slow=True)
+        self.metrics.pause()
         at, scores = self._evaluated(at, names)
         if line := judge.judge(at.step, scores):
             log(line)
@@ -73,29 +71,29 @@ class Evaluations(RunCallback):
             at = at.asked(Request(stop=judge.describe()))
         if at.ends and not ended and evaluation.at_end:
             at, _ = self._evaluated(at, evaluation.at_end)
-        self._phases.enter("step", at.step)
+        self.phases.enter("step", at.step)
         return at
 
     def _evaluated(
         self, at: Progress, names: Sequence[str]
     ) -> tuple[Progress, Mapping[str, Score]]:
-        scores = self._evaluation(at.state, names)
+        scores = self.evaluation(at.state, names)
         more: dict[str, Any] = {}
-        for callback in self._others:
+        for callback in self.others:
             at, added = callback.evaluate(at, record_of(scores))
             more |= added
-        self._metrics.evaluation(at, scores, more)
+        self.metrics.evaluation(at, scores, more)
         return at, scores
 
 
+@dataclass(eq=False)
 class StopRequests(RunCallback):
     """Ends the run after a signal that asks for it: all processes after the same step."""
 
-    def __init__(self, stop: signals.StopRequest):
-        self._stop = stop
+    stop: signals.StopRequest
 
     def after_step(self, at: Progress) -> Progress:
-        return dataclasses.replace(at, preempted=True) if self._stop.due() else at
+        return dataclasses.replace(at, preempted=True) if self.stop.due() else at
 
 
 class ExitOnFailure(RunCallback):

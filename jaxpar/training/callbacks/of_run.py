@@ -34,17 +34,16 @@ def callbacks_of(
 
     They act before and after a step in this order, and are closed in reverse.
     """
-    first, judge = start.step or 0, Judge(run.cfg, start.step, start.saved)
+    judge = Judge(run.cfg, start.step, start.saved)
     mirror, programs, record = store.mirror, ready.train_step, phases.spent.event
     backlog = mirror.backlog if mirror is not None else None
-    metrics = StepMetrics(run, ready, clock, first, backlog, record)
+    metrics = StepMetrics(run, ready, clock, backlog, record)
     own = own_callbacks(run.cfg, start.saved, metrics.add)
     copies = None
     if ready.memory is not None:
         copies = MemoryCopies(run, ready.memory, judge, metrics, phases, own)
-    checkpoints = Checkpoints(run, ready, stop, judge, metrics, phases, records, store, own)
+    checkpoints = Checkpoints(run, ready, stop, judge, metrics, phases, records, store.own, own)
     replicas = [Replicas(ready.replicas, metrics)] if run.cfg.guard.replica_check_every else []
-    from_memory = start.copy is not None
     return [
         Folder(records),
         metrics,
@@ -57,7 +56,7 @@ def callbacks_of(
         *([copies] if copies else []),
         checkpoints,
         ExitOnFailure(),
-        Profiles(run, programs, metrics, phases),
-        SaveOnFailure(run, first, from_memory, copies, checkpoints, metrics, phases),
+        Profiles(programs, metrics, phases),
+        SaveOnFailure(start, copies, checkpoints, metrics, phases),
         clock,
     ]

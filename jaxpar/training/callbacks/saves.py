@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -23,8 +25,7 @@ from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.phases import Phases
 from jaxpar.training.prepared import Prepared
 from jaxpar.training.records import RunRecords
-from jaxpar.training.run import Run
-from jaxpar.training.stored import RunInStore
+from jaxpar.training.run import Run, Start
 
 #: Seconds for all processes to meet, each with an exception after the same step. One that fails
 #: alone ends this much later.
@@ -41,108 +42,101 @@ UNSAVED = (
 )
 
 
+@dataclass(eq=False)
 class Store(RunCallback):
     """Records the uploads of a run in an object store."""
 
-    def __init__(self, mirror: Mirror, record: Callable[..., None]):
-        self._mirror, self._record = mirror, record
+    mirror: Mirror
+    record: Callable[..., None]
 
     def prepare(self, at: Progress) -> None:
-        self._mirror.record_to(self._record)
+        self.mirror.record_to(self.record)
 
     def close(self, at: Progress, error: BaseException | None) -> None:
-        self._mirror.record_to(None)
+        self.mirror.record_to(None)
 
 
+@dataclass(eq=False)
 class MemoryCopies(RunCallback):
     """Copies the state to the memory of hosts."""
 
-    def __init__(
-        self,
-        run: Run,
-        memory: MemoryCheckpointer,
-        judge: Judge,
-        metrics: StepMetrics,
-        phases: Phases,
-        others: Sequence[RunCallback],
-    ):
-        """Args:     others: whose states each copy has."""
-        self._run, self._memory, self._judge = run, memory, judge
-        self._metrics, self._phases, self._others = metrics, phases, others
+    run: Run
+    memory: MemoryCheckpointer
+    judge: Judge
+    metrics: StepMetrics
+    phases: Phases
+    others: Sequence[RunCallback]
+    """Whose states each copy has."""
 
     def after_step(self, at: Progress) -> Progress:
-        if self._memory.due(at.step) and not at.ends:
-            self._phases.enter("save wait", at.step)
-            self._metrics.pause()
+        if self.memory.due(at.step) and not at.ends:
+            self.phases.enter("save wait", at.step)
+            self.metrics.pause()
             self._copy(at)
         return at
 
     def copy_now(self, at: Progress) -> None:
         """Copy the state, and wait until the copy is complete."""
-        self._memory.wait()
+        self.memory.wait()
         self._copy(at)
-        self._memory.wait()
+        self.memory.wait()
 
     def _copy(self, at: Progress) -> None:
-        loader = self._run.loader
-        self._memory.save(
+        loader = self.run.loader
+        self.memory.save(
             at.state,
             at.step,
             loader.sizes_of_steps.tokens_before(at.step),
             loader.skipped,
-            self._judge.best,
-            states_of(self._others, at),
+            self.judge.best,
+            states_of(self.others, at),
         )
 
 
+@dataclass(eq=False)
 class Checkpoints(RunCallback):
     """Saves a checkpoint if one is due, is the best so far, or was asked for; and before the run
     stops because of a signal."""
 
-    def __init__(
-        self,
-        run: Run,
-        ready: Prepared,
-        stop: signals.StopRequest,
-        judge: Judge,
-        metrics: StepMetrics,
-        phases: Phases,
-        records: RunRecords,
-        store: RunInStore,
-        others: Sequence[RunCallback],
-    ):
-        """Args:     others: whose states each checkpoint has."""
-        self._run, self._ready, self._stop, self._judge = run, ready, stop, judge
-        self._metrics, self._phases, self._records = metrics, phases, records
-        self._own, self._others = store.own, others
+    run: Run
+    ready: Prepared
+    stop: signals.StopRequest
+    judge: Judge
+    metrics: StepMetrics
+    phases: Phases
+    records: RunRecords
+    own: Path | None
+    """As in `Checkpointer`."""
+    others: Sequence[RunCallback]
+    """Whose states each checkpoint has."""
 
     def prepare(self, at: Progress) -> None:
-        run = self._run
+        run = self.run
         self.saver = checkpoint.Checkpointer(
             run.cfg,
             log,
             run.loader.skipped,
-            self._phases.spent.event,
+            self.phases.spent.event,
             run.asked,
-            self._ready.host,
-            self._own,
+            self.ready.host,
+            self.own,
             weights.to_json(run.weights_from),
         )
-        self.saver.keep_best(self._judge.best)
+        self.saver.keep_best(self.judge.best)
         self.saver.prepare(at.state)
 
     def after_step(self, at: Progress) -> Progress:
-        spent = self._phases.spent
+        spent = self.phases.spent
         spent.done(at.step)
-        due = at.every(at.config.checkpoint.every) or self._judge.improved or at.request.save
+        due = at.every(at.config.checkpoint.every) or self.judge.improved or at.request.save
         if due or at.preempted:
-            self._phases.enter("save wait", at.step, slow=True)
-            self._metrics.pause()
+            self.phases.enter("save wait", at.step, slow=True)
+            self.metrics.pause()
             self._save(at)
             spent.record(at.step)
         if at.preempted:
             self.saver.finish()
-            log(f"{self._stop.received}: saved step {at.step}; the same command resumes from there")
+            log(f"{self.stop.received}: saved step {at.step}; the same command resumes from there")
         return at
 
     def save_now(self, at: Progress) -> None:
@@ -154,18 +148,19 @@ class Checkpoints(RunCallback):
         self.saver.finish()
 
     def _save(self, at: Progress) -> None:
-        self._records.before_save()
-        tokens = self._run.loader.sizes_of_steps.tokens_before(at.step)
-        states = states_of(self._others, at)
-        self.saver.save(at.state, at.step, tokens, self._judge.best, states)
+        self.records.before_save()
+        tokens = self.run.loader.sizes_of_steps.tokens_before(at.step)
+        states = states_of(self.others, at)
+        self.saver.save(at.state, at.step, tokens, self.judge.best, states)
 
     def close(self, at: Progress, error: BaseException | None) -> None:
         if error is None:
-            self._phases.enter("save wait", at.step, slow=True)
-            self._phases.spent.record(at.step)
+            self.phases.enter("save wait", at.step, slow=True)
+            self.phases.spent.record(at.step)
         self.saver.__exit__(type(error) if error else None, error, None)
 
 
+@dataclass(eq=False)
 class SaveOnFailure(RunCallback):
     """Saves the last finished step if an exception ends the loop. It is closed first.
 
@@ -174,22 +169,11 @@ class SaveOnFailure(RunCallback):
     run without copies. With several processes, it is saved if all fail after the same step.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        first: int,
-        from_memory: bool,
-        memory: MemoryCopies | None,
-        checkpoints: Checkpoints,
-        metrics: StepMetrics,
-        phases: Phases,
-    ):
-        """Args:     first: from which the loop starts; it is saved, or the initial state.
-        from_memory: it is a copy in memory.
-        """
-        self._run, self._first, self._memory = run, first, memory
-        self._from_memory = from_memory
-        self._checkpoints, self._metrics, self._phases = checkpoints, metrics, phases
+    start: Start
+    memory: MemoryCopies | None
+    checkpoints: Checkpoints
+    metrics: StepMetrics
+    phases: Phases
 
     def close(self, at: Progress, error: BaseException | None) -> None:
         if not isinstance(error, Exception) or isinstance(error, UNSAVED):
@@ -204,26 +188,26 @@ class SaveOnFailure(RunCallback):
 
         Raises:   whatever a save raises.
         """
-        stuck = at.step == self._first
-        memory = None if stuck else self._memory
-        saved = at.step in self._checkpoints.saver.steps()
-        if memory is None and (not self._run.cfg.checkpoint.every or saved):
+        stuck = at.step == (self.start.step or 0)
+        memory = None if stuck else self.memory
+        saved = at.step in self.checkpoints.saver.steps()
+        if memory is None and (not at.config.checkpoint.every or saved):
             return
-        if stuck and not self._from_memory:
+        if stuck and self.start.copy is None:
             return  # the initial state, or that of a checkpoint
         if not all_fail_at(at):
             return
-        self._metrics.pause()  # the numbers of the step are checked first, as before any save
+        self.metrics.pause()  # the numbers of the step are checked first, as before any save
         what = f"{type(error).__name__}: step {at.step} is saved before the run ends"
         log(what)
-        limit = self._run.cfg.cluster.hang_seconds or SAVE_SECONDS
+        limit = at.config.cluster.hang_seconds or SAVE_SECONDS
         timer = threading.Timer(limit, end_with, [error])
         timer.daemon = True
         timer.start()
         try:
-            self._phases.enter("save wait", at.step, slow=True)
+            self.phases.enter("save wait", at.step, slow=True)
             if memory is None:
-                self._checkpoints.save_now(at)
+                self.checkpoints.save_now(at)
             else:
                 memory.copy_now(at)
         finally:

@@ -1,8 +1,10 @@
 """What belongs to each step: its batch, its program, its metrics."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.monitoring.gpus import open_gpus
@@ -23,30 +25,32 @@ from jaxpar.training.step_guard import StepGuard
 from jaxpar.training.step_programs import StepPrograms
 
 
+@dataclass(eq=False)
 class StepClock(RunCallback):
     """Measures how long a step waits for its batch, and how long its dispatch takes. The last of
     the list: the step follows."""
 
-    def __init__(self, phases: Phases, programs: StepPrograms, first: int):
-        """Args:     first: steps done before the loop."""
-        self._phases, self._programs, self._first = phases, programs, first
-        #: Seconds of the latest step.
-        self.data_wait = 0.0
-        self._began = 0.0
+    phases: Phases
+    programs: StepPrograms
+    first: int
+    """Steps done before the loop."""
+    data_wait: float = 0.0
+    """Seconds of the latest step."""
+    _began: float = 0.0
 
     def timed(self, batches: Iterator[tuple[int, Batch]]) -> Iterator[Batch]:
         """Yield the batches, and measure the wait for each."""
-        for done in range(self._first, 1 << 62):
-            self._phases.enter("data wait", done + 1)
+        for done in itertools.count(self.first):
+            self.phases.enter("data wait", done + 1)
             began = time.perf_counter()
             _, batch = next(batches)
             self.data_wait = time.perf_counter() - began
             yield batch
 
     def before_step(self, at: Progress, batch: Batch) -> Batch:
-        slow = at.step == self._first or not self._programs.has_run(batch)
+        slow = at.step == self.first or not self.programs.has_run(batch)
         self._began = time.perf_counter()
-        self._phases.enter("step", at.step + 1, slow=slow)
+        self.phases.enter("step", at.step + 1, slow=slow)
         return batch
 
     def dispatched(self) -> float:
@@ -54,67 +58,63 @@ class StepClock(RunCallback):
         return time.perf_counter() - self._began
 
 
+@dataclass(eq=False)
 class Compilation(RunCallback):
     """Compiles the train step for batches of another size than before."""
 
-    def __init__(self, programs: StepPrograms, metrics: "StepMetrics", phases: Phases):
-        self._programs, self._metrics, self._phases = programs, metrics, phases
+    programs: StepPrograms
+    metrics: "StepMetrics"
+    phases: Phases
 
     def before_step(self, at: Progress, batch: Batch) -> Batch:
-        if not self._programs.has(batch):
-            self._metrics.pause()
-            self._phases.enter("compile", at.step + 1, slow=True)
-            self._programs.prepare(at.state, batch)
+        if not self.programs.has(batch):
+            self.metrics.pause()
+            self.phases.enter("compile", at.step + 1, slow=True)
+            self.programs.prepare(at.state, batch)
         return batch
 
 
+@dataclass(eq=False)
 class StepMetrics(RunCallback):
     """Writes the metrics of each step, once the next one is dispatched, and checks them.
 
     Step times exclude evaluations, saves and other pauses.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        ready: Prepared,
-        clock: StepClock,
-        first: int,
-        more: Callable[[], dict[str, float]] | None,
-        record: Callable[..., None],
-    ):
-        """Args:     first: steps done before the loop. more: as `MetricsWriter.more`. record:
-        called with events.
-        """
-        self._run, self._ready, self._clock = run, ready, clock
-        self._first, self._more, self._record = first, more, record
+    run: Run
+    ready: Prepared
+    clock: StepClock
+    more: Callable[[], dict[str, float]] | None
+    """As `MetricsWriter.more`."""
+    record: Callable[..., None]
+    """Called with events."""
 
     def prepare(self, at: Progress) -> None:
-        run, first = self._run, self._first
+        run, first = self.run, at.step
         cfg, loader, order = run.cfg, run.loader, functools.partial(order_of, run.cfg)
         guard = StepGuard(cfg, run.dir, first, loader.skipped.batch_of, log, describe(run.mesh))
         self._writer = writer = MetricsWriter(
             cfg,
             run.dir,
             first,
-            self._ready.schedule,
+            self.ready.schedule,
             loader.epochs,
             guard.look,
-            self._ready.forecast,
+            self.ready.forecast,
             open_sinks(cfg, run.dir, first, log),
             order,
             loader.sizes_of_steps,
         )
-        writer.more = self._more or writer.more
+        writer.more = self.more or writer.more
         writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
 
     def after_step(self, at: Progress) -> Progress:
-        dispatch, startup = self._clock.dispatched(), self._run.startup
+        dispatch, startup = self.clock.dispatched(), self.run.startup
         if "first step" not in startup.seconds:  # the first dispatch blocks until the step is done
             startup.ended("first step")
             log(str(startup))
-            self._record("first step", step=at.step)
-        self._writer.write_previous(at.step - 1, at.metrics, self._clock.data_wait, dispatch)
+            self.record("first step", step=at.step)
+        self._writer.write_previous(at.step - 1, at.metrics, self.clock.data_wait, dispatch)
         return at
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -140,16 +140,21 @@ class StepMetrics(RunCallback):
             self._writer.__exit__()
 
 
+@dataclass(eq=False)
 class Profiles(RunCallback):
     """Traces steps that are due or were asked for."""
 
-    def __init__(self, run: Run, programs: StepPrograms, metrics: StepMetrics, phases: Phases):
-        self._metrics, self._phases = metrics, phases
-        self._profiler = RunProfiler(run.cfg, run.dir, programs, describe(run.mesh), log)
+    programs: StepPrograms
+    metrics: StepMetrics
+    phases: Phases
+
+    def prepare(self, at: Progress) -> None:
+        mesh = describe(at.mesh)
+        self._profiler = RunProfiler(at.config, at.folder, self.programs, mesh, log)
 
     def before_step(self, at: Progress, batch: Batch) -> Batch:
         step = at.step + 1
-        self._profiler.before(step, at.state, self._metrics.pause, self._phases.enter)
+        self._profiler.before(step, at.state, self.metrics.pause, self.phases.enter)
         return batch
 
     def close(self, at: Progress, error: BaseException | None) -> None:
