@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     from jaxpar.sharding.params import ParamSpec
     from jaxpar.step.features.own_probes import Probe
     from jaxpar.step.features.post_updates import PostUpdate
-    from jaxpar.training.callbacks import StopTraining
+    from jaxpar.training.callbacks.callback import Callback, Progress, Request
 
 __version__ = "0.1.0"
 
 #: The module of each name of the API.
 _MODULES = {
+    "Callback": "jaxpar.training.callbacks.callback",
     "Config": "jaxpar.config",
     "ConfigError": "jaxpar.config",
     "Loss": "jaxpar.objectives.losses",
     "ParamSpec": "jaxpar.sharding.params",
     "PostUpdate": "jaxpar.step.features.post_updates",
     "Probe": "jaxpar.step.features.own_probes",
+    "Progress": "jaxpar.training.callbacks.callback",
+    "Request": "jaxpar.training.callbacks.callback",
     "Sampling": "jaxpar.inference.options",
     "Scores": "jaxpar.objectives.losses",
-    "StopTraining": "jaxpar.training.callbacks",
     "Trainer": "jaxpar.api.trainer",
     "generate": "jaxpar.api.loading",
     "load_config": "jaxpar.api.loading",
@@ -40,15 +42,17 @@ _MODULES = {
 }
 
 __all__ = [
+    "Callback",
     "Config",
     "ConfigError",
     "Loss",
     "ParamSpec",
     "PostUpdate",
     "Probe",
+    "Progress",
+    "Request",
     "Sampling",
     "Scores",
-    "StopTraining",
     "Trainer",
     "generate",
     "load_config",

@@ -12,7 +12,6 @@ from pathlib import Path
 from jaxpar import commands
 from jaxpar.config import Config
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.values import require_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +31,12 @@ def main(options: TrainOptions) -> int:
     from jaxpar.runtime.processes import peers, rendezvous
     from jaxpar.stores.fetching import with_local_config
     from jaxpar.training import first_run
+    from jaxpar.training.callbacks import own
     from jaxpar.training.start import run_to_end
 
     arguments = with_local_config(options.config)
     asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
-    require_code(asked)
+    own.check(asked)
     cfg, environment = rendezvous.join(asked)
     is_first = first_run.prepare_quickstart(cfg) and arguments.name == "quickstart"
     code = run_to_end(cfg, environment)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config, registry
-from jaxpar.training import loop
+from jaxpar.training import step_programs
 from jaxpar.training.evaluating import evaluation
 
 #: Jitted steps in memory.
@@ -37,12 +37,12 @@ NOT_READ = ("run", "checkpoint", "evaluation", "profile", "metrics", "cluster")
 @contextlib.contextmanager
 def steps_kept() -> Iterator[None]:
     """Have runs take steps that an earlier run of this process has traced."""
-    made = loop.make_train_step, evaluation.make_eval_step
-    loop.make_train_step, evaluation.make_eval_step = map(kept, made)
+    made = step_programs.make_train_step, evaluation.make_eval_step
+    step_programs.make_train_step, evaluation.make_eval_step = map(kept, made)
     try:
         yield
     finally:
-        loop.make_train_step, evaluation.make_eval_step = made
+        step_programs.make_train_step, evaluation.make_eval_step = made
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:

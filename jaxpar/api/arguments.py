@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.inference.options import Sampling
 from jaxpar.sharding.batch import IGNORED, Batch
-from jaxpar.step.state import TrainState
+from jaxpar.step.state import TrainState, abstract_state, state_shardings
+from jaxpar.training.run import Run
 
 
 def require_type(
@@ -58,54 +61,76 @@ def texts(values: Collection[Any], name: str, fix: str) -> None:
             ) from None
 
 
-def check_state(state: Any, wanted: TrainState) -> None:
-    """Check that a state belongs to a trainer.
+class Fits:
+    """Checks that states and batches are those of a run."""
 
-    Args:     wanted: of abstract arrays.
-    Raises:   ConfigError that names the first array that differs.
-    """
-    fix = "use a state of this trainer: init(), load() or step()"
-    require_type("state", state, TrainState, "a state of a trainer", "trainer.init()")
-    flat = jax.tree_util.tree_leaves_with_path
-    here, there = dict(flat(wanted)), dict(flat(state))
-    for path in [*here, *there]:
-        if path in here and path in there:
-            continue
-        where = "of another trainer" if path in there else "is not in the state"
-        raise ConfigError("state", jax.tree_util.keystr(path), where, fix)
-    for path, leaf in here.items():
-        found = there[path]
-        given = getattr(found, "shape", None), getattr(found, "dtype", None)
-        if given != (leaf.shape, leaf.dtype):
-            rule = (
-                f"has {_described(*given)}, and this trainer's {_described(leaf.shape, leaf.dtype)}"
-            )
-            raise ConfigError("state", jax.tree_util.keystr(path), rule, fix)
+    def __init__(self, run: Run):
+        self._vocab_size = run.cfg.model.vocab_size
+        placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+        shardings = state_shardings(run.cfg, run.mesh)
+        self._state = jax.tree.map(placed, abstract_state(run.cfg), shardings)
+        self._batch = run.loader.abstract_batch()
+        self._sizes = {(size.rows, size.length) for size in step_sizes(run.cfg).sizes}
+
+    def check_state(self, state: Any) -> None:
+        """Raises:   ConfigError that names the first array that is of another config or mesh."""
+        require_type("state", state, TrainState, "a state of a trainer", "trainer.init()")
+        flat = jax.tree_util.tree_leaves_with_path
+        here, there = dict(flat(self._state)), dict(flat(state))
+        fix = "use a state of this trainer: init(), load() or step()"
+        for path in [*here, *there]:
+            if path in here and path in there:
+                continue
+            where = "of another trainer" if path in there else "is not in the state"
+            raise ConfigError("state", jax.tree_util.keystr(path), where, fix)
+        for path, wanted in here.items():
+            if rule := _difference(there[path], wanted):
+                raise ConfigError("state", jax.tree_util.keystr(path), rule, fix)
+
+    def check_batch(self, batch: Any) -> None:
+        """Check a batch. Tokens are looked at only if they are on the host.
+
+        Raises:   ConfigError for another size, type or mesh, or a token beyond the vocabulary.
+        """
+        fix = "use a batch of trainer.batches, or one of its size"
+        require_type("batch", batch, Batch, "a Batch", "next(trainer.batches(state))")
+        there = dict(jax.tree_util.tree_leaves_with_path(batch))
+        for path, wanted in jax.tree_util.tree_leaves_with_path(self._batch):
+            name, array = f"batch{jax.tree_util.keystr(path)}", there.get(path)
+            shape: Any = getattr(array, "shape", ())
+            if shape[:2] not in self._sizes or shape[:2] != np.shape(batch.tokens)[:2]:
+                is_one = " or ".join(f"int32 {list(size)}" for size in sorted(self._sizes))
+                raise ConfigError(name, shape, f"must have the shape of {is_one}", fix)
+            if (dtype := getattr(array, "dtype", None)) != wanted.dtype:
+                raise ConfigError(name, str(dtype), f"must be {wanted.dtype}", fix)
+            of_size = wanted.update(shape=shape[:2] + wanted.shape[2:])
+            if rule := _difference(array, of_size):
+                raise ConfigError(name, shape, rule, fix)
+        for name, least in (("tokens", 0), ("labels", IGNORED)):
+            self._check_tokens(f"batch.{name}", getattr(batch, name), least)
+
+    def _check_tokens(self, name: str, array: Any, least: int) -> None:
+        if not isinstance(array, np.ndarray):
+            return
+        if not least <= array.min() <= array.max() < self._vocab_size:
+            worst = array.min() if array.min() < least else array.max()
+            rule = f"must be from {least} to {self._vocab_size - 1}, below model.vocab_size"
+            raise ConfigError(name, int(worst), rule, "use the tokenizer of the data")
+
+
+def _difference(found: Any, wanted: jax.ShapeDtypeStruct) -> str:
+    """Return how an array differs from the one that a trainer takes; "" if it fits."""
+    try:
+        chex.assert_shape(found, wanted.shape)
+        chex.assert_type(found, wanted.dtype)
+    except (AssertionError, AttributeError, TypeError):
+        described = _described(getattr(found, "shape", None), getattr(found, "dtype", None))
+        return f"has {described}, and this trainer's {_described(wanted.shape, wanted.dtype)}"
+    committed = isinstance(found, jax.Array) and found.committed
+    if committed and not found.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)):
+        return f"is on another mesh or sharded otherwise: {found.sharding}"
+    return ""
 
 
 def _described(shape: Any, dtype: Any) -> str:
     return f"no shape ({dtype})" if shape is None else f"{dtype}{list(shape)}"
-
-
-def check_batch(batch: Any, sizes: Collection[tuple[int, int]], vocab_size: int) -> None:
-    """Check that a batch fits a trainer. Tokens are looked at only if they are on the host.
-
-    Args:     sizes: sequences and tokens of each, of the steps of the run.
-    Raises:   ConfigError for another size, another type, or a token beyond the vocabulary.
-    """
-    fix = "use a batch of trainer.batches, or one of its size"
-    require_type("batch", batch, Batch, "a Batch", "next(trainer.batches(state))")
-    for name in ("tokens", "labels", "segment_ids", "positions"):
-        array = getattr(batch, name)
-        shape = getattr(array, "shape", None)
-        if shape not in sizes or shape != batch.tokens.shape:
-            is_one = " or ".join(f"int32 {list(size)}" for size in sorted(sizes))
-            raise ConfigError(f"batch.{name}", shape, f"must have the shape of {is_one}", fix)
-        if array.dtype != np.int32:
-            raise ConfigError(f"batch.{name}", str(array.dtype), "must be int32", fix)
-    for name, least in (("tokens", 0), ("labels", IGNORED)):
-        array = getattr(batch, name)
-        if isinstance(array, np.ndarray) and not least <= array.min() <= array.max() < vocab_size:
-            worst = array.min() if array.min() < least else array.max()
-            rule = f"must be from {least} to {vocab_size - 1}, below model.vocab_size"
-            raise ConfigError(f"batch.{name}", int(worst), rule, "use the tokenizer of the data")

@@ -1,9 +1,8 @@
 """Trains a config from Python: step by step, or by the training loop with callbacks."""
 
 import contextlib
-import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.api.arguments import check_batch, check_generation, check_state, require_type
+from jaxpar.api.arguments import Fits, check_generation, require_type
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT
-from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
+from jaxpar.config.values import SavedValue, class_name
 from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
@@ -33,20 +32,16 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import adapters
-from jaxpar.step.compiled import FirstRunAlone
-from jaxpar.step.diloco.outer import OuterSteps
-from jaxpar.step.diloco.overlap import same_program
-from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.metrics import Metrics
-from jaxpar.step.state import TrainState, abstract_state, state_shardings, to_logical
+from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.training import elastic, manifest
-from jaxpar.training.callbacks import Callbacks
+from jaxpar.training.callbacks.callback import Callback
 from jaxpar.training.evaluating.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
 from jaxpar.training.frozen.chosen import choose_together, to_json
-from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
+from jaxpar.training.step_programs import StepPrograms
 from jaxpar.training.vocabulary import with_vocabulary
 
 #: Whether `Trainer.train` is under way in this thread.
@@ -82,15 +77,12 @@ class Trainer:
     def _opened(self, cfg: Config, in_folder: bool) -> Run:
         laid_out = elastic.choose_layout(cfg, self._seconds)
         chosen = choose_together(laid_out, self._seconds, in_folder=in_folder)
-        return Run(laid_out, in_folder=in_folder, chosen=chosen)
+        return Run.open(laid_out, in_folder=in_folder, chosen=chosen)
 
     def _use(self, run: Run) -> None:
-        self._run = run
-        self._train_steps: dict[tuple[tuple[int, ...], int | None], FirstRunAlone] = {}
+        self._run, self._steps = run, StepPrograms(run)
         self._evaluation: Evaluation | None = None
-        self._outer_steps = OuterSteps(run.cfg, run.mesh)
-        self._abstract = abstract_state(run.cfg)
-        self._sizes = {(size.rows, size.length) for size in step_sizes(run.cfg).sizes}
+        self._fits = Fits(run)
 
     @property
     def _seconds(self) -> float:
@@ -110,7 +102,7 @@ class Trainer:
         """Return the state before the first step. Tests the attention kernels first."""
         if self._run.first_step is not None:  # of `load`
             self._use(self._opened(self._asked, in_folder=False))
-        return self._run.start()
+        return self._run.start().state
 
     def load(self) -> TrainState:
         """Return the state of the latest intact checkpoint in `run.dir`, on this mesh.
@@ -122,7 +114,7 @@ class Trainer:
             fix = "init() a state, or use the run.dir of a run"
             raise ConfigError("run.dir", cfg.run.dir, "contains no finished checkpoint", fix)
         self._use(self._opened(cfg, in_folder=True))
-        state = self._run.start()
+        state = self._run.start().state
         self._own_steps |= set(checkpoint.saved_steps(self.cfg.run.dir))
         return state
 
@@ -132,7 +124,7 @@ class Trainer:
         Args:     num_steps: how many; None: up to `train.num_steps`.
         Returns:  an iterator over Batches of int32 [B, T], sharded over the mesh.
         """
-        check_state(state, self._abstract)
+        self._fits.check_state(state)
         if num_steps is not None:
             require_type("num_steps", num_steps, int, "a number of steps, or None", "num_steps=10")
         first = int(state.step)
@@ -148,21 +140,14 @@ class Trainer:
 
         Returns:  the next state, and the metrics: scalars such as `loss` and `grad_norm`, which
                   may still be computed when this returns; `float` waits for them.
-        Raises:   ConfigError for the state or the batch of another config, and for tokens beyond
-                  the vocabulary in a batch of NumPy arrays.
+        Raises:   ConfigError for the state or the batch of another config or mesh, and for tokens
+                  beyond the vocabulary in a batch of NumPy arrays.
         """
-        check_state(state, self._abstract)
-        check_batch(batch, self._sizes, self.cfg.model.vocab_size)
-        cfg, fragment = self.cfg, None
-        if cfg.diloco.overlap and (due := under_way(int(state.step), cfg)) is not None:
-            fragment = same_program(cfg, due)
-        key = batch.tokens.shape, fragment
-        if key not in self._train_steps:
-            self._train_steps[key] = compiled(self._run, state, batch, fragment=fragment)
-        state, metrics = self._train_steps[key](state, batch)
-        if self.cfg.diloco.every:
-            state = self._outer_steps(int(state.step), state)
-        return state, metrics
+        self._fits.check_state(state)
+        self._fits.check_batch(batch)
+        if not self._steps.has(batch):
+            self._steps.prepare(state, batch)
+        return self._steps(state, batch, int(state.step) if self.cfg.diloco.every else 0)
 
     def evaluate(self, state: TrainState) -> float:
         """Return the loss on held-out text, in nats per token.
@@ -252,28 +237,33 @@ class Trainer:
         chat = chat_format.of_run(folder, cfg, tokenizer)
         return LoadedModel(small, mesh, weights, tokenizer, begin, int(state.step), chat)
 
-    def train(self, **callbacks: Callable[..., Any]) -> bool:
+    def train(self, *callbacks: Callback) -> bool:
         """Train to the last step by the training loop, as `python -m jaxpar.train` does.
 
         The run is saved in `run.dir`, and resumes from there. Ctrl-C saves and stops it.
 
-        Args:     callbacks: functions by their names in `Callbacks`: on_step, on_evaluation,
-                  on_save, on_start, on_end.
-        Returns:  whether the run has reached its last step; `load` returns its state.
+        Args:     callbacks: act after those of `train.callbacks`. In the config of a run's folder,
+                  one replaces those of its class, whose code is not loaded.
+        Returns:  whether the run has ended by itself; `load` returns its state. False: it was asked
+                  to stop by a signal.
         Raises:   ConfigError, SaveFailed, and whatever a callback raises; RunError within a
                   callback of `train`.
         """
         if getattr(_of_thread, "trains", False):
             fix = "return from the callback first, or train in another thread"
             raise exit_codes.RunError(f"train() was called by a callback of train(). Fix: {fix}.")
-        known = [field.name for field in dataclasses.fields(Callbacks)]
-        for name in (name for name in callbacks if name not in known):
-            raise ConfigError("callbacks", name, "is not one", f"use one of {', '.join(known)}")
+        given = [class_name(one) for one in callbacks if isinstance(one, Callback)]
+        others = [
+            one
+            for one in self._asked.train.callbacks
+            if not (isinstance(one, SavedValue) and class_name(one) in given)
+        ]
+        cfg = replace(self._asked, **{"train.callbacks": (*others, *callbacks)})
+        check(cfg)
         startup.begin_now()
-        calls = Callbacks(**callbacks)
         _of_thread.trains = True
         try:
-            code = run_to_end(self._asked, self._environment, calls)
+            code = run_to_end(cfg, self._environment)
         finally:
             _of_thread.trains = False
         return code == exit_codes.EXIT_OK

@@ -139,13 +139,18 @@ class Checkpointer:
         fingerprints((state if is_equal(self._cfg) else snapshot(state, self._cfg)).saved)
 
     def save(
-        self, state: TrainState, step: int, tokens_seen: int, best: Best | None = None
+        self,
+        state: TrainState,
+        step: int,
+        tokens_seen: int,
+        best: Best | None = None,
+        callbacks: Mapping[str, str] = MappingProxyType({}),
     ) -> bool:
         """Start saving. Training may continue, and donate the state, as soon as this returns.
 
         Args:     state: the running state, sharded as `state.state_shardings`. step: optimizer
                   steps taken. tokens_seen: tokens trained on, counted on the host. best: the best
-              evaluation so far, whose checkpoint is kept.
+              evaluation so far, whose checkpoint is kept. callbacks: as in `Saved`.
         Returns:  whether a save has begun: not if the step is saved already, or if the save failed
                   immediately.
         Raises:   SaveFailed when more saves in a row have failed than allowed.
@@ -157,7 +162,7 @@ class Checkpointer:
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
         tree = snapshot(state, self._cfg).saved
-        about = self._about | {"tokens_seen": int(tokens_seen)}
+        about = self._about | {"tokens_seen": int(tokens_seen), "callbacks": dict(callbacks)}
         if best is not None:
             about["best"] = dataclasses.asdict(best)
             self.keep_best(best)

@@ -125,6 +125,7 @@ class MemoryCheckpointer:
         tokens_seen: int,
         skipped: SkippedBatches,
         best: Best | None = None,
+        callbacks: Mapping[str, str] = MappingProxyType({}),
     ) -> bool:
         """Copy the state. Training may continue, and donate it, as soon as this returns.
 
@@ -141,7 +142,7 @@ class MemoryCheckpointer:
             return False
         tree = snapshot(state, self._cfg).saved
         about = self._about | {"skipped_batches": skipped.ranges, "rewinds": skipped.rewinds}
-        about |= metadata_of(tree, tokens_seen)
+        about |= metadata_of(tree, tokens_seen) | {"callbacks": dict(callbacks)}
         about |= {} if best is None else {"best": dataclasses.asdict(best)}
         group, self._number = Group(step, self.session, self._number), self._number + 1
         try:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -72,8 +73,6 @@ class MetricsWriter:
         self.gpus: GpuReader | None = None
         #: Returns more metrics for each record, such as what waits for a store.
         self.more: Callable[[], dict[str, float]] = lambda: {}
-        #: Called with every record, after it is written.
-        self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule, self.sizes = cfg, schedule, sizes or step_sizes(cfg)
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -84,6 +83,8 @@ class MetricsWriter:
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
         self.pending: tuple[int, Any] | None = None
+        #: More values for the record of the pending step, which are not checked.
+        self.added: Mapping[str, Any] = {}
         self.clock: float | None = None
         self._clear()
         if first_step:
@@ -108,7 +109,7 @@ class MetricsWriter:
         try:
             self.flush()
         finally:  # if the run saves before it ends, this step is checked too
-            self.pending = (step, measured)
+            self.pending, self.added = (step, measured), {}
         self.data_wait += data_wait
 
     def flush(self) -> None:
@@ -123,6 +124,7 @@ class MetricsWriter:
         fetched = jax.device_get(there)
         values = {name: float(v) for name, v in fetched.items() if np.ndim(v) == 0}
         self.lists = {name: v.tolist() for name, v in fetched.items() if np.ndim(v)}
+        added = _in_json(self.added)
         waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
@@ -133,7 +135,7 @@ class MetricsWriter:
             self.device_wait += waited
         self.clock = now
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
-            self._write_interval(step, values)
+            self._write_interval(step, values, added)
             self.loads.write(step + 1, expert_rows)
         if self.routing.write(step + 1, routing):
             self.clock = None  # it took time that is not the next step's
@@ -143,7 +145,9 @@ class MetricsWriter:
         self.flush()
         self.clock = None
 
-    def _write_interval(self, step: int, values: dict[str, float]) -> None:
+    def _write_interval(
+        self, step: int, values: dict[str, float], added: Mapping[str, Any]
+    ) -> None:
         left_out = bool(exit_codes.not_finite(values))
         # Skipped updates do not advance the schedule.
         updates = step - int(values.get("skipped", 0)) + left_out
@@ -152,6 +156,7 @@ class MetricsWriter:
             "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
             **self.lists,
+            **added,
         }
         record["tokens_seen"] = self.sizes.tokens_before(step + 1)
         size = self.sizes.at(step)
@@ -218,14 +223,18 @@ class MetricsWriter:
         self.file.write(json.dumps(record) + "\n")
         if self.sinks is not None:
             self.sinks.write(record)
-        self.on_record(record)
 
-    def evaluation(self, step: int, scores: Mapping[str, evaluations.Score]) -> None:
+    def evaluation(
+        self,
+        step: int,
+        scores: Mapping[str, evaluations.Score],
+        added: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Record and print held-out losses.
 
-        Args:     scores: by name, as `evaluations.record_of`.
+        Args:     scores: by name, as `evaluations.record_of`. added: more values for the record.
         """
-        self.write({"step": step} | evaluations.record_of(scores))
+        self.write({"step": step} | evaluations.record_of(scores) | _in_json(added))
         for line in evaluations.lines(scores):
             self.screen.log(line)
 
@@ -328,6 +337,17 @@ def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int 
     shown = {k: v for k, v in values.items() if metric_of(k).shown not in hidden}
     finite = {k: v if math.isfinite(v) else None for k, v in shown.items()}
     return finite | {k: int(v) for k, v in shown.items() if metric_of(k).whole}
+
+
+def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers and arrays as in metrics.jsonl, with null for non-finite values."""
+    return {name: _finite(np.asarray(x).tolist()) for name, x in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: float | None, form: str) -> str:

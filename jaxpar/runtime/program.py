@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,24 +103,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return _report(why := f"error: {error}", code), why
     traceback.print_exception(error)
     return exit_codes.EXIT_ERROR, why
-
-
-@contextlib.contextmanager
-def exit_on_failure() -> Iterator[None]:
-    """In a run of several processes, end this process on an exception, without any cleanup.
-
-    Cleanup could hang: for example, a save in progress may wait for a process that is dead. Bad
-    numerics and loss spikes occur in all processes alike, so they propagate as in a single process.
-    """
-    from jaxpar.runtime.processes import peers
-
-    try:
-        yield
-    except BaseException as error:
-        alike = isinstance(error, exit_codes.BadNumerics | exit_codes.Spike)
-        if peers.world_size() == 1 or alike:
-            raise
-        _leave(*_verdict(error))
 
 
 def end_with(error: BaseException) -> NoReturn:

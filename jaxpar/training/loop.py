@@ -1,41 +1,64 @@
 """The training loop."""
 
 import contextlib
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.config.lists.step_sizes import in_words
-from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.goodput import Recorder, goodput, read_events
 from jaxpar.monitoring.hlo.collective_order import collective_order
 from jaxpar.monitoring.host_losses import described, host_losses
 from jaxpar.monitoring.restarts import RESTORED, restarts
 from jaxpar.runtime import exit_codes, signals
-from jaxpar.runtime.compilation import CacheReads
-from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
-from jaxpar.step.diloco.schedule import under_way
-from jaxpar.step.identity import identity
+from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import make_train_step
-from jaxpar.training.between_steps import BetweenSteps, Phases
-from jaxpar.training.emergency import saved_on_failure
+from jaxpar.training.callbacks import own
+from jaxpar.training.callbacks.base import RunCallback, prepared
+from jaxpar.training.callbacks.callback import Progress
+from jaxpar.training.callbacks.of_run import callbacks_of
+from jaxpar.training.callbacks.steps import StepClock
 from jaxpar.training.evaluating.early_stop import Judge
-from jaxpar.training.prepared import Prepared, prepared
+from jaxpar.training.phases import Phases
+from jaxpar.training.prepared import Prepared, programs_of
+from jaxpar.training.records import RunRecords
 from jaxpar.training.rewind import rewind
-from jaxpar.training.run import Run
+from jaxpar.training.run import Run, Start
+from jaxpar.training.stored import RunInStore
 
 
-def train(run: Run, watch: Watchdog) -> int:
-    """Train to the last step, from the start or from a checkpoint. Returns the exit code."""
+def steps(
+    at: Progress,
+    step: Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]],
+    batches: Iterable[Batch],
+    callbacks: Sequence[RunCallback],
+) -> Progress:
+    """Take the steps of a run, and call its callbacks between them. Returns the last progress.
+
+    Raises:   Spike when the run must go back to a checkpoint.
+    """
+    with prepared(callbacks, at) as latest:
+        for batch in batches:
+            for callback in callbacks:
+                batch = callback.before_step(at, batch)
+            state, metrics = step(at.state, batch, at.step)
+            at = latest.at = at.after(state, metrics)
+            for callback in callbacks:
+                at = latest.at = callback.after_step(at)
+            if at.ends:
+                break
+    return at
+
+
+def train(run: Run, watch: Watchdog, records: RunRecords, store: RunInStore) -> int:
+    """Train to the last step, from the start or from a checkpoint. Returns the exit code.
+
+    Args:     records, store: of the run's folder.
+    """
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
         return exit_codes.EXIT_OK
@@ -50,120 +73,77 @@ def train(run: Run, watch: Watchdog) -> int:
         contextlib.ExitStack() as until_the_end,
     ):
         phases = Phases(watch, spent, now)
-        state = run.start()
-        ready = until_the_end.enter_context(prepared(run, state, compiled))
+        start = run.start()
+        ready = until_the_end.enter_context(programs_of(run, start, spent.event))
         watch.report = lambda: collective_order(ready.train_step.program.as_text())
         spent.event("compiled", from_cache=run.startup.from_cache)
-        if run.restored is not None:
-            spent.event(RESTORED, **run.restored)
-        spent.started(run.first_step or 0, run.startup.seconds)
-        run.calls.request_stop = stop.request
-        run.calls.started(run.first_step or 0)
+        if start.restored is not None:
+            spent.event(RESTORED, **start.restored)
+        spent.started(start.step or 0, run.startup.seconds)
+        for line in own.gone(run.cfg, start.saved):
+            log(line)
         while True:
             try:
-                code = steps(run, state, ready, stop, phases)
+                code = attempt(run, start, ready, stop, phases, records, store)
                 break
             except exit_codes.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
             if stop.due():  # if the loss kept spiking, the run would never reach a save
-                code = stopped_without_saving(run, stop, found)
+                code = stopped_without_saving(run, store, stop, found)
                 break
-            phases.enter("restore", run.first_step or 0, slow=True)
+            phases.enter("restore", start.step or 0, slow=True)
             if ready.memory is not None:
                 ready.memory.forget()
-            run.copies.clear()
-            run.bring_newest()
-            state, run.first_step = rewind(
-                run.cfg, run.mesh, run.loader, run.initial.again, found, log
-            )
-            spent.goes_on_from(run.first_step or 0)
+            store.bring_newest()
+            state, step = rewind(run.cfg, run.mesh, run.loader, run.initial.again, found, log)
+            saved = None if step is None else checkpoint.read_saved(run.dir, step)
+            start = Start(state, step, saved)
+            spent.goes_on_from(step or 0)
     events = read_events(run.dir)
     log(str(goodput(events)))
     for lost in (described(host_losses(events)), restarts(events)):
         if lost:
             log(str(lost))
-    run.calls.ended(code)
     return code
 
 
-def steps(
-    run: Run, state: TrainState, ready: Prepared, stop: signals.StopRequest, phases: Phases
+def attempt(
+    run: Run,
+    start: Start,
+    ready: Prepared,
+    stop: signals.StopRequest,
+    phases: Phases,
+    records: RunRecords,
+    store: RunInStore,
 ) -> int:
-    """Run all steps, from the run's first to its last. Returns the exit code.
+    """Take the steps from a start to the run's last. Returns the exit code.
 
-    Raises:   Spike when the run must go back to a checkpoint.
+    Raises:   as `steps`.
     """
-    with (
-        BetweenSteps(run, ready, stop, phases) as between,
-        saved_on_failure(between, state) as last,
-    ):
-        between.saver.prepare(state)
-        for step in range(between.first, between.last):
-            batch = between.batch_for(step, state)
-            state, metrics = ready.train_step(state, batch, under_way(step, run.cfg))
-            state = ready.outer_steps(step + 1, state)
-            last.finished(step + 1, state)
-            between.report(step, metrics)
-            between.check_replicas(step + 1, state)
-            between.evaluate(step + 1, state)
-            if between.save(step + 1, state):
-                return exit_codes.EXIT_PREEMPTED
-            if step + 1 == between.last:  # perhaps early
-                break
-        between.finish()
-    between.batches.close()
-    early = (
-        f", stopped early: {between.judge.describe()}"
-        if between.last < run.cfg.train.num_steps
-        else ""
+    first, programs = start.step or 0, ready.train_step
+    clock = StepClock(phases, programs, first)
+    callbacks = callbacks_of(run, start, ready, stop, phases, clock, records, store)
+    at = Progress(
+        config=run.cfg,
+        mesh=run.mesh,
+        folder=run.dir,
+        step=first,
+        last_step=run.cfg.train.num_steps,
+        state=start.state,
     )
-    log(f"done: {run.dir}{early}")
+    with contextlib.closing(run.loader.prefetched(first)) as batches:
+        at = steps(at, programs, clock.timed(batches), callbacks)
+    if at.preempted:
+        return exit_codes.EXIT_PREEMPTED
+    log(f"done: {run.dir}{at.request.stop and f', stopped early: {at.request.stop}'}")
     return exit_codes.EXIT_OK
 
 
-def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_codes.Spike) -> int:
+def stopped_without_saving(
+    run: Run, store: RunInStore, stop: signals.StopRequest, spike: exit_codes.Spike
+) -> int:
     """Log that the run stops before it has rewound. Returns the exit code of a stop."""
-    saved = checkpoint.saved_steps(run.own or run.dir)
+    saved = checkpoint.saved_steps(store.own or run.dir)
     there = f"resumes from the checkpoint of step {saved[-1]}" if saved else "starts over"
     log(f"{stop.received}: {spike}; stopped without saving; the same command {there}")
     return exit_codes.EXIT_PREEMPTED
-
-
-def compiled(
-    run: Run,
-    state: TrainState,
-    batch: Batch,
-    meanwhile: Callable[[], None] = lambda: None,
-    fragment: int | None = None,
-) -> FirstRunAlone:
-    """Compile the train step for one size of steps before its first use, and log the time.
-
-    Args:     batch: an example, which may be abstract. meanwhile: called when XLA starts to
-              compile; should return at once. fragment: as in `make_train_step`.
-    """
-    began = time.perf_counter()
-    cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
-    which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
-    which += "" if fragment is None else f" with the exchange of fragment {fragment}"
-    step: Any = make_train_step(
-        cfg,
-        run.mesh,
-        run.max_segments,
-        execution_of(cfg),
-        requested=("expert_rows", *(["routing"] if record else [])),
-        fragment=fragment,
-    )
-    with stage("compiling the train step") as now:
-        lowered = step.lower(state, run.taught(batch))
-        peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
-        now.at("XLA")
-        meanwhile()
-        with CacheReads() as reads:
-            program = lowered.compile()
-    run.startup.from_cache = bool(reads.hits)
-    # The first collective: from here on, no process is still compiling.
-    check_host_memory(program, run.cfg, peers.any_process)
-    how = "read from the compilation cache" if reads.hits else "compiled"
-    log(f"{how}{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
-    run.startup.ended("compilation")
-    return FirstRunAlone(program)

@@ -22,22 +22,29 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 from jaxpar.training import initial_weights
 from jaxpar.training.frozen.chosen import to_json as chosen_to_json
+from jaxpar.training.records import RunRecords
 from jaxpar.training.run import Run
 
 
-def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -> None:
+def write(
+    run: Run,
+    environment: list[str],
+    show: Callable[[str], None] = log,
+    records: RunRecords | None = None,
+) -> None:
     """Make the run folder, write config.json and manifest.json, and print a summary of the run.
 
     Only process 0 does this.
 
     Args:     environment: flags and variables that were set, each as "name=value". show: prints
-              the summary.
+              the summary. records: writes the files, and remembers them.
     Raises:   OSError that names the file, for example when the disk is full.
     """
     if jax.process_index() != 0:
         return
     run.dir.mkdir(parents=True, exist_ok=True)
-    run.records.write("config.json", text_of(run.cfg))
+    records = records or RunRecords(run.dir)
+    records.write("config.json", text_of(run.cfg))
     manifest = provenance.versions() | {
         "commit": provenance.checked_out_commit(),
         "mesh": describe(run.mesh),
@@ -46,7 +53,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
         "attention": run.attention,
         "execution": list(run.execution.in_words()),
         "environment": environment,
-        "asked": run.asked,
+        "asked": dict(run.asked),
     }
     if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
@@ -60,7 +67,7 @@ def write(run: Run, environment: list[str], show: Callable[[str], None] = log) -
             "files": [file_of(step) for step in steps],
             "bytes_of_each_uncompressed": bytes_of_a_step(run.cfg),
         }
-    run.records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
+    records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),

@@ -15,11 +15,10 @@ from jaxpar.stores.lease import Lease
 class RunRecords:
     """The lock of a run folder, and the files that are written once. Empty but in process 0."""
 
-    def __init__(self, folder: Path):
-        self.lock: RunLock | None = None
-        #: The lease on the run's store, if it has one.
-        self.lease: Lease | None = None
+    def __init__(self, folder: Path, lock: RunLock | None = None, lease: Lease | None = None):
+        """Args:     lease: on the run's store, if it has one."""
         self._folder, self._texts = folder, dict[Path, str]()
+        self._lock, self._lease = lock, lease
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the folder, and remember its text.
@@ -35,12 +34,12 @@ class RunRecords:
 
         After RunLocked, nothing more is appended to files of the folder.
         """
-        if self.lock is None:
+        if self._lock is None:
             return
         try:
-            self.lock.check(at_once)
-            if self.lease is not None:
-                self.lease.check()
+            self._lock.check(at_once)
+            if self._lease is not None:
+                self._lease.check()
         except RunLocked:
             append.abandon(self._folder)
             watchdog.without_last_words()

@@ -3,11 +3,13 @@
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError
@@ -21,56 +23,80 @@ from jaxpar.data.pair_loader import PairLoader, open_loader
 from jaxpar.data.skips import read_skipped
 from jaxpar.data.teacher_cache.cache import FIELD as CACHE
 from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
-from jaxpar.execution.decisions import execution_of, rows_per_device
+from jaxpar.execution.decisions import Execution, execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.memory_checkpoint.finding import FoundCopy
 from jaxpar.memory_checkpoint.restoring import restore
 from jaxpar.memory_checkpoint.room import CopyPlan
-from jaxpar.monitoring.gpus import open_gpus
-from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.recent_steps import last_recorded
-from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
+from jaxpar.monitoring.sinks import require_packages
 from jaxpar.monitoring.startup import StartUp
-from jaxpar.optimizer.schedules import learning_rate, on_host
 from jaxpar.parallel.context import order_of
 from jaxpar.planning.fit import check_fits
-from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
-from jaxpar.sharding.mesh import describe, make_mesh
+from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.stores.mirror import Mirror
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
-from jaxpar.training.callbacks import CallbackCalls, Callbacks
-from jaxpar.training.evaluating.held_out import open_held_out
+from jaxpar.training.evaluating.held_out import HeldOut, open_held_out
 from jaxpar.training.frozen import chosen as weights
 from jaxpar.training.frozen import reference_scores
 from jaxpar.training.frozen.initial import InitialWeights
 from jaxpar.training.frozen.teacher import Teacher
-from jaxpar.training.records import RunRecords
 from jaxpar.training.selftests.experts import test_experts
 from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
 from jaxpar.training.selftests.top_k import test_top_k
-from jaxpar.training.step_guard import StepGuard
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Run:
-    """A run, ready to train. Making one checks everything that can be checked; writes nothing."""
+    """A run, ready to train. Nothing changes it: what changes during a run is in its state and in
+    its callbacks."""
 
-    def __init__(
-        self,
+    cfg: Config
+    """Resolved for the devices."""
+    dir: Path
+    on_disk: int | None
+    """The step of the checkpoint to resume from; None to start from scratch."""
+    copies: tuple[FoundCopy, ...]
+    """Copies of the state in memory that are newer, the newest first."""
+    memory: CopyPlan | None = None
+    """What this process copies to the memory of hosts; None for a run without copies."""
+    asked: Mapping[str, Any]
+    """Values of the command that differ from the config."""
+    execution: Execution
+    mesh: Mesh
+    loader: Loader
+    held_out: HeldOut
+    max_segments: int
+    changed: Mapping[str, tuple[Any, Any]]
+    """Fields of the config that have changed since the checkpoint: their old and new values."""
+    weights_from: Mapping[str, weights.Chosen]
+    """The weights of other runs, which every checkpoint records."""
+    initial: InitialWeights
+    teacher: Teacher | None
+    """The teacher of a distillation; None if its files are in place of it."""
+    kernels: tuple[Choice, ...]
+    of_sizes: tuple[tuple[int, Config, tuple[Choice, ...]], ...]
+    """A step to come, its config and kernels, for each size of a microbatch."""
+    startup: StartUp
+
+    @classmethod
+    def open(
+        cls,
         cfg: Config,
         start: Callable[[Config], int | None] = checkpoint.starting_step,
         *,
         in_folder: bool = True,
         copies: Sequence[FoundCopy] = (),
         chosen: weights.Choice | None = None,
-    ):
-        """
+    ) -> "Run":
+        """Check everything that can be checked. Writes nothing.
+
         Args:     cfg: checked; resolved here. start: returns the step of the checkpoint to resume
                   from, None to start from scratch. in_folder: False for a run that starts from
                   scratch, and neither reads nor writes its folder. copies: of the state in memory,
@@ -78,91 +104,71 @@ class Run:
                   chosen: the weights of other runs. None, in a run of one process: chosen here.
         Raises:   ConfigError for anything that would stop the run later.
         """
-        self.startup = StartUp()
-        self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
-        self.on_disk = start(cfg) if in_folder else None
-        self.copies = list(copies)
-        self.first_step = self.copies[0].group.step if copies else self.on_disk
-        saved = self._saved()
-        cfg = with_epochs(cfg)
-        self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
-        self.asked = elastic.changed_by_layout(cfg, self.cfg)
-        self._check_memory()
-        check_host_copies(self.cfg, jax.default_backend())
-        require_packages(self.cfg)
-        self.execution = execution_of(self.cfg)
-        self.mesh = make_mesh(self.cfg.parallel)
-        order = functools.partial(order_of, self.cfg)
-        self.loader = open_loader(self.cfg, self.mesh, "train", order)
-        self.held_out = open_held_out(self.cfg, self.mesh, order)
-        self.max_segments = max(split.max_documents for split in self._splits())
+        startup = StartUp()
+        folder = run_folder(cfg) if in_folder else Path(cfg.run.dir)
+        on_disk = start(cfg) if in_folder else None
+        first = copies[0].group.step if copies else on_disk
+        saved = None
+        if first is not None:
+            saved = copies[0].saved if copies else checkpoint.read_saved(folder, first)
+        given = with_epochs(cfg)
+        cfg = resolve(elastic.same_rows(given, saved, jax.device_count()), jax.device_count())
+        check_memory(cfg)
+        check_host_copies(cfg, jax.default_backend())
+        require_packages(cfg)
+        execution, mesh = execution_of(cfg), make_mesh(cfg.parallel)
+        order = functools.partial(order_of, cfg)
+        loader = open_loader(cfg, mesh, "train", order)
+        held_out = open_held_out(cfg, mesh, order)
+        most = max(split.max_documents for split in [loader, *held_out.loaders.values()])
         if in_folder:
-            self.loader.skipped = read_skipped(self.dir)
-        self.changed = self._resume_from(saved)
-        #: The weights of other runs, which every checkpoint records.
-        self.weights_from = dict(weights.choose(self.cfg, saved) if chosen is None else chosen)
-        self.initial = InitialWeights(self.cfg, self.weights_from, saved)
-        self.origin = self.initial.origin
-        self.teacher = self._teacher()
-        self.kernels = choose_kernels(self.cfg, self.max_segments)
-        self._of_sizes = list(self._kernels_of_sizes())
-        backends_of(self.cfg)
-        self.records = RunRecords(self.dir)
-        self.mirror: Mirror | None = None
-        #: Where this process saves its shards; None if it saves to the folder with the others.
-        self.own: Path | None = None
-        #: Called by all processes before a rewind: brings the newest checkpoint to the folder.
-        self.bring_newest: Callable[[], None] = lambda: None
-        #: What this process copies to the memory of hosts; None for a run without copies.
-        self.memory: CopyPlan | None = None
-        #: For the event of a start that has restored a state.
-        self.restored: dict[str, Any] | None = None
-        self.calls = CallbackCalls(Callbacks(), self.dir, bool(self.held_out.loaders))
-        self.startup.ended("data and checks")
+            loader.skipped = read_skipped(folder)
+        changed: dict[str, tuple[Any, Any]] = {}
+        if saved is not None:
+            checkpoint.check_resumable(cfg, saved)
+            changed = checkpoint.changed_fields(cfg, saved)
+            loader.skipped = loader.skipped.and_also(saved.skipped_batches, saved.rewinds)
+            check_steps(cfg, saved.step)
+        weights_from = dict(weights.choose(cfg, saved) if chosen is None else chosen)
+        initial = InitialWeights(cfg, weights_from, saved)
+        teacher = teacher_of(cfg, mesh, loader, most, weights_from.get(weights.TEACHER))
+        kernels = choose_kernels(cfg, most)
+        of_sizes = tuple(kernels_of_sizes(cfg, loader, first or 0, most))
+        backends_of(cfg)
+        startup.ended("data and checks")
+        return cls(
+            cfg=cfg,
+            dir=folder,
+            on_disk=on_disk,
+            copies=tuple(copies),
+            asked=elastic.changed_by_layout(given, cfg),
+            execution=execution,
+            mesh=mesh,
+            loader=loader,
+            held_out=held_out,
+            max_segments=most,
+            changed=changed,
+            weights_from=weights_from,
+            initial=initial,
+            teacher=teacher,
+            kernels=kernels,
+            of_sizes=of_sizes,
+            startup=startup,
+        )
+
+    @property
+    def first_step(self) -> int | None:
+        """The step to resume from, if its state is intact; None to start from scratch."""
+        return self.copies[0].group.step if self.copies else self.on_disk
+
+    @property
+    def origin(self) -> initial_weights.Origin | None:
+        """The weights of `run.init_from`."""
+        return self.initial.origin
 
     def config_of(self, rows: int, length: int) -> Config:
         """Return the config of the steps of one size, sequences and the tokens of each."""
         return config_of(self.cfg, StepSize(0, rows, length))
-
-    def _check_memory(self) -> None:
-        """Check that the steps of each size fit.
-
-        Raises:   ConfigError as `check_fits`.
-        """
-        for size in step_sizes(self.cfg).sizes:
-            if warning := check_fits(config_of(self.cfg, size), peers.processes_here()):
-                log(f"WARNING    {warning}")
-                return
-
-    def _teacher(self) -> Teacher | None:
-        """Return the teacher of a distillation; None if its files are in place of it."""
-        chosen = self.weights_from.get(weights.TEACHER)
-        if isinstance(self.loader, TeacherCacheLoader):
-            about = self.loader.taught.about
-            assert chosen is not None
-            if about.teacher != chosen.weights:
-                rule = f"is of other weights in {weights.process()} than in process 0"
-                raise ConfigError(CACHE, self.cfg.distill.cache, rule, "use one folder")
-            log(f"teacher    {about.teacher_name}, by {self.cfg.distill.cache}")
-            return None
-        return None if chosen is None else Teacher(self.cfg, self.mesh, self.max_segments, chosen)
-
-    def _kernels_of_sizes(self) -> Iterator[tuple[int, Config, tuple[Choice, ...]]]:
-        """Yield a step to come, its config and kernels, for each size of a microbatch."""
-        known, first = set(), self.first_step or 0
-        for size, _ in self.loader.sizes_of_steps.until(self.cfg.train.num_steps, first):
-            cfg = config_of(self.cfg, size)
-            if (shape := (rows_per_device(cfg), size.length)) not in known:
-                known.add(shape)
-                yield max(size.step, first), cfg, choose_kernels(cfg, self.max_segments)
-
-    def _saved(self) -> Any:
-        """Read the metadata of the state to resume from; None without one."""
-        if self.in_memory is not None:
-            return self.in_memory
-        if self.first_step is None:
-            return None
-        return checkpoint.read_saved(self.dir, self.first_step)
 
     @property
     def in_memory(self) -> checkpoint.Saved | None:
@@ -171,20 +177,6 @@ class Run:
 
     def _splits(self) -> list[Loader]:
         return [self.loader, *self.held_out.loaders.values()]
-
-    def _resume_from(self, saved: Any) -> dict[str, tuple[Any, Any]]:
-        """Check that the checkpoint fits, and skip the batches that its run skipped.
-
-        Returns:  config fields that have changed since: their old and new values.
-        """
-        if saved is None:
-            return {}
-        checkpoint.check_resumable(self.cfg, saved)
-        changed = checkpoint.changed_fields(self.cfg, saved)
-        known = self.loader.skipped
-        self.loader.skipped = known.and_also(saved.skipped_batches, saved.rewinds)
-        check_steps(self.cfg, saved.step)
-        return changed
 
     @property
     def attention(self) -> str:
@@ -203,14 +195,13 @@ class Run:
 
         Raises:   ConfigError when they disagree.
         """
-        for step, cfg, kernels in self._of_sizes:
+        for step, cfg, kernels in self.of_sizes:
             test_kernels(kernels, cfg, self.loader, self.max_segments, step, log)
 
-    def start(self) -> TrainState:
+    def start(self) -> "Start":
         """Test the kernels, then return the initial or restored state.
 
-        Raises:   ConfigError as `test_attention`, `test_experts`, `test_recurrences` and
-                  `test_top_k`.
+        Raises:   ConfigError when a kernel gives wrong numbers; as a restore.
         """
         with stage("testing the attention kernels"):
             self.test_attention()
@@ -229,8 +220,8 @@ class Run:
             self.startup.ended("top-k self-test")
         began, resumed = time.perf_counter(), self.first_step
         with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
-            state, what = self._initial_or_saved()
-            jax.block_until_ready(state)
+            start, what = self._initial_or_saved()
+            jax.block_until_ready(start.state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
         if self.teacher is not None:
@@ -239,9 +230,9 @@ class Run:
             log(f"teacher    {self.teacher}")
             self.startup.ended("teacher")
         if self.cfg.dpo.beta:
-            self.prepare_reference(state if resumed is None else None)
+            self.prepare_reference(start.state if resumed is None else None)
             self.startup.ended("reference")
-        return state
+        return start
 
     def taught(self, batch: Batch) -> Batch:
         """Return a batch with what the step needs of the teacher, if there is one."""
@@ -267,74 +258,88 @@ class Run:
         with stage("computing the log probabilities of the reference"):
             reference_scores.prepare(loaders, *of_run, self.initial.identity, given, log)
 
-    def _initial_or_saved(self) -> tuple[TrainState, str]:
+    def _initial_or_saved(self) -> tuple["Start", str]:
         """Return the initial or restored state, and what was done, in words."""
         if self.first_step is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
-            return state, f"loaded weights of {self.origin}" if self.origin else "initialized"
+            what = f"loaded weights of {self.origin}" if self.origin else "initialized"
+            return Start(state), what
         began = time.perf_counter()
-        state, where = self._restored()
-        seconds, repeated = time.perf_counter() - began, last_recorded(self.dir)
-        self.restored = {
-            **{"source": where, "step": self.first_step or 0, "seconds": round(seconds, 3)},
-            "repeated": max(repeated - (self.first_step or 0), 0),
-        }
+        start, where = self._restored()
+        seconds, step = time.perf_counter() - began, start.step or 0
+        event = {"source": where, "step": step, "seconds": round(seconds, 3)}
+        event["repeated"] = max(last_recorded(self.dir) - step, 0)
         for field, (then, now) in self.changed.items():
             log(f"changed    {field}: {now}, was {then}")
         of = "the checkpoint" if where == "checkpoint" else where
-        return state, f"restored step {self.first_step} from {of}"
+        return start._replace(restored=event), f"restored step {start.step} from {of}"
 
-    def _restored(self) -> tuple[TrainState, str]:
+    def _restored(self) -> tuple["Start", str]:
         """Return the state of the first copy or checkpoint that is intact, and where it was."""
-        while self.copies and self.memory is not None:
-            self.first_step = self.copies[0].group.step
+        for copy in self.copies:
             try:
-                return restore(self.cfg, self.mesh, self.memory.place, self.copies[0]), "memory"
+                assert self.memory is not None  # it has been asked for copies
+                state = restore(self.cfg, self.mesh, self.memory.place, copy)
+                return Start(state, copy.group.step, copy.saved, copy), "memory"
             except checkpoint.Damaged as error:
                 log(f"WARNING    {error}")
-                del self.copies[0]
-        self.first_step = self.on_disk
-        if self.first_step is None:
+        if self.on_disk is None:
             origin = self.initial.again()
-            return initial_weights.state(self.cfg, self.mesh, origin, log), "nothing"
-        state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
-        return state, "checkpoint"
+            return Start(initial_weights.state(self.cfg, self.mesh, origin, log)), "nothing"
+        state, step = checkpoint.restore_latest(self.cfg, self.mesh)
+        return Start(state, step, checkpoint.read_saved(self.dir, step)), "checkpoint"
 
-    def metrics(self) -> MetricsWriter:
-        """Make the writer of the run's metrics, which also checks each step's loss and gradient."""
-        cfg, first = self.cfg, self.first_step or 0
-        loader, mesh = self.loader, describe(self.mesh)
-        look = StepGuard(cfg, self.dir, first, loader.skipped.batch_of, log, mesh).look
-        schedule, forecast = self._schedule_and_forecast
-        sinks = open_sinks(cfg, self.dir, first, log)
-        order = functools.partial(order_of, cfg)
-        writer = MetricsWriter(
-            cfg,
-            self.dir,
-            first,
-            schedule,
-            loader.epochs,
-            look,
-            forecast,
-            sinks,
-            order,
-            loader.sizes_of_steps,
-        )
-        writer.on_record = self.calls.record
-        if self.mirror is not None:
-            writer.more = self.mirror.backlog
-        writer.gpus = open_gpus(cfg, log) if peers.rank() == 0 else None
-        return writer
 
-    def prepare_metrics(self) -> None:
-        """Import and compute what `metrics` needs. It takes a while, on the host only."""
-        import_packages(self.cfg)
-        self._schedule_and_forecast  # noqa: B018, cached
+class Start(NamedTuple):
+    """A state that a run starts from, or goes back to."""
 
-    @functools.cached_property
-    def _schedule_and_forecast(self) -> tuple[Callable[[int], float], Forecast | None]:
-        schedule = on_host(learning_rate(self.cfg.optimizer, self.cfg.train.num_steps))
-        return schedule, forecast_here(self.cfg)
+    state: TrainState
+    step: int | None = None
+    """Its step; None for the initial state."""
+    saved: checkpoint.Saved | None = None
+    """The metadata of the copy or the checkpoint that it was read from."""
+    copy: FoundCopy | None = None
+    """The copy in memory that it was read from."""
+    restored: Mapping[str, Any] | None = None
+    """For the event of a start that has restored a state."""
+
+
+def check_memory(cfg: Config) -> None:
+    """Check that the steps of each size fit.
+
+    Raises:   ConfigError as `check_fits`.
+    """
+    for size in step_sizes(cfg).sizes:
+        if warning := check_fits(config_of(cfg, size), peers.processes_here()):
+            log(f"WARNING    {warning}")
+            return
+
+
+def teacher_of(
+    cfg: Config, mesh: Mesh, loader: Loader, max_segments: int, chosen: weights.Chosen | None
+) -> Teacher | None:
+    """Return the teacher of a distillation; None if its files are in place of it."""
+    if isinstance(loader, TeacherCacheLoader):
+        about = loader.taught.about
+        assert chosen is not None
+        if about.teacher != chosen.weights:
+            rule = f"is of other weights in {weights.process()} than in process 0"
+            raise ConfigError(CACHE, cfg.distill.cache, rule, "use one folder")
+        log(f"teacher    {about.teacher_name}, by {cfg.distill.cache}")
+        return None
+    return None if chosen is None else Teacher(cfg, mesh, max_segments, chosen)
+
+
+def kernels_of_sizes(
+    cfg: Config, loader: Loader, first: int, max_segments: int
+) -> Iterator[tuple[int, Config, tuple[Choice, ...]]]:
+    """Yield a step after the first, its config and kernels, for each size of a microbatch."""
+    known = set()
+    for size, _ in loader.sizes_of_steps.until(cfg.train.num_steps, first):
+        of_size = config_of(cfg, size)
+        if (shape := (rows_per_device(of_size), size.length)) not in known:
+            known.add(shape)
+            yield max(size.step, first), of_size, choose_kernels(of_size, max_segments)
 
 
 def run_folder(cfg: Config) -> Path:

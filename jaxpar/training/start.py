@@ -1,6 +1,8 @@
 """Checks a run, opens its folder, and trains it to the end."""
 
 import contextlib
+import dataclasses
+from collections.abc import Iterator
 
 import jax
 
@@ -19,16 +21,19 @@ from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.state import abstract_logical
+from jaxpar.stores.lease import Lease
 from jaxpar.training import elastic, manifest
-from jaxpar.training.callbacks import CallbackCalls, Callbacks
+from jaxpar.training.callbacks import own
 from jaxpar.training.frozen.chosen import choose_together
 from jaxpar.training.loop import train
+from jaxpar.training.records import RunRecords
 from jaxpar.training.run import Run
 from jaxpar.training.stored import stored
 
 
 def checked(cfg: Config) -> Run:
     """Return the run, after every process has checked it and all agree that it is the same run."""
+    own.check(cfg)
     seconds = cfg.cluster.slow_seconds or 1e6
     with stage("planning the layout"):
         laid_out = elastic.choose_layout(cfg, seconds)
@@ -36,10 +41,11 @@ def checked(cfg: Config) -> Run:
         memory = peers.all_or_none("memory of hosts", seconds, lambda: place_of(laid_out))
         copies = find(laid_out, memory)
         chosen = choose_together(laid_out, seconds, copies)
-        make = lambda: Run(laid_out, copies=copies, chosen=chosen)  # noqa: E731
+        make = lambda: Run.open(laid_out, copies=copies, chosen=chosen)  # noqa: E731
         run = peers.all_or_none("checks", seconds, make)
     if cfg.parallel.auto:
-        run.asked["parallel.auto"] = cfg.parallel.auto
+        asked = {**run.asked, "parallel.auto": cfg.parallel.auto}
+        run = dataclasses.replace(run, asked=asked)
     # Beside a store, each host may have its folder elsewhere.
     alike = replace(run.cfg, **{"run.dir": ""}) if run.cfg.run.store else run.cfg
     about = lambda: f"{to_json(alike)} {run.first_step} {run.weights_from} {jax.__version__}"  # noqa: E731
@@ -48,40 +54,42 @@ def checked(cfg: Config) -> Run:
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
     if memory is not None:
         logical = abstract_logical(run.cfg, run.mesh).saved
-        run.memory = plan_copies(run.cfg, memory, logical, seconds)
+        plan = plan_copies(run.cfg, memory, logical, seconds)
+        run = dataclasses.replace(run, memory=plan)
     return run
 
 
-def opened(run: Run, environment: list[str]) -> RunLock | None:
-    """Lock the run folder and write the run's manifest, in process 0.
+@contextlib.contextmanager
+def opened(run: Run, environment: list[str], lease: Lease | None = None) -> Iterator[RunRecords]:
+    """Lock the run folder for a block, and write the run's manifest, in process 0.
 
+    Args:     lease: on the run's store, if it has one.
     Raises:   RunLocked; RunError when the folder has changed since the checks; in the other
               processes, PeerFailed for either.
     """
     seconds = run.cfg.cluster.slow_seconds or 1e6
 
-    def take() -> RunLock | None:
+    def take() -> tuple[RunLock | None, RunRecords]:
         if peers.rank() != 0:
-            return None
+            return None, RunRecords(run.dir)
         lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # before the watchdog's limit
+        records = RunRecords(run.dir, lock, lease)
         try:
             if checkpoint.starting_step(run.cfg) != run.on_disk:
                 rule = "has a new checkpoint from a run that has just ended"
                 raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
-            manifest.write(run, [*environment, *lock.warnings])
+            manifest.write(run, [*environment, *lock.warnings], records=records)
         except BaseException:
             lock.release()
             raise
-        return lock
+        return lock, records
 
-    return peers.all_or_none("run folder", seconds, take)
+    lock, records = peers.all_or_none("run folder", seconds, take)
+    with lock or contextlib.nullcontext():
+        yield records
 
 
-def run_to_end(
-    cfg: Config,
-    environment: list[str],
-    callbacks: Callbacks = Callbacks(),  # noqa: B008, a constant
-) -> int:
+def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check the run, open its folder and train, under the watchdog. Returns the exit code.
 
     Raises:   RunLocked, among others, after the watchdog has stopped: it would otherwise write into
@@ -92,15 +100,11 @@ def run_to_end(
     with stored(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
         store.begin()
-        run.mirror, run.own, run.bring_newest = store.mirror, store.own, store.bring_newest
-        run.calls = CallbackCalls(callbacks, run.dir, bool(run.held_out.loaders))
-        try:
-            lock = opened(run, environment)
-        except (RunLocked, peers.PeerFailed) as error:
-            taken = error
-        else:
-            with lock or contextlib.nullcontext():
-                run.records.lock = lock
-                run.records.lease = store.lease
-                return train(run, watch)
+        with contextlib.ExitStack() as stack:
+            try:
+                records = stack.enter_context(opened(run, environment, store.lease))
+            except (RunLocked, peers.PeerFailed) as error:
+                taken = error
+            else:
+                return train(run, watch, records, store)
     raise taken

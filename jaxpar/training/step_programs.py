@@ -1,50 +1,56 @@
-"""The programs of the train step: one for each size of steps, compiled before its first use.
+"""The train step of a run: a program for each size of steps, compiled before its first use.
 
-With an overlap of DiLoCo, a size has some more: a step may exchange an outer gradient beside its
-own work (`step/diloco/overlap.py`).
+With DiLoCo, the outer steps that are due belong to the step. With an overlap, a size has some more
+programs: a step may exchange an outer gradient beside its own work (`step/diloco/overlap.py`).
 
 A program is compiled between two steps, not beside them: XLA times matmul kernels on the devices,
 and steps would disturb its measurements.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jaxpar.config import Config
+from jaxpar.config.lists.step_sizes import in_words
+from jaxpar.execution.decisions import execution_of
+from jaxpar.runtime.compilation import CacheReads
+from jaxpar.runtime.processes import peers
+from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
+from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.diloco.overlap import programs_of_steps, same_program
+from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.identity import identity
 from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState
-
-#: Compiles the train step for a state, a batch and a fragment. Calls its third argument when XLA
-#: starts.
-type Compile = Callable[[TrainState, Batch, Callable[[], None], int | None], FirstRunAlone]
+from jaxpar.step.train_step import make_train_step
+from jaxpar.training.run import Run
 
 #: The shape of a batch, and the fragment whose outer gradient a step exchanges.
 type Key = tuple[tuple[int, int], int | None]
 
 
 class StepPrograms:
-    """The train step, for batches of every size of a run."""
+    """The train step of a run, for batches of every size."""
 
-    def __init__(
-        self,
-        compile_for: Compile,
-        config_of: Callable[[int, int], Config],
-        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        """Args:     config_of: returns the config of batches of a shape. alone: as in
-        `FirstRunAlone`.
-        """
-        self._compile, self._config_of, self._alone = compile_for, config_of, alone
+    def __init__(self, run: Run, alone: Callable[[], AbstractContextManager[None]] = nullcontext):
+        """Args:     alone: as in `FirstRunAlone`."""
+        self._run, self._alone = run, alone
+        self.outer_steps = OuterSteps(run.cfg, run.mesh)
         self._programs: dict[Key, FirstRunAlone] = {}
         self._latest: Key = (0, 0), None
 
     def has(self, batch: Batch) -> bool:
         """Return whether the programs for batches of this size are compiled."""
         return (batch.tokens.shape, None) in self._programs
+
+    def has_run(self, batch: Batch) -> bool:
+        """Return whether a step of this size has been taken."""
+        return self.has(batch) and self._programs[batch.tokens.shape, None].has_run
 
     def prepare(
         self, state: TrainState, batch: Batch, meanwhile: Callable[[], None] = lambda: None
@@ -54,8 +60,8 @@ class StepPrograms:
         Args:     batch: may be abstract. meanwhile: called when XLA starts to compile.
         """
         shape = batch.tokens.shape
-        for fragment in programs_of_steps(self._config_of(*shape)):
-            program = self._compile(state, batch, meanwhile, fragment)
+        for fragment in programs_of_steps(self._run.config_of(*shape)):
+            program = compiled(self._run, state, batch, meanwhile, fragment)
             program.alone, meanwhile = self._alone, lambda: None
             self._programs[shape, fragment] = program
         self._latest = shape, None
@@ -63,21 +69,61 @@ class StepPrograms:
     @property
     def cfg(self) -> Config:
         """The config of the latest step and all others of its size."""
-        return self._config_of(*self._latest[0])
+        return self._run.config_of(*self._latest[0])
 
     @property
     def program(self) -> Any:
         """The compiled program of the latest step."""
         return self._programs[self._latest].program
 
-    def __call__(
-        self, state: TrainState, batch: Batch, fragment: int | None = None
-    ) -> tuple[TrainState, Metrics]:
-        """Take a step with the program for batches of this size.
+    def __call__(self, state: TrainState, batch: Batch, done: int) -> tuple[TrainState, Metrics]:
+        """Take a step with the program for batches of this size, and the outer steps due after it.
 
-        Args:     fragment: whose outer gradient the step exchanges a part of.
+        Args:     done: steps taken before; read with DiLoCo only.
         """
-        shape = batch.tokens.shape
-        same = None if fragment is None else same_program(self._config_of(*shape), fragment)
-        self._latest = shape, same
-        return self._programs[self._latest](state, batch)
+        cfg = self._run.config_of(*batch.tokens.shape)
+        fragment = under_way(done, cfg)
+        same = None if fragment is None else same_program(cfg, fragment)
+        self._latest = batch.tokens.shape, same
+        state, metrics = self._programs[self._latest](state, self._run.taught(batch))
+        return self.outer_steps(done + 1, state), metrics
+
+
+def compiled(
+    run: Run,
+    state: TrainState,
+    batch: Batch,
+    meanwhile: Callable[[], None] = lambda: None,
+    fragment: int | None = None,
+) -> FirstRunAlone:
+    """Compile the train step for one size of steps before its first use, and log the time.
+
+    Args:     batch: an example, which may be abstract. meanwhile: called when XLA starts to
+              compile; should return at once. fragment: as in `make_train_step`.
+    """
+    began = time.perf_counter()
+    cfg, record = run.config_of(*batch.tokens.shape), bool(run.cfg.run.record_routing)
+    which = "" if cfg == run.cfg else f" for {in_words(cfg)}"
+    which += "" if fragment is None else f" with the exchange of fragment {fragment}"
+    step: Any = make_train_step(
+        cfg,
+        run.mesh,
+        run.max_segments,
+        execution_of(cfg),
+        requested=("expert_rows", *(["routing"] if record else [])),
+        fragment=fragment,
+    )
+    with stage("compiling the train step") as now:
+        lowered = step.lower(state, run.taught(batch))
+        peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
+        now.at("XLA")
+        meanwhile()
+        with CacheReads() as reads:
+            program = lowered.compile()
+    run.startup.from_cache = bool(reads.hits)
+    # The first collective: from here on, no process is still compiling.
+    check_host_memory(program, run.cfg, peers.any_process)
+    how = "read from the compilation cache" if reads.hits else "compiled"
+    log(f"{how}{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    run.startup.ended("compilation")
+    return FirstRunAlone(program)

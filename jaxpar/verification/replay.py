@@ -87,7 +87,7 @@ class Replay:
         require_devices(self.cfg)
         self.begin = checkpoint_before(folder, self.number)
         chosen = None if self.begin else recorded_in(self.cfg, folder, taken_by)
-        self.run = Run(self.cfg, lambda _: self.begin or None, chosen=chosen)
+        self.run = Run.open(self.cfg, lambda _: self.begin or None, chosen=chosen)
         self.cfg = self.run.cfg
         if taken_by is not None:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))

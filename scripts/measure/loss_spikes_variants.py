@@ -122,5 +122,5 @@ def run_of(about: dict[str, Any], name: str, rate: float) -> tuple[Run, Executio
     cfg = replace(config(about), **never, **variant.fields)
     environment = runtime.start(cfg)
     model_loss._cross_entropy = plain_cross_entropy if variant.plain_loss else CROSS_ENTROPY
-    run = Run(cfg, in_folder=False)
+    run = Run.open(cfg, in_folder=False)
     return run, dataclasses.replace(run.execution, **variant.execution), environment

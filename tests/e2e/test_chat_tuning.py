@@ -52,7 +52,7 @@ def test_held_out_batches_without_a_label_are_refused_at_the_start(
 
     def made(*more: str) -> Run:
         with only_devices(1):
-            return Run(read_config([config, *flags, *more]))
+            return Run.open(read_config([config, *flags, *more]))
 
     with pytest.raises(
         ConfigError, match=r"evaluation.num_batches = 2: .* without a labeled token"

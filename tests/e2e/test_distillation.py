@@ -57,7 +57,7 @@ def test_a_student_learns_from_a_teacher_of_another_shape(
 def test_what_cannot_teach(flags, message, only_devices, write_config, finished, tmp_path):
     args = [write_config(tmp_path), "--distill.teacher", str(finished), *flags]
     with only_devices(4), pytest.raises(ConfigError, match=message):
-        Run(read_config(args))
+        Run.open(read_config(args))
 
 
 def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finished, tmp_path):
@@ -75,10 +75,10 @@ def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finis
         shards = sorted((tmp_path / "cache").glob("*.teacher"))
         whole = [shard.read_bytes() for shard in shards]
         assert shards and "kept" in said[-1]
-        live = Run(read(*flags), in_folder=False)
+        live = Run.open(read(*flags), in_folder=False)
         live.teacher.load()
         for more in ([], ["--parallel.sequence", "2"], ["--parallel.tensor", "2"]):
-            run = Run(read(*kept, *more), in_folder=False)
+            run = Run.open(read(*kept, *more), in_folder=False)
             assert run.teacher is None and run.max_segments == live.max_segments
             for step in (0, 7):
                 wanted, found = live.taught(live.loader.batch(step)), run.loader.batch(step)
@@ -99,5 +99,5 @@ def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finis
         about = tmp_path / "cache" / "about.json"
         about.write_text(about.read_text().replace('"teacher": "', '"teacher": "0'))
         with pytest.raises(ConfigError, match=r"has other weights than .*, which"):
-            Run(read(*kept), in_folder=False)
-        Run(read(*kept, "--distill.teacher", "gone"), in_folder=False)
+            Run.open(read(*kept), in_folder=False)
+        Run.open(read(*kept, "--distill.teacher", "gone"), in_folder=False)

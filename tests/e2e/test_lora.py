@@ -135,7 +135,7 @@ def test_other_adapters_are_not_the_same_run(runs, only_devices):
     for flag, value in {"rank": "4", "alpha": "8", "targets": "q_proj"}.items():
         given = ["--run.dir", str(tuned), "--lora.rank", "8", f"--lora.{flag}", value]
         with only_devices(1), pytest.raises(ConfigError, match=rf"lora\.{flag} = .*has"):
-            Run(read_config([config, *given]))
+            Run.open(read_config([config, *given]))
 
 
 def test_the_config_is_that_of_the_shape_it_tunes():

@@ -141,7 +141,7 @@ def test_a_checkpoint_that_has_come_meanwhile_ends_with_code_1(tmp_path, monkeyp
     run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, on_disk=None)
     monkeypatch.setattr(loop.checkpoint, "starting_step", lambda _: 7)
     with pytest.raises(exit_codes.RunError, match="has a new checkpoint from a run that has"):
-        start.opened(run, [])
+        start.opened(run, []).__enter__()
     RunLock(tmp_path, 0).release()
 
 

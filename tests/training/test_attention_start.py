@@ -75,8 +75,8 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
     args += ["--model.attention-softcap", "9"]
     with only_devices(2):
         monkeypatch.setattr(attention_kernels, "choose", spy(told))
-        made = run.Run(read_config(args))
-        state = made.start()
+        made = run.Run.open(read_config(args))
+        state = made.start().state
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
         make_train_step(made.cfg, made.mesh, made.max_segments).lower(state, made.loader.batch(0))
@@ -88,7 +88,7 @@ def test_right_kernels_are_told(mesh, planted, config_file, only_devices, capsys
     planted(1.0)
     with only_devices(2):
         args = [config_file, *mesh.split(), "--model.dtype", "bfloat16"]
-        run.Run(read_config(args)).test_attention()
+        run.Run.open(read_config(args)).test_attention()
     line = capsys.readouterr().out
     assert line.startswith("attention self-test: out ") and " dv " in line and line.endswith(" s\n")
 
@@ -115,7 +115,7 @@ def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(config_file, on
     args = [config_file, "--model.sliding-window=8", "--model.global-every=2"]
     args.append("--parallel.layer-loop=unroll")
     with only_devices(1):
-        made = run.Run(read_config(args))
+        made = run.Run.open(read_config(args))
         made.test_attention()
     assert capsys.readouterr().out == ""
     assert len(made.kernels) == 2

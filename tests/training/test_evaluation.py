@@ -44,7 +44,7 @@ def make_run(only_devices, config_file):
 
     def make(*arguments: str) -> Run:
         with only_devices(2):
-            return Run(read_config([config_file, *arguments]))
+            return Run.open(read_config([config_file, *arguments]))
 
     return make
 

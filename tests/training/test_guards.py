@@ -124,12 +124,12 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     file.parent.mkdir()
     file.write_text('{"windows": [[0, 1], [45, 2]]}')
     with only_devices(2):
-        begun = Run(read_config([config_file]))
+        begun = Run.open(read_config([config_file]))
         manifest.write(begun, [])
     line = f"skipped    batches 0, 45 to 46, listed in {file}"
     fresh = "; this run starts from scratch: delete the file to train on them\n"
     assert line + fresh in capfd.readouterr().out
-    begun.first_step = 3  # it resumes
+    begun = dataclasses.replace(begun, on_disk=3)  # it resumes
     assert manifest.left_out(begun) == [line]
     file.unlink()
     assert manifest.left_out(begun)[0].endswith("45 to 46, listed in the checkpoint of step 3")

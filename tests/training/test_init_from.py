@@ -43,7 +43,7 @@ def run_of(config, only_devices):
 
     def make(flags: list[str], devices: int = 1) -> Run:
         with only_devices(devices):
-            return Run(read_config([config, *flags]))
+            return Run.open(read_config([config, *flags]))
 
     return make
 
@@ -74,7 +74,7 @@ def test_a_published_model_under_the_flags_that_the_error_gives(
     run_of, flags_to_fit, published, mesh, devices
 ):
     run = run_of([*flags_to_fit, "--run.init-from", str(published), *mesh], devices)
-    state = run.start()
+    state = run.start().state
     tensors = tiny.tensors(PUBLISHED)
     np.testing.assert_array_equal(state.params["embed"], tensors["model.embed_tokens.weight"])
     down = tensors["model.layers.1.mlp.down_proj.weight"]
@@ -87,7 +87,7 @@ def test_a_published_model_under_the_flags_that_the_error_gives(
 def test_adapters_start_afresh_beside_a_published_model(run_of, flags_to_fit, published):
     flags = ["--run.init-from", str(published), "--lora.rank", "4", "--parallel.tensor", "2"]
     run = run_of([*flags_to_fit, *flags], 4)
-    state, fresh = run.start(), flat(init_state(run.cfg, run.mesh).params)
+    state, fresh = run.start().state, flat(init_state(run.cfg, run.mesh).params)
     down = tiny.tensors(PUBLISHED)["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(state.params["layers"]["w_down"][1], down.T)
     found = {name: a for name, a in flat(state.params).items() if is_adapter(name)}
@@ -120,7 +120,8 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     assert "restored step 4" in capsys.readouterr().out
 
     elsewhere = ["--run.dir", str(tmp_path / "again"), "--parallel.tensor", "2"]
-    state = run_of([*flags_to_fit, *elsewhere, "--run.init-from", str(run_dir)], 2).start()
+    again = run_of([*flags_to_fit, *elsewhere, "--run.init-from", str(run_dir)], 2)
+    state = again.start().state
     assert_same(state.params, params_of(run_dir, 8))
     assert int(state.step) == 0
 

@@ -6,7 +6,7 @@ import pytest
 from jaxpar.config.command_line import read_config
 from jaxpar.monitoring import sinks
 from jaxpar.runtime import exit_codes
-from jaxpar.training.between_steps import BetweenSteps
+from jaxpar.training.callbacks.steps import StepMetrics
 from tests import fingerprints
 from tests.slow import slow_but
 
@@ -23,13 +23,14 @@ def compiled_in_loop(monkeypatch) -> list[str]:
         if event.endswith("backend_compile_duration") and in_loop[0]:
             found.append(str(about.get("fun_name")))
 
-    report = BetweenSteps.report
+    report = StepMetrics.after_step
 
-    def first_reported(self, step, metrics) -> None:
-        report(self, step, metrics)
+    def first_reported(self, at):
+        at = report(self, at)
         in_loop[0] = True
+        return at
 
-    monkeypatch.setattr(BetweenSteps, "report", first_reported)
+    monkeypatch.setattr(StepMetrics, "after_step", first_reported)
     jax.monitoring.register_event_duration_secs_listener(heard)
     yield found
     jax.monitoring.unregister_event_duration_listener(heard)

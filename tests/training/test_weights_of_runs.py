@@ -84,7 +84,7 @@ def test_weights_that_are_gone_end_in_one_error_whose_fix_works(
     flags = [word for word in shlex.split(no.value.fix.partition("one: ")[2])]
     assert flags[::2] == ["--run.dir", "--run.init-from"] and flags[3] == cfg.run.dir
     with only_devices(2):
-        run = Run(config(f"--{field}", other, *flags))
+        run = Run.open(config(f"--{field}", other, *flags))
     assert run.first_step is None and run.origin.folder.name == "run"
     # The other fix: the checkpoint comes back, here in a copy of the run at another place.
     moved = tmp_path / "moved"
@@ -129,7 +129,7 @@ def test_a_record_of_another_form_is_damage(wrong, finished, tmp_path, monkeypat
 
 def test_checkpoints_and_branches_carry_the_record(config, other, only_devices, tmp_path):
     with only_devices(2), quickly_computed():
-        run = Run(config("--run.init-from", other, "--evaluation.every", "0"))
+        run = Run.open(config("--run.init-from", other, "--evaluation.every", "0"))
         record = chosen.to_json(run.weights_from)
         with checkpoint.Checkpointer(run.cfg, print, weights_from=record) as saver:
             saver.save(init_state(run.cfg, run.mesh), 0, 0)
@@ -137,7 +137,7 @@ def test_checkpoints_and_branches_carry_the_record(config, other, only_devices, 
         branch(run.cfg.run.dir, str(tmp_path / "branch"), None, print)
         assert saved.weights_from == record and record[INITIAL]["step"] == 40
         assert checkpoint.read_saved(tmp_path / "branch").weights_from == record
-        resumed = Run(config("--evaluation.every", "0"))
+        resumed = Run.open(config("--evaluation.every", "0"))
         assert resumed.weights_from == run.weights_from and resumed.origin is None
         assert resumed.initial.again().step == 40
 

@@ -10,12 +10,12 @@ from jaxpar.monitoring.evaluations import Score
 class Judge:
     """Compares the metric of `checkpoint.best` with its best value so far."""
 
-    def __init__(self, cfg: Config, first_step: int | None, in_memory: Saved | None = None):
+    def __init__(self, cfg: Config, first_step: int | None, saved: Saved | None = None):
         """
-        Args:     first_step: the step that the run resumes from; None from scratch. in_memory: as
-                  `Run.in_memory`.
+        Args:     first_step: the step that the run resumes from; None from scratch. saved: the
+                  metadata of its state, if it is not in the run's folder.
         """
-        self._cfg, self.best = cfg, best.resumed(cfg, first_step, in_memory)
+        self._cfg, self.best = cfg, best.resumed(cfg, first_step, saved)
         self.improved = False
 
     @property

@@ -38,7 +38,7 @@ class Evaluation:
         self._numbers = {
             name: loader.first_sequences(most) for name, loader in data.loaders.items()
         }
-        self._every, self._last = cfg.evaluation.every, cfg.train.num_steps
+        self._every = cfg.evaluation.every
         if data.loaders:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
 
@@ -51,9 +51,11 @@ class Evaluation:
         loader = next(iter(self.data.loaders.values()), None)
         return None if loader is None else self.step.program.lower(params, loader.abstract_batch())
 
-    def due(self, done: int) -> list[str]:
-        """Return the names of what is evaluated after `done` steps."""
-        at_end = done == self._last
+    def due(self, done: int, at_end: bool) -> list[str]:
+        """Return the names of what is evaluated after `done` steps.
+
+        Args:     at_end: they are the run's last.
+        """
         regular = self._every > 0 and (done % self._every == 0 or at_end)
         names = list(self.data.repeated) if regular else []
         if regular and moving_average.is_on(self.cfg):

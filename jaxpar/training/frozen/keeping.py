@@ -45,7 +45,7 @@ def keep(cfg: Config, log: Callable[[str], None] = peers.log) -> None:
     with stage("opening the data and checking the run"):
         live = replace(cfg, **{FIELD: ""})
         chosen = of_first_process(lambda: choose_to_keep(live, read_about(folder)), seconds)
-        make = lambda: Run(live, in_folder=False, chosen=chosen)  # noqa: E731
+        make = lambda: Run.open(live, in_folder=False, chosen=chosen)  # noqa: E731
         run = peers.all_or_none("checks", seconds, make)
     teacher = run.teacher
     assert teacher is not None  # distill.cache needs distill.teacher

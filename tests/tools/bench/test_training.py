@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -101,12 +100,12 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
     cfg = training.config_of(read("profile", ["--bench", config_file]))
     seen = []
     with only_devices(1):
-        figures, running = training.measure(run.Run(cfg), 2, warm_up=5)
+        figures, running = training.measure(run.Run.open(cfg), 2, warm_up=5)
         step = running.step
         running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
         assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not requested")
         assert seen == [] and next(running.batches, None) is None
-        running.batches = run.Run(cfg).loader.prefetched(0)
+        running.batches = run.Run.open(cfg).loader.prefetched(0)
         assert profiled.profile_steps(running, 2)["profile"] is None
     first = 5 + 2 + 1
     assert seen == list(range(first, first + profiled.SETTLE + 2))
@@ -162,7 +161,7 @@ def timed_until(last: int, warm_up: int, number: signal.Signals = signal.SIGTERM
     def step(state: int, batch: int):
         if state == last:
             signal.raise_signal(number)
-        return state + 1, SimpleNamespace(loss=float(batch))
+        return state + 1, {"loss": float(batch)}
 
     gpus, dispatched = power.Watch(), []
     first_done = lambda: dispatched.append(1)  # noqa: E731

@@ -132,7 +132,7 @@ CAPABILITIES: dict[str, Capability] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """One direction of one call: its shapes, its mask, and its requirements.
 
     kind            Kind of mask: general (any positions), packed (documents in text order), window
@@ -170,10 +170,10 @@ def make_request(
     deterministic: bool = False,
     lse_gradient: bool = False,
     softcap: float | None = None,
-) -> Request:
+) -> AttentionRequest:
     """Return the request for one direction of a call. q and k are arrays or their shapes."""
     B, T, H, D = q.shape
-    return Request(
+    return AttentionRequest(
         direction=direction,
         platform=platform,
         B=B,
@@ -202,7 +202,7 @@ def kind_of(mask: AttentionMask) -> Kind:
     return "causal" if mask.window is None else "window"
 
 
-def refusal(backend: str, request: Request) -> str | None:
+def refusal(backend: str, request: AttentionRequest) -> str | None:
     """Return all reasons why a backend cannot serve a request, or None if it can."""
     able = CAPABILITIES[backend]
     reasons = [_wrong_device(able, request.platform), _wrong_arrays(able, request)]
@@ -222,7 +222,7 @@ def takes_narrow_values(backend: str, platform: Platform, packed: bool) -> bool:
     return float(platform.compute_capability or 0) >= able.narrow_values_since
 
 
-def is_last_resort(backend: str, request: Request) -> bool:
+def is_last_resort(backend: str, request: AttentionRequest) -> bool:
     """Return whether "auto" takes a backend only if no other serves the request, or if measured.
 
     A deterministic backward is so where only an XLA flag makes it deterministic: XLA then picks a
@@ -250,7 +250,7 @@ def _wrong_device(able: Capability, platform: Platform) -> str | None:
     return None
 
 
-def _wrong_arrays(able: Capability, request: Request) -> str | None:
+def _wrong_arrays(able: Capability, request: AttentionRequest) -> str | None:
     if request.dtype not in able.dtypes:
         return f"it supports {' or '.join(able.dtypes)}, and q is {request.dtype}"
     if able.head_dims is not None and request.D not in able.head_dims:
@@ -275,7 +275,7 @@ def _is_before_hopper(platform: Platform) -> bool:
     return platform.name == "gpu" and bool(there) and float(there) < 9.0
 
 
-def _wrong_backward(able: Capability, request: Request) -> str | None:
+def _wrong_backward(able: Capability, request: AttentionRequest) -> str | None:
     if request.lse_gradient and not able.lse_gradient:
         return "it has no gradient of the log-sum-exp"
     if not (request.deterministic and able.deterministic == "by XLA flag"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpar.kernels.attention.dispatch.capability import (
     CAPABILITIES,
-    Request,
+    AttentionRequest,
     is_last_resort,
     make_request,
     refusal,
@@ -116,7 +116,7 @@ def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:
     return str(choose(backend, q, k, mask, **options))
 
 
-def _pick(backend: str, request: Request) -> _Pick:
+def _pick(backend: str, request: AttentionRequest) -> _Pick:
     refused = {name: refusal(name, request) for name in CAPABILITIES}
     able = [name for name, why in refused.items() if why is None]
     if backend != "auto" and backend not in able:
@@ -143,7 +143,7 @@ def _rows(platform: Platform) -> Sequence[Measurement]:
     return measurements(platform.kind) if platform.name == "gpu" else ()
 
 
-def _default_blocks(backend: str, request: Request) -> Blocks | None:
+def _default_blocks(backend: str, request: AttentionRequest) -> Blocks | None:
     forward, K = request.direction == "forward", request.D
     if backend == "pallas_hopper":
         return (hopper_blocks.default_forward if forward else hopper_blocks.default_backward)(K)
@@ -154,7 +154,7 @@ def _default_blocks(backend: str, request: Request) -> Blocks | None:
 
 
 def _evidence(
-    chosen: str, row: Measurement | None, rivals: list[str], request: Request
+    chosen: str, row: Measurement | None, rivals: list[str], request: AttentionRequest
 ) -> list[str]:
     """Return the evidence for a choice, if there was one between backends or block sizes."""
     if row is not None:

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, Request, is_last_resort
+from jaxpar.kernels.attention.dispatch.capability import (
+    CAPABILITIES,
+    AttentionRequest,
+    is_last_resort,
+)
 from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 
@@ -158,7 +162,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def fastest(
-    rows: Sequence[Measurement], request: Request, able: Sequence[str]
+    rows: Sequence[Measurement], request: AttentionRequest, able: Sequence[str]
 ) -> Measurement | None:
     """Return the fastest of the able backends at the measured shape that is nearest to a request.
 
@@ -187,12 +191,12 @@ def fastest(
     return min(nearest, key=lambda row: row.ms)
 
 
-def _comparable(of: Measurement | Request) -> tuple:
+def _comparable(of: Measurement | AttentionRequest) -> tuple:
     """Return the values in which a measurement must agree with a request."""
     return of.direction, of.kind, of.D
 
 
-def _distance(row: Measurement, request: Request) -> tuple[float, float, float]:
+def _distance(row: Measurement, request: AttentionRequest) -> tuple[float, float, float]:
     def apart(a: float, b: float) -> float:
         return abs(math.log2(a / b))
 

@@ -28,7 +28,7 @@ from jaxpar.runtime.processes.hosts.generations import (
     StoreView,
 )
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.progress import Progress, newest_checkpoint
+from jaxpar.runtime.processes.hosts.progress import HostProgress, newest_checkpoint
 from jaxpar.runtime.processes.hosts.store import START_SECONDS, Service
 from jaxpar.runtime.processes.hosts.trainers import Program, Trainers
 from jaxpar.runtime.processes.launch_options import LaunchOptions
@@ -70,7 +70,7 @@ class Agent:
         self.trainers: Trainers | None = None
         self.stopped_by: signal.Signals | None = None
         self._coordinator: Service | None = None
-        self._progress: Progress | None = None
+        self._progress: HostProgress | None = None
         self._before: Generation | None = None
         """The generation before, as this host knows it."""
         self._over_since: float | None = None
@@ -348,7 +348,7 @@ class Agent:
             variables[NUM_HOSTS] = str(len(addresses))
             if generation.members[0] == own.name and generation.processes > 1:
                 self._coordinator = Service(generation.coordinator, generation.processes)
-            self._progress = Progress(self.program.run_dir, self._over_since, self.clock)
+            self._progress = HostProgress(self.program.run_dir, self._over_since, self.clock)
         self._before, self._over_since = generation, None
         self._short_since = self._enough_since = None
         self.trainers = Trainers(self.program, generation, own.name, self.clock)

@@ -31,7 +31,7 @@ def newest_checkpoint(run_dir: Path) -> int:
     return max(map(int, names), default=-1)
 
 
-class Progress:
+class HostProgress:
     """Waits for the first step of a generation that has just started."""
 
     def __init__(self, run_dir: Path, over_since: float | None, clock: Clock = time):

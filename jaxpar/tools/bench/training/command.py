@@ -37,8 +37,8 @@ from jaxpar.tools.bench.training.routing import RoutingReplay
 from jaxpar.tools.bench.training.steps import cut_short_card, time_steps
 from jaxpar.tools.profiling.options import WARM_UP, BenchOptions
 from jaxpar.training import elastic
-from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
+from jaxpar.training.step_programs import compiled
 
 
 def measure(
@@ -52,7 +52,7 @@ def measure(
         the figures are those of the steps so far.
     Raises:   RunError if a signal came before a step was timed.
     """
-    state = run.start()
+    state = run.start().state
     began = time.perf_counter()
     batches, example = run.loader.prefetched(0), run.loader.batch(0)
     if routing is not None:
@@ -232,7 +232,7 @@ def bench(options: BenchOptions) -> int:
     )
     trace = options.trace or None
     profiled.check_profiler(options.profiler, trace)
-    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
+    run = Run.open(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps, routing, options.warm_up)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     peers.log(summary(result))

@@ -1,0 +1,1 @@
+"""What acts between the steps of a run, in one list: a user's callbacks, and everything else."""
