@@ -29,7 +29,7 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.values import require_code, to_values
+from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
@@ -121,7 +121,7 @@ def restore_from(
     Args:     load: returns the arrays, verified, that a tree of abstract arrays with shardings
               describes; its second argument tells that there may be others.
     """
-    require_code(cfg)
+    require_code(cfg, OF_STEPS)
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
     target = replicas.abstract_saved(stored, mesh, saved).saved

@@ -7,6 +7,7 @@ understand.
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
@@ -22,6 +23,9 @@ FIELDS = {
     "train.post_updates": ("PostUpdate", True),
     "train.callbacks": ("Callback", True),
 }
+
+#: Those of them that are part of a step.
+OF_STEPS = ("train.loss", "train.probes", "train.post_updates")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -147,7 +151,7 @@ def check_values(path: str, given: Any) -> None:
     for value in given if several else (given,) if given is not None else ():
         if isinstance(value, type) and issubclass(value, Value):
             rule = f"is a class, not a value of it: must be a jaxpar.{kind}"
-            raise ConfigError(path, value.__name__, rule, f"write {value.__name__}()")
+            raise ConfigError(path, value.__name__, rule, f"use a value, {value.__name__}()")
         if not isinstance(value, SavedValue) and getattr(value, "kind", None) != kind:
             what = "" if several else " or None"
             raise ConfigError(path, value, f"must be a jaxpar.{kind}{what}", fix)
@@ -163,9 +167,12 @@ def check_values(path: str, given: Any) -> None:
                 raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
 
 
-def require_code(cfg: Any) -> None:
-    """Raises:   ConfigError for a value of a config whose class is not loaded."""
-    for path in FIELDS:
+def require_code(cfg: Any, paths: Iterable[str] = FIELDS) -> None:
+    """Raises:   ConfigError for a value of a config whose class is not loaded.
+
+    Args:     paths: of the fields to look at.
+    """
+    for path in paths:
         section, _, name = path.partition(".")
         held = getattr(getattr(cfg, section), name)
         for value in held if isinstance(held, tuple) else (held,):

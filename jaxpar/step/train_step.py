@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.values import require_code
+from jaxpar.config.values import OF_STEPS, require_code
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters
 from jaxpar.objectives.objective import count_labels, objective_of
@@ -53,7 +53,7 @@ def make_train_step(
               requested: larger results that metrics shall have: "expert_rows", "routing".
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
-    require_code(cfg)
+    require_code(cfg, OF_STEPS)
     specs, ex, everywhere = state_specs(cfg), ex or execution_of(cfg), PartitionSpec()
     as_input = cfg.optimizer.schedule_as_input
     step: Callable = functools.partial(train_step, ex, max_segments, requested=tuple(requested))
@@ -99,7 +99,7 @@ def make_gradient_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[Metrics, Any]]:
     """Return a jitted function (params, batch) -> (metrics, gradients), for checks."""
-    require_code(cfg)
+    require_code(cfg, OF_STEPS)
     grads = partition_specs(parameters.trainable_specs(cfg))
     step = jax.shard_map(
         functools.partial(loss_and_gradients, ex or execution_of(cfg), max_segments),
