@@ -32,6 +32,7 @@ from jaxpar.training.evaluating.early_stop import Judge
 from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
+from jaxpar.training.step_guard import require_recorded
 
 
 def train(run: Run, watch: Watchdog) -> int:
@@ -155,6 +156,7 @@ def compiled(
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))
+        require_recorded(cfg, lowered.out_info[1])
         peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
