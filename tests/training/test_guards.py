@@ -196,6 +196,13 @@ def test_a_metric_of_layers_is_watched_and_the_layer_is_told(tmp_path):
     assert len(told) == 1 and read_recent(tmp_path)[6]["layer_grad_norm"] is None
 
 
+@pytest.mark.slow
+def test_a_spike_of_a_layer_is_told(spiky, capfd):
+    watched = ("--guard.spike-metric", "layer_grad_norm", "--metrics.layers", "cheap")
+    assert spiky(2, *watched, "--train.num-steps", "47") == exit_codes.EXIT_OK
+    assert "WARNING    step 47: layer_grad_norm of layer " in capfd.readouterr().out
+
+
 def test_a_metric_that_is_not_recorded_cannot_be_watched(spiky):
     with pytest.raises(
         ConfigError, match=r"guard.spike_metric = 'layer_grad_norm': .*--metrics.layers cheap"

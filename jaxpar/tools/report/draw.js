@@ -270,7 +270,7 @@ function drawMap(svg) {
     if (layer % every) return;
     put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP + (layer + 0.5) * height, dy: "0.35em" }, String(layer)));
   });
-  put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP - 4 }, "layer"));
+  put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP - 9 }, "layer"));
   drawAxis(put, x, px, bottom, unit);
   drawLegend(put, map, bottom + 50);
 }
