@@ -153,7 +153,7 @@ def check_values(path: str, given: Any) -> None:
             raise ConfigError(path, value, f"must be a jaxpar.{kind}{what}", fix)
         for field in dataclasses.fields(value):
             try:
-                hash(getattr(value, field.name))
+                dict.fromkeys([getattr(value, field.name)])
             except TypeError:
                 where, held = (
                     f"{path}: {type(value).__name__}.{field.name}",

@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Probe:
+class LayerProbe:
     """A value that leaves a layer as the gradient of an array of zeros among its weights."""
 
     name: str
@@ -192,7 +192,7 @@ with_gradients.defvjp(
 # --------------------------------------------------------------------------- around the layers
 
 
-def attach(weights: Tree, probes: tuple[Probe, ...], batch: Batch, cfg: Config) -> Tree:
+def attach(weights: Tree, probes: tuple[LayerProbe, ...], batch: Batch, cfg: Config) -> Tree:
     """Add zeros for each probe to the layers that have its point.
 
     Args:     weights: fused, {"top", "layers"}.

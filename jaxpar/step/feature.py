@@ -22,7 +22,7 @@ from jaxpar.config.layout.layer_kinds import STACKS, dense_places
 from jaxpar.config.metrics import Metric
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
-from jaxpar.model.probes import Feed, Probe, Probed, num_before
+from jaxpar.model.probes import Feed, LayerProbe, Probed, num_before
 from jaxpar.parallel.collectives import psum, varying, varying_axes
 from jaxpar.sharding.axes import AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
@@ -45,7 +45,7 @@ class TrainStep:
     batch: Batch
     extra: dict[str, Any] = field(default_factory=dict)
     """State of features by name; {} in a gradient step."""
-    requested: frozenset[str] = frozenset()
+    requested: tuple[str, ...] = ()
     """Names of larger results that a caller wants, such as "routing"."""
     scale: Any = 1.0
     """Factor of the loss in its backward."""
@@ -226,7 +226,7 @@ class Feature:
         """Whether a config has the feature."""
         raise NotImplementedError
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         """Return what its layers measure."""
         return ()
 

@@ -174,7 +174,7 @@ def frozen_base(ex: Execution) -> Link:
     return link
 
 
-def probed(ex: Execution, which: tuple[probes.Probe, ...], batch: Batch) -> Link:
+def probed(ex: Execution, which: tuple[probes.LayerProbe, ...], batch: Batch) -> Link:
     """Adds the zeros of probes to layers; their gradients are what the layers have measured."""
 
     def link(w: Weights) -> tuple[Weights, Back]:

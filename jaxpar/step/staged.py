@@ -19,7 +19,7 @@ from jaxpar.model.attention_context import (
     with_probes,
 )
 from jaxpar.model.moe.router import loss_weight_of
-from jaxpar.model.probes import Feed, Probe
+from jaxpar.model.probes import Feed, LayerProbe
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.objectives.objective import Head, head_of, objective_of
 from jaxpar.parallel.accumulation import accumulate
@@ -50,7 +50,7 @@ def staged_model(
     max_segments: int | None,
     scale: jax.Array | float | None = None,
     step: jax.Array | None = None,
-    probes: tuple[Probe, ...] = (),
+    probes: tuple[LayerProbe, ...] = (),
     feeds: tuple[Feed, ...] = (),
 ) -> StagedModel:
     """Return the configured model in the form that the schedules of microbatches run.

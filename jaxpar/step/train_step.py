@@ -56,7 +56,7 @@ def make_train_step(
     require_code(cfg)
     specs, ex, everywhere = state_specs(cfg), ex or execution_of(cfg), PartitionSpec()
     as_input = cfg.optimizer.schedule_as_input
-    step: Callable = functools.partial(train_step, ex, max_segments, requested=frozenset(requested))
+    step: Callable = functools.partial(train_step, ex, max_segments, requested=tuple(requested))
     for feature in features_of(cfg):
         step = feature.wrap(step, cfg, fragment)
     on_mesh: Any = jax.shard_map(
@@ -120,7 +120,7 @@ def train_step(
     batch: Batch,
     rates: jax.Array | None = None,
     *,
-    requested: frozenset[str] = frozenset(),
+    requested: tuple[str, ...] = (),
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     features = features_of(ex.cfg)

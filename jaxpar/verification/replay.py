@@ -139,7 +139,7 @@ class Replay:
             batch_of_step = run.taught(run.loader.batch(batch))
             now, measured = self._step(run.mesh, now, batch_of_step, done)
             now = outer_steps(done + 1, now)
-            found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
+            found = {name: bits(float(measured[name])) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
                 log(f"step {done + 1}, before it, gives other bits than its record")
         return jax.device_get(now)
@@ -154,7 +154,7 @@ class Replay:
             batch_of_step = self._batch_on(mesh, batch)
             after, measured = self._step(mesh, placed, batch_of_step, self.number - 1)
             after = OuterSteps(self.cfg, mesh)(self.number, after)
-            sums = fingerprints(vars(after))
+            sums = fingerprints(after.saved)
             return ReplayedStep(float(measured["loss"]), float(measured["grad_norm"]), sums)
 
     def _batch_on(self, mesh: Mesh, number: int) -> Batch:

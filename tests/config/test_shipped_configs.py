@@ -55,6 +55,8 @@ SHIPPED = {
     "olmo_hybrid_7b": (7_430_870_688, [2, 8]),
     "quickstart_hybrid": (897_312, [1, 2, 4, 8, 16]),
     "quickstart": (822_400, [1, 2, 4, 8, 16]),
+    "extending": (822_400, [1, 2, 4, 8, 16]),
+    "source_weights": (1_235_814_400, [1, 8]),
     "quickstart_moe": (2_596_000, [1, 2, 4, 8, 16]),
 }
 

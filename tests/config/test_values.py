@@ -99,7 +99,10 @@ def test_code_makes_the_values_of_a_saved_config(file):
             CODE.replace("class Focal", "class Other").replace("=Focal", "=Other"),
             "Focal.*is not in",
         ),
-        (CODE.replace("gamma: float = 2.0", "alpha: float = 2.0"), "'gamma'.*is no field of mine.py:Focal"),
+        (
+            CODE.replace("gamma: float = 2.0", "alpha: float = 2.0"),
+            "gamma.*no field of mine.py:Focal",
+        ),
         (CODE.replace("Focal(Loss)", "Focal"), "is no class of values"),
     ],
 )

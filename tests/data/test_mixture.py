@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar import Loss
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
@@ -299,3 +300,35 @@ def test_a_schedule_needs_several_sources(cfg):
 )
 def test_extreme_weights_are_apportioned(weights, counts):
     np.testing.assert_array_equal(apportion(weights, 10), counts)
+
+
+class OfSources(Loss):
+    """A loss that reads the source of each token."""
+
+    reads = ("source",)
+
+    def __call__(self, scores, batch):
+        return scores.logsumexp() - scores.label(), 1.0 + batch.source
+
+
+def test_a_loss_may_read_the_source_of_each_token(cfg, paths):
+    """Of mixtures, and of one source; on every mesh the same. Without such a loss, none is sent."""
+    reading = replace(cfg, **{"train.loss": OfSources()})
+    loader = Loader(reading, mesh_of(1), "train")
+    for step in range(4):
+        batch = loader.host_rows(step, np.arange(BATCH))
+        np.testing.assert_array_equal(
+            batch.source, np.broadcast_to(batch.tokens[:, :1], batch.tokens.shape)
+        )
+    # Rows have one source each, so the order of tokens on a sequence axis does not matter.
+    axes = {"sequence": 2, "data": 2}
+    split = Loader(
+        replace(reading, **{f"parallel.{a}": n for a, n in axes.items()}),
+        mesh_of(4, **axes),
+        "train",
+    )
+    wanted = loader.host_rows(1, np.arange(BATCH)).source
+    np.testing.assert_array_equal(split.batch(1).source, wanted)
+    one = replace(reading, **{"data.mixture": "", "data.path": paths[1]})
+    assert not Loader(one, mesh_of(1), "train").host_rows(0, np.arange(BATCH)).source.any()
+    assert Loader(cfg, mesh_of(1), "train").batch(0).extra == {}

@@ -113,9 +113,9 @@ def test_a_bad_batch_changes_nothing_but_the_counters(devices, mesh, optimizer):
     values = MESHES[mesh] | OPTIMIZERS[optimizer]
     cfg, step, fresh = make(devices, **values)
     with_bad, seen = run(cfg, step, fresh(), "gbg")
-    assert [int(m.skipped) for m in seen] == [0, 1, 1]
-    assert [int(m.in_a_row) for m in seen] == [0, 1, 0]
-    assert not np.isfinite(seen[1].loss) and np.isfinite(seen[2].loss)
+    assert [int(m["skipped"]) for m in seen] == [0, 1, 1]
+    assert [int(m["in_a_row"]) for m in seen] == [0, 1, 0]
+    assert not np.isfinite(seen[1]["loss"]) and np.isfinite(seen[2]["loss"])
     assert int(with_bad.step) == 3 and int(with_bad.extra["guard"]["skipped"]) == 1
     without, _ = run(cfg, step, fresh(), "gg")
     if optimizer != "lion in bfloat16":  # whose rounding is drawn by the step's number
@@ -148,8 +148,8 @@ def test_float16_learns_as_float32_does(devices, mesh):
     for dtype in ("float16", "float32"):
         cfg, step, fresh = make(devices, **MESHES[mesh], **{"model.dtype": dtype})
         _, seen = run(cfg, step, fresh(), "gggggg")
-        found[dtype] = [float(m.loss) for m in seen]
-        norms += [float(m.grad_norm) for m in seen if int(m.skipped) == 0][:1]
+        found[dtype] = [float(m["loss"]) for m in seen]
+        norms += [float(m["grad_norm"]) for m in seen if int(m["skipped"]) == 0][:1]
     np.testing.assert_allclose(norms[0], norms[1], rtol=0.02)  # without the loss scale
     assert found["float16"][-1] < found["float16"][0]
     np.testing.assert_allclose(found["float16"], found["float32"], rtol=5e-3)
@@ -159,19 +159,19 @@ def test_the_scale_falls_with_overflow_and_rises_without(devices):
     values = FLOAT16 | {"guard.loss_scale": 2.0**24, "guard.max_skips": 1}
     cfg, step, fresh = make(devices, **MESHES["fsdp"], **values)
     now, seen = run(cfg, step, fresh(), "g" * 12)
-    scales = [float(m.loss_scale) for m in seen]
+    scales = [float(m["loss_scale"]) for m in seen]
     assert scales[0] == 2.0**24 and min(scales) < 2.0**24  # that was too large
     left_out = int(now.extra["guard"]["skipped"])
     assert 0 < left_out < 12 and int(now.extra["guard"]["in_a_row"]) == 0
     assert all(b in (a / 2, a, 2 * a) for a, b in itertools.pairwise(scales))
     assert any(b == 2 * a for a, b in itertools.pairwise(scales))
-    assert all(int(m.in_a_row) == 0 for m in seen)  # overflow is not held against the run
+    assert all(int(m["in_a_row"]) == 0 for m in seen)  # overflow is not held against the run
 
 
 def test_at_scale_1_an_overflow_counts(devices):
     cfg, step, fresh = make(devices, **MESHES["one"], **FLOAT16, **{"guard.loss_scale": 1.0})
     now, seen = run(cfg, step, fresh(), "bb")
-    assert [int(m.in_a_row) for m in seen] == [1, 2]
+    assert [int(m["in_a_row"]) for m in seen] == [1, 2]
     assert float(now.extra["guard"]["loss_scale"]) == 1.0
 
 

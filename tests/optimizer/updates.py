@@ -48,7 +48,7 @@ def weights_after(cfg: Config, mesh: Mesh, steps: int) -> list[traces.Arrays]:
         grads = jax.device_put(gradients(like, i), placed)
         params, opt_state = step(state, to_running(TrainState((), grads, ()), cfg).params)
         number = jax.device_put(jnp.int32(i + 1), to.step)
-        state = TrainState(number, params, opt_state, state.kept)
+        state = TrainState(number, params, opt_state, state.extra)
         after.append({n: a.copy() for n, a in traces.logical(params, cfg).items()})
     return after
 

@@ -71,6 +71,7 @@ def specs(cfg: Config) -> Entries:
 def _declared(spec: ParamSpec) -> str:
     shape = "x".join(map(str, spec.shape))
     fields = dataclasses.asdict(spec) | {"partition_spec": str(spec.partition_spec)}
+    del fields["dtype"]  # of the state of features; parameters are float32
     return f"{shape} {digest(sorted(fields.items()))}"
 
 
@@ -165,7 +166,7 @@ def counts(cfg: Config) -> Entries:
 def checkpoint(cfg: Config) -> Entries:
     """The arrays of a checkpoint, by group: how many, and a hash of names, shapes and dtypes."""
     groups: dict[str, list] = {}
-    for name, leaf in named_leaves(abstract_state(cfg)).items():
+    for name, leaf in named_leaves(abstract_state(cfg).saved).items():
         group = name.rpartition("/")[0] or name
         groups.setdefault(group, []).append((name, leaf.shape, str(leaf.dtype)))
     return {group: f"{len(of_it)} {digest(of_it)}" for group, of_it in groups.items()}

@@ -12,7 +12,7 @@ from jaxpar.step.features.moving_average import MovingAverage
 from jaxpar.step.features.own_probes import OwnProbes
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 from jaxpar.step.features.qk_clip import QkClip
-from jaxpar.step.features.routing import RecordedRouting
+from jaxpar.step.features.routing import RoutingRecord
 
 #: Those that change weights come before the average of weights; the guard counts at the end.
 FEATURES: tuple[Feature, ...] = (
@@ -20,7 +20,7 @@ FEATURES: tuple[Feature, ...] = (
     MovingAverage(),
     Compression(),
     ExpertBalance(),
-    RecordedRouting(),
+    RoutingRecord(),
     LayerMetrics(),
     OwnProbes(),
     Guard(),

@@ -15,7 +15,7 @@ from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
 from jaxpar.model import reference
 from jaxpar.model.moe.router import LOSSES
-from jaxpar.model.probes import Probe, Probed, Seen
+from jaxpar.model.probes import LayerProbe, Probed, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
@@ -50,7 +50,7 @@ def _size(batch: Batch, cfg: Config) -> tuple[int, ...]:
     return (cfg.model.num_experts + len(LOSSES) + 1,)
 
 
-TALLY = Probe("router_tally", "routing", _tally, _size)
+TALLY = LayerProbe("router_tally", "routing", _tally, _size)
 
 
 class ExpertBalance(Feature):
@@ -77,7 +77,7 @@ class ExpertBalance(Feature):
     def is_on(self, cfg: Config) -> bool:
         return cfg.model.num_experts > 0 and cfg.lora.rank == 0
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (TALLY,)
 
     def after_gradients(self, s: TrainStep) -> TrainStep:

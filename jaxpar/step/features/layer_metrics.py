@@ -50,7 +50,7 @@ class LayerMetrics(Feature):
     def is_on(self, cfg: Config) -> bool:
         return cfg.metrics.layers != "none"
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[probes.Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
         return in_layers(probes_of(cfg))
 
     @jax.named_scope("layer_metrics")

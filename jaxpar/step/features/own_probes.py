@@ -109,7 +109,7 @@ def _of_tokens(probe: Probe, x: jax.Array) -> jax.Array:
     return found
 
 
-def _in_layers(probe: Probe) -> probes.Probe:
+def _in_layers(probe: Probe) -> probes.LayerProbe:
     """Return what a layer measures for a user's probe."""
 
     def value(seen: probes.Seen) -> jax.Array:
@@ -119,7 +119,7 @@ def _in_layers(probe: Probe) -> probes.Probe:
         return jnp.sum(found)
 
     shape = _rows if probe.reduce == "max" else _one
-    return probes.Probe(
+    return probes.LayerProbe(
         probe.metric, POINTS[probe.point], value, shape, by_row=probe.reduce == "max"
     )
 
@@ -144,7 +144,7 @@ class OwnProbes(Feature):
             declare_more({probe.metric: Metric("layers", "", meaning, _over(probe))})
         return bool(cfg.train.probes)
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[probes.Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
         return in_layers(probes_of(cfg))
 
     def after_gradients(self, s: TrainStep) -> TrainStep:
@@ -152,7 +152,7 @@ class OwnProbes(Feature):
         return s.with_metrics(**measured(s, probes_of(s.cfg)))
 
 
-def in_layers(some: tuple[Probe, ...]) -> tuple[probes.Probe, ...]:
+def in_layers(some: tuple[Probe, ...]) -> tuple[probes.LayerProbe, ...]:
     """Return what layers measure for probes."""
     return tuple(map(_in_layers, some))
 

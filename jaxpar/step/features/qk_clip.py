@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.config.metrics import Metric
-from jaxpar.model.probes import Probe, Seen
+from jaxpar.model.probes import LayerProbe, Seen
 from jaxpar.model.qk_clip import reference
 from jaxpar.model.qk_clip.logits import across, largest
 from jaxpar.model.qk_clip.rescale import factors, rescaled
@@ -33,7 +33,7 @@ def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
     return len(batch.tokens), cfg.model.num_heads // lax.axis_size(TENSOR)
 
 
-MAXIMUM = Probe("qk_maximum", "queries", _largest, _shape, by_row=True)
+MAXIMUM = LayerProbe("qk_maximum", "queries", _largest, _shape, by_row=True)
 
 
 class QkClip(Feature):
@@ -51,7 +51,7 @@ class QkClip(Feature):
     def is_on(self, cfg: Config) -> bool:
         return cfg.optimizer.qk_clip > 0
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (MAXIMUM,)
 
     def after_gradients(self, s: TrainStep) -> TrainStep:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import kinds_with_experts
 from jaxpar.config.lists.recorded_steps import id_bits
-from jaxpar.model.probes import Feed, Probe, Seen
+from jaxpar.model.probes import Feed, LayerProbe, Seen
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import PIPELINE, TENSOR
 from jaxpar.sharding.batch import Batch
@@ -57,11 +57,11 @@ def _repeated(chosen: jax.Array, fed: jax.Array, context: Any) -> jax.Array:
     return jnp.where(experts >= 0, experts, chosen)
 
 
-RECORD = Probe("routing_record", "routing", _chosen, _shape, by_row=True)
+RECORD = LayerProbe("routing_record", "routing", _chosen, _shape, by_row=True)
 REPEAT = Feed("routing_to_repeat", "choice", _repeated)
 
 
-class RecordedRouting(Feature):
+class RoutingRecord(Feature):
     """Records the experts of each token if requested to, and repeats those of `Batch.experts`."""
 
     name = "recorded_routing"
@@ -70,7 +70,7 @@ class RecordedRouting(Feature):
     def is_on(self, cfg: Config) -> bool:
         return cfg.model.num_experts > 0
 
-    def probes(self, cfg: Config, requested: frozenset[str]) -> tuple[Probe, ...]:
+    def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (RECORD,) if ROUTING in requested and cfg.lora.rank == 0 else ()
 
     def feeds(self, cfg: Config, batch: Batch) -> tuple[Feed, ...]:

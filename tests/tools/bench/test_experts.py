@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.step.metrics import Metrics as Metrics
+from jaxpar.step.metrics import Metrics
 from jaxpar.tools.bench.cards import figures
 from jaxpar.tools.bench.training import experts
 

@@ -33,10 +33,10 @@ def of_steps(
     Args:     measured: `Metrics` of each timed step. routing: what they repeated.
               steps_before: number of steps in which the router learned.
     """
-    there = [name for name in METRICS if getattr(measured[0], name) is not None]
+    there = [name for name in METRICS if name in measured[0]]
     if not there:
         return {}
-    steps = jax.device_get([{name: getattr(m, name) for name in there} for m in measured])
+    steps = jax.device_get([{name: m[name] for name in there} for m in measured])
     spread = {name: _spread([float(step[name]) for step in steps]) for name in there}
     chosen = FRESH if steps_before < LEARNED else f"router after {steps_before} steps"
     return {"experts": {"routing": str(routing or chosen)} | spread}

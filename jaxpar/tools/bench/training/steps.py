@@ -80,7 +80,7 @@ def time_steps(
             if pending is None:  # the first step has been waited for
                 first_done()
             else:
-                found.losses.append(float(pending.loss))
+                found.losses.append(float(pending["loss"]))
                 found.done.append(pending)
                 found.times.append(time.perf_counter())
                 told = progress(found.times, told, warm_up + steps)
