@@ -69,8 +69,10 @@ def plain(cfg: Config) -> dict[str, Any]:
     batch = traces.random_batch(cfg)
     trace = traces.reference_trace(cfg, [batch], 1)
     params = traces.initial_params(specs_of(cfg), cfg.train.seed)
-    probes = layer_metrics.probes_of(cfg)
+    probes = layer_metrics.every_probe(cfg)
     found = jax.jit(lambda p: own_probes.plain(p, batch, cfg, probes))(params)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, trace.probes[name])
     old = {name: trace.init[name] for name in trace.gradients}
     change = {name: trace.params[name] - a for name, a in old.items()}
     found["layer_grad_norm"] = np.sqrt(of_layers(trace.gradients, cfg))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import Loss, ParamSpec, PostUpdate, Probe
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -147,7 +147,7 @@ def plain(cfg: Config) -> tuple[Any, ...]:
     batch = traces.random_batch(cfg)
     trace = traces.reference_trace(cfg, [batch, batch], 2)
     params = traces.initial_params(specs_of(cfg), cfg.train.seed)
-    measured = jax.jit(lambda p: own_probes.plain(p, batch, cfg))(params)
+    measured = jax.jit(lambda p: own_probes.plain(p, batch, cfg, own_probes.probes_of(cfg)))(params)
     return trace, jax.device_get(measured)
 
 
@@ -182,6 +182,16 @@ def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):
     assert (
         stream.group == "layers" and stream.meaning == "mean over tokens at residual, of each layer"
     )
+
+
+class Overwriting(Smoothed):
+    def metrics(self, values, batch):
+        return {"grad_norm": (values, batch.positions)}
+
+
+def test_a_metric_of_a_loss_has_a_name_of_its_own():
+    with pytest.raises(ConfigError, match=r"Overwriting.metrics = 'grad_norm': .* another's"):
+        objective_of(replace(BASE, **{"train.loss": Overwriting()}))
 
 
 def test_the_moving_average_is_that_of_the_weights_after_a_post_update():

@@ -14,6 +14,7 @@ from jaxpar.config import Config
 from jaxpar.config.metrics import Metric
 from jaxpar.model import probes
 from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.features import own_probes
 from jaxpar.step.features.experts import TALLY
 from jaxpar.step.features.own_probes import Probe, in_layers, measured
 
@@ -30,6 +31,11 @@ SCORE = Probe(name="layer_max_score", point="scores", reduce="max", value=lambda
 def probes_of(cfg: Config) -> tuple[Probe, ...]:
     """Return the probes of `metrics.layers`."""
     return {"none": (), "cheap": (STREAM,), "all": (STREAM, SCORE)}[cfg.metrics.layers]
+
+
+def every_probe(cfg: Config) -> tuple[Probe, ...]:
+    """Return the probes of `metrics.layers`, and those of users."""
+    return (*probes_of(cfg), *own_probes.probes_of(cfg))
 
 
 class LayerMetrics(Feature):

@@ -180,22 +180,16 @@ def _over(probe: Probe) -> Any:
     return probe.reduce
 
 
-def plain(
-    params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...] = ()
-) -> dict[str, jax.Array]:
-    """Compute the metrics of probes with the plain model: float32 [layers] each.
-
-    Args:     some: beside those of the config.
-    """
-    every = (*probes_of(cfg), *some)
-    found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in every}
+def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
+    """Compute the metrics of some probes with the plain model: float32 [layers] each."""
+    found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in some}
     reached: dict[str, jax.Array] = {}
 
     def watch(point: str, value: jax.Array) -> None:
         reached[point] = value
         if point != "layer":
             return
-        for probe in every:
+        for probe in some:
             found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
 
