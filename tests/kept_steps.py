@@ -31,7 +31,7 @@ ROOMS = "step model parallel optimizer objectives execution kernels sharding".sp
 OF_STEPS = tuple(f"jaxpar.{room}." for room in ROOMS)
 
 #: Sections of a config that no step reads: tests/step/test_kept_steps.py.
-NOT_READ = ("run", "checkpoint", "evaluation", "profile", "metrics", "cluster")
+NOT_READ = ("run", "checkpoint", "evaluation", "profile", "cluster")
 
 
 @contextlib.contextmanager
@@ -67,7 +67,9 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def read_by_steps(cfg: Config) -> Config:
     """The config with the defaults of what no step reads."""
-    return dataclasses.replace(cfg, **{name: getattr(Config(), name) for name in NOT_READ})
+    unread = {name: getattr(Config(), name) for name in NOT_READ}
+    metrics = dataclasses.replace(Config().metrics, layers=cfg.metrics.layers)
+    return dataclasses.replace(cfg, metrics=metrics, **unread)
 
 
 def functions() -> list[Any]:

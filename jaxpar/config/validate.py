@@ -38,7 +38,7 @@ from jaxpar.config.rules.memory import (
     offloaded_moments,
     remat,
 )
-from jaxpar.config.rules.metrics import sinks
+from jaxpar.config.rules.metrics import metrics_of_layers, sinks
 from jaxpar.config.rules.model import (
     activation,
     attention,
@@ -143,7 +143,7 @@ def _each_rule(cfg: Config) -> None:
         layers,
     )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_links = (compressed_sums,)
+    of_links = (compressed_sums, metrics_of_layers)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
     objectives = (evaluation, best, dpo, distillation, qk_clip, diloco, own_values)
     for rule in first + others + of_links + of_models + objectives:

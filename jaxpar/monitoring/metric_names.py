@@ -1,57 +1,91 @@
-"""The metrics of a run: each value in metrics.jsonl, with its unit and meaning."""
+"""The table of a run's metrics, RUN/metric_names.json: the group, unit and meaning of each.
 
-from jaxpar.config.metrics import METRICS as OF_STEPS
-from jaxpar.config.metrics import Metric
+The run writes it for the metrics that it records, also those of users' losses and probes, so that
+programs that read the run need not import what declares them.
+"""
 
-#: By name in metrics.jsonl, in the order of docs/monitoring.md.
-METRICS = {
-    "z_loss_weight": Metric("training", "", "of train.z_loss_schedule at the step"),
-    "mtp_loss_weight": Metric("training", "", "of train.mtp_loss_schedule at the step"),
-    "learning_rate": Metric("training", "", "used for the step's update"),
-    "global_batch_size": Metric("training", "", "sequences of the step, if sizes change"),
-    "seq_len": Metric("training", "tokens", "of each of its sequences, if sizes change"),
-    "tokens_seen": Metric("training", "tokens", "in all steps so far, including padding"),
-    "epochs": Metric("training", "passes", "over each source so far; mixtures only"),
-    "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),
-    "held_out_reward_accuracy": Metric("evaluation", "share", "reward_accuracy of held-out pairs"),
-    "held_out_reward_margin": Metric("evaluation", "nats", "reward_margin of held-out pairs"),
-    "held_out_chosen_reward": Metric("evaluation", "nats", "chosen_reward of held-out pairs"),
-    "held_out_rejected_reward": Metric("evaluation", "nats", "rejected_reward of held-out pairs"),
-    "bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte of text, if known"),
-    "ema_loss": Metric("evaluation", "nats per token", "of the weights' moving average"),
-    "ema_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
-    "set_loss": Metric("evaluation", "nats per token", "of each set of evaluation.sets"),
-    "set_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
-    "test_loss": Metric("evaluation", "nats per token", "of the test split, after the last step"),
-    "test_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
-    "task_scores": Metric("evaluation", "", "by task and metric, from a follower"),
-    "followed_loss": Metric("evaluation", "nats per token", "of the split that a follower reads"),
-    "followed_bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte, if known"),
-    "step_seconds": Metric("speed", "s", "mean step time since the last record, without pauses"),
-    "tokens_per_second": Metric("speed", "tokens/s", "all devices together"),
-    "tokens_per_second_per_device": Metric("speed", "tokens/s", "per device"),
-    "mfu": Metric("speed", "share", "of the device's peak FLOP/s, attention counted as causal"),
-    "mfu_full_attention": Metric("speed", "share", "the same, attention counted as full"),
-    "data_wait_seconds": Metric("speed", "s", "mean wait of a step for its batch"),
-    "host_seconds_median": Metric("speed", "s", "host time per step, in the median process"),
-    "host_seconds_slowest": Metric("speed", "s", "the same, in the slowest process"),
-    "gpu_watts": Metric("GPUs", "W", "mean power of a GPU of process 0 since the last record"),
-    "gpu_clock_mhz": Metric("GPUs", "MHz", "clock of its slowest GPU's multiprocessors"),
-    "gpu_celsius": Metric("GPUs", "°C", "temperature of its hottest GPU"),
-    "gpu_memory_gib": Metric("GPUs", "GiB", "used on its fullest GPU, by all programs"),
-    "joules_per_token": Metric("GPUs", "J/token", "energy of its GPUs, for their share of tokens"),
-    "xid_errors": Metric("GPUs", "errors", "Xid errors of its GPUs since the run's start"),
-    "store_waiting_steps": Metric("store", "checkpoints", "not in run.store yet"),
-    "store_waiting_gb": Metric("store", "GB", "of them, and of files that grow"),
-    "store_waiting_seconds": Metric("store", "s", "since the oldest of them was saved"),
-    "memory_gib": Metric("memory", "GiB", "peak so far: fullest device, or the process on CPUs"),
-}
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from jaxpar.config import declared
+from jaxpar.config.json_reader import UnreadableJson
+from jaxpar.config.metrics import METRICS, UNKNOWN, Metric, metric_of
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.messages import warn
+
+TABLE_FILE = "metric_names.json"
+
+#: Most metrics of a table.
+MAX_METRICS = 10_000
+
+type _Text = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a run says of a metric."""
+
+    group: _Text
+    unit: _Text
+    meaning: _Text
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """The content of the file."""
+
+    metrics: Annotated[dict[declared.Name, Described], msgspec.Meta(max_length=MAX_METRICS)]
+
+
+class TableWriter:
+    """Writes the table of a run, when it first records a metric."""
+
+    def __init__(self, run_dir: Path | None):
+        """Args:     run_dir: with the table of earlier starts, if any. None: writes nothing."""
+        self._path = None if run_dir is None else run_dir / TABLE_FILE
+        self._written = {} if run_dir is None else _read(run_dir)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Write what is known of some metrics, unless the file has it.
+
+        Raises:   OSError, except those in FULL: then it is tried again with the next record.
+        """
+        known = {name: metric_of(name) for name in names if metric_of(name) is not UNKNOWN}
+        found = {name: Described(m.group, m.unit, m.meaning) for name, m in known.items()}
+        if self._path is None or (found.items() <= self._written.items() and self._path.is_file()):
+            return
+        whole = self._written | found
+        text = declared.to_json(MetricTable(whole), indent=1) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
+            atomic.write(self._path, text.encode())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return
+        self._written = whole
+
+
+def read_table(run_dir: Path) -> dict[str, Metric]:
+    """Return what is known of a run's metrics. Without a table: those that every run may have."""
+    of_run = {n: Metric(d.group, d.unit, d.meaning) for n, d in _read(run_dir).items()}
+    return METRICS | of_run
+
+
+def _read(run_dir: Path) -> dict[str, Described]:
+    path = run_dir / TABLE_FILE
+    try:
+        return declared.read(MetricTable, path).metrics if path.is_file() else {}
+    except UnreadableJson as error:
+        warn(f"{path} is not used: {error}")
+        return {}
 
 
 def tag(name: str) -> str:
-    """Return a metric's name in TensorBoard and W&B: GROUP/NAME.
-
-    Args:     name: in metrics.jsonl; "epochs/SOURCE" for a source of a mixture.
-    """
-    known = OF_STEPS.get(name.partition("/")[0]) or METRICS.get(name.partition("/")[0])
-    return f"{known.group if known else 'other'}/{name}"
+    """Return a metric's name in TensorBoard and W&B: GROUP/NAME. Args:     as `metric_of`."""
+    return f"{metric_of(name).group}/{name}"

@@ -27,6 +27,7 @@ from jaxpar.model.flops import train_flops_per_token
 from jaxpar.monitoring import evaluations, stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
 from jaxpar.monitoring.gpus import GpuReader
+from jaxpar.monitoring.metric_names import TableWriter
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.routing import RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
@@ -53,7 +54,7 @@ class MetricsWriter:
         first_step: int,
         schedule: Callable[[int], float],
         epochs: Callable[[int], dict[str, float]] | None = None,
-        look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+        look: Callable[[int, dict[str, Any]], None] = lambda step, values: None,
         forecast: Forecast | None = None,
         sinks: Sinks | None = None,
         order: Callable[[int], np.ndarray | None] = lambda length: None,
@@ -62,7 +63,8 @@ class MetricsWriter:
         """Open metrics.jsonl for appending.
 
         Args:     epochs: returns the passes over each source after a step; recorded for mixtures.
-                  look: called with every step and its metrics as they arrive; it may raise.
+                  look: called with every step and its metrics, numbers and arrays, as they
+                  arrive; it may raise.
                   forecast: logged at the start, and compared with the measurement at the end.
                   sinks: receive all records; closed at the end. order: of tokens in a batch, for
                   the recorded routing, by the length of a sequence. sizes: of the steps; by default
@@ -77,6 +79,7 @@ class MetricsWriter:
         self.cfg, self.schedule, self.sizes = cfg, schedule, sizes or step_sizes(cfg)
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         self.file = Lines(path)
+        self.table = TableWriter(run_dir if jax.process_index() == 0 else None)
         self.loads = LoadsWriter(cfg, run_dir, first_step)
         self.routing = RoutingWriter(cfg, run_dir, order)
         self.screen = Screen(cfg.train.num_steps, first_step, even=len(self.sizes.sizes) == 1)
@@ -123,10 +126,10 @@ class MetricsWriter:
         began = time.monotonic()
         fetched = jax.device_get(there)
         values = {name: float(v) for name, v in fetched.items() if np.ndim(v) == 0}
-        self.lists = {name: v.tolist() for name, v in fetched.items() if np.ndim(v)}
+        self.lists = {name: v for name, v in fetched.items() if np.ndim(v)}
         added = _in_json(self.added)
         waited = time.monotonic() - began
-        self.look(step, values)
+        self.look(step, values | self.lists)
         now = time.perf_counter()
         if self.sizes.at(step) != self.sizes.at(max(step - 1, 0)):
             self._clear()  # the times of a record are of steps of one size
@@ -155,7 +158,7 @@ class MetricsWriter:
             "step": step + 1,
             "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
-            **self.lists,
+            **_in_json(self.lists),
             **added,
         }
         record["tokens_seen"] = self.sizes.tokens_before(step + 1)
@@ -221,6 +224,7 @@ class MetricsWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl, and pass it to the sinks."""
         self.file.write(json.dumps(record) + "\n")
+        self.table.add(record)
         if self.sinks is not None:
             self.sinks.write(record)
 

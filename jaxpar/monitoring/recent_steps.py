@@ -41,13 +41,14 @@ def last_recorded(run_dir: Path) -> int:
     return int(records[-1]["step"]) if records else 0
 
 
-def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
-    """Return the losses that the next loss is compared with: those of steps with finite values.
+def values_judged(records: Iterable[dict[str, Any]], name: str = "loss") -> list[float]:
+    """Return the values of a metric that its next value is compared with.
 
-    Records hold None for non-finite values; the update of such a step was skipped.
+    They are those of steps with a finite loss and gradient. Records hold None for non-finite
+    values; the update of such a step was skipped.
     """
-    measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
-    return [loss for loss, norm in measured if loss is not None and norm is not None]
+    kept = [r.get(name) for r in records if all(r.get(of) is not None for of in _MEASURED)]
+    return [value for value in kept if isinstance(value, int | float)]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config
-from jaxpar.config.metrics import Metric, declare
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.metrics import METRICS, Metric, declare, declare_more
 from jaxpar.config.values import unknown_code
 from jaxpar.model import transformer
 from jaxpar.objectives import distillation, own_loss, pairs
@@ -77,6 +77,12 @@ def _count_pairs(batch: Batch, axes: tuple[str, ...]) -> jax.Array:
 
 def of_loss(loss: Loss) -> Objective:
     """Return the objective that is the mean of a loss of tokens."""
+    meaning = f"a metric of train.loss, {type(loss).__name__}, averaged like the loss"
+    names = own_loss.metric_names(loss)
+    if there := sorted(METRICS.keys() & names):
+        rule, fix = "returns a metric of this name, which is another's", "use another name"
+        raise ConfigError(f"train.loss: {type(loss).__name__}.metrics", there[0], rule, fix)
+    declare_more({name: Metric("training", "", meaning) for name in names})
     head = functools.partial(own_loss.head, loss)
     count = functools.partial(own_loss.count, loss)
     return Objective(head, count, functools.partial(own_loss.report, loss))

@@ -31,5 +31,10 @@ class Spike(Exception):
 
 
 def not_finite(values: dict[str, float]) -> list[str]:
-    """Return each non-finite value, as "loss = nan"."""
+    """Return each non-finite value, as "loss = nan", of a step whose update was skipped.
+
+    That is so if the loss or the gradient is non-finite. A metric of a user's loss may be without.
+    """
+    if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+        return []
     return [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]

@@ -1,9 +1,9 @@
-"""Checks every step's metrics for non-finite values and loss spikes, and records them."""
+"""Checks every step's metrics for non-finite values and spikes, and records them."""
 
 import collections
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +11,61 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import sequences_before
-from jaxpar.monitoring.recent_steps import RecentSteps, losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import RecentSteps, read_recent, values_judged
 from jaxpar.runtime import exit_codes
 
 #: Converts a median absolute deviation to the standard deviation of a normal distribution.
 MAD_TO_DEVIATION = 1.4826
 
-#: The least deviation, as a share of the median. If the losses are nearly equal, rounding would
+#: The least deviation, as a share of the median. If the values are nearly equal, rounding would
 #: otherwise count as a spike.
 MIN_DEVIATION = 0.01
 
 
 class Window:
-    """The latest losses, which decide whether the next one is a spike."""
+    """The latest values of a metric, which decide whether the next one is a spike."""
 
-    def __init__(self, size: int, deviations: float, losses: Iterable[float] = ()):
+    def __init__(self, size: int, deviations: float, values: Iterable[float] = ()):
         self._deviations = deviations
-        self._losses = collections.deque(losses, maxlen=size)
+        self._values = collections.deque(values, maxlen=size)
 
     def limit(self) -> float:
-        """Return the largest loss that is not a spike; infinite until the window is half full."""
-        if len(self._losses) < (self._losses.maxlen or 0) / 2:
+        """Return the largest value that is not a spike; infinite until the window is half full."""
+        if len(self._values) < (self._values.maxlen or 0) / 2:
             return math.inf
-        median = statistics.median(self._losses)
-        mad = statistics.median(abs(loss - median) for loss in self._losses)
+        median = statistics.median(self._values)
+        mad = statistics.median(abs(value - median) for value in self._values)
         deviation = max(MAD_TO_DEVIATION * mad, MIN_DEVIATION * abs(median))
         return median + self._deviations * deviation
 
-    def add(self, loss: float) -> None:
-        """Append a loss to the window."""
-        self._losses.append(loss)
+    def add(self, value: float) -> None:
+        """Append a value to the window."""
+        self._values.append(value)
+
+
+def require_recorded(cfg: Config, names: Iterable[str]) -> None:
+    """Raises:   ConfigError if a step does not have the metric that is watched for spikes.
+
+    Args:     names: of a step's metrics.
+    """
+    path, there = "guard.spike_metric", sorted(set(names) - {"expert_rows", "routing", "in_a_row"})
+    if cfg.guard.spike != "ignore" and cfg.guard.spike_metric not in there:
+        rule = "is no metric of this run's steps"
+        fix = f"use one of {', '.join(there)}"
+        if cfg.metrics.layers == "none":
+            fix += ", or record those of layers: --metrics.layers cheap"
+        raise ConfigError(path, cfg.guard.spike_metric, rule, fix)
+
+
+def _largest(value: Any) -> tuple[float, str]:
+    """Return the value of a metric, of a list its largest, and at which entry that is, in words."""
+    values = np.asarray(value, np.float64)
+    if not values.ndim or np.isnan(values).all():
+        return float(values if not values.ndim else np.nan), ""
+    at = np.unravel_index(np.nanargmax(values), values.shape)
+    return float(values[at]), f" of layer {at[0]}"
 
 
 class StepGuard:
@@ -66,18 +89,22 @@ class StepGuard:
         # A resumed run restores its window from the records.
         wanted = g.recent_steps > 0 or g.spike != "ignore"
         size = max(g.recent_steps, g.spike_window) if wanted else 0
-        before = _losses_before(run_dir, first_step, g.spike_window)
+        before = _values_before(run_dir, first_step, g.spike_window, g.spike_metric)
         self._recent = RecentSteps(run_dir, size if jax.process_index() == 0 else 0)
         self._window = Window(g.spike_window, g.spike_deviations, before)
 
-    def look(self, step: int, values: dict[str, float]) -> None:
+    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and check the metrics of a step.
 
-        Args:     step: counted from 0. values: of `Metrics`.
+        Args:     step: counted from 0. metrics: numbers and arrays, on the host.
         Raises:   BadNumerics when too many updates in a row were skipped; Spike when the run must
                   rewind.
         """
-        number, loss = step + 1, values["loss"]
+        number, name = step + 1, self._cfg.guard.spike_metric
+        watched, where = _largest(metrics.get(name, np.nan))
+        values = {n: v for n, v in metrics.items() if np.ndim(v) == 0}
+        if name in metrics:
+            values[name] = watched
         batch, seed = self._batch_of(step), self._cfg.train.seed
         windows = [sequences_before(self._cfg, number) for number in (batch, batch + 1)]
         self._recent.add(number, values, batch=batch, windows=windows, seed=seed, mesh=self._mesh)
@@ -85,13 +112,16 @@ class StepGuard:
         if bad:
             self._left_out(number, bad, values)
             return
+        if not math.isfinite(watched):
+            return
         limit = self._window.limit()
-        if self._cfg.guard.spike != "ignore" and loss > limit:
-            text = f"step {number}: loss {loss:.4f} is a spike, above {limit:.4f}; batch {batch}"
+        if self._cfg.guard.spike != "ignore" and watched > limit:
+            text = f"{name}{where} {watched:.4f} is a spike, above {limit:.4f}"
+            text = f"step {number}: {text}; batch {batch}"
             self._log(f"WARNING    {text}")
             if self._cfg.guard.spike == "rewind":
                 raise exit_codes.Spike(step, text)
-        self._window.add(loss)
+        self._window.add(watched)
 
     def _left_out(self, number: int, bad: list[str], values: dict[str, float]) -> None:
         in_a_row, most = int(values.get("in_a_row", 1)), self._cfg.guard.max_skips
@@ -107,17 +137,17 @@ class StepGuard:
             )
 
 
-def _losses_before(run_dir: Path, first_step: int, count: int) -> list[float]:
-    """Return the recorded losses of the steps before `first_step`; the same in every process.
+def _values_before(run_dir: Path, first_step: int, count: int, name: str) -> list[float]:
+    """Return the recorded values of a metric before `first_step`; the same in every process.
 
     With them, a resumed run judges the next step as an uninterrupted run would.
     """
     records: list[dict[str, Any]] = [
         record for step, record in sorted(read_recent(run_dir).items()) if step <= first_step
     ]
-    known = losses_judged(records)
-    losses = np.full(count, np.nan, np.float32)
-    losses[: len(known[-count:])] = known[-count:]
+    known = values_judged(records, name)
+    values = np.full(count, np.nan, np.float32)
+    values[: len(known[-count:])] = known[-count:]
     if jax.process_count() > 1:
-        losses = np.asarray(multihost_utils.broadcast_one_to_all(losses))
-    return [float(loss) for loss in losses if not np.isnan(loss)]
+        values = np.asarray(multihost_utils.broadcast_one_to_all(values))
+    return [float(value) for value in values if not np.isnan(value)]

@@ -29,6 +29,7 @@ from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.run import Run
+from jaxpar.training.step_guard import require_recorded
 
 #: The shape of a batch, and the fragment whose outer gradient a step exchanges.
 type Key = tuple[tuple[int, int], int | None]
@@ -115,6 +116,7 @@ def compiled(
     )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.taught(batch))
+        require_recorded(cfg, lowered.out_info[1])
         peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()

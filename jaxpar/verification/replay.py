@@ -17,7 +17,7 @@ from jaxpar.config.rules.limits import MAX_INT
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent, values_judged
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
@@ -184,7 +184,7 @@ class Replay:
     def is_wrong(self, loss: float) -> bool:
         """Whether a loss is non-finite, or a spike compared with those before the step."""
         g = self.cfg.guard
-        before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
+        before = values_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
         return not math.isfinite(loss) or loss > window.limit()
 

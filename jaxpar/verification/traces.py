@@ -30,6 +30,7 @@ from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
 from jaxpar.step.features import features_of, own_probes, post_updates
+from jaxpar.step.features.layer_metrics import every_probe
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from jaxpar.verification.random_pairs import max_segments, random_pairs
@@ -98,7 +99,7 @@ class TrainingTrace:
     params: Arrays
     """Parameters after the last step."""
     probes: Arrays = dataclasses.field(default_factory=dict)
-    """Metrics of users' probes in the first batch."""
+    """Metrics of probes in the first batch."""
 
 
 def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> TrainingTrace:
@@ -134,7 +135,8 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         loss, grads = gradients(with_weights_of(cfg, step))(params, batch)
         params, opt_state, extra = update(grads, opt_state, params, batch, extra, step)
         losses.append(float(loss))
-    probes = jax.jit(lambda params: own_probes.plain(params, batches[0], cfg))(start)
+    every = every_probe(cfg)
+    probes = jax.jit(lambda params: own_probes.plain(params, batches[0], cfg, every))(start)
     return TrainingTrace(
         to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params), to_host(probes)
     )
@@ -204,7 +206,7 @@ def mesh_trace(
             state, at_step = step(state, batch)
             losses.append(float(at_step["loss"]))
         params = logical(state.params, cfg)
-    probes = {probe.metric: measured[probe.metric] for probe in own_probes.probes_of(cfg)}
+    probes = {probe.metric: measured[probe.metric] for probe in every_probe(cfg)}
     loss, grads = float(measured["loss"]), logical(grads, cfg)
     return TrainingTrace(init, loss, grads, losses, params, to_host(probes))
 

@@ -206,6 +206,9 @@ data.mixture=web:1,code:2,web:3 | 1 | data.mixture | contains web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
 metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
 metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | from 1 to 65535
+metrics.layers=cheap optimizer.offload_masters=true optimizer.offload=true \
+    parallel.layer_loop=scan | 1 | metrics.layers | not supported with optimizer.offload_masters
+metrics.layers=all lora.rank=4 | 1 | metrics.layers | not supported with lora.rank
 metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
 ZERO_BUBBLE = "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.layer_loop=unroll"

@@ -163,6 +163,10 @@ BAD = [
         {"train.probes": (Probe(name="a", reduce="max", value=abs, point="router"),)},
         "needs a model with experts",
     ),
+    (
+        {"train.probes": (Probe(name="a", reduce="max", value=abs),), "lora.rank": 2},
+        "trains adapters alone, and probes",
+    ),
     ({"train.probes": (Probe(name="loss", reduce="max", value=abs),)}, "name of another metric"),
     ({"train.probes": 2 * (Probe(name="a", reduce="max", value=abs),)}, "name of another metric"),
     ({"train.post_updates": 2 * (Twice(),)}, "'twice'.*name of another state"),

@@ -28,7 +28,7 @@ from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import tokenizer_in
 from jaxpar.convert.peft import importing as peft
 from jaxpar.data.skips import read_skipped
-from jaxpar.monitoring.recent_steps import losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.verification.replay import check_inputs
 from tests.data.commands import main as data
@@ -81,7 +81,7 @@ def resumed(folder: Path) -> None:
 def records(folder: Path) -> None:
     """Reads what `checkpoint replay` reads."""
     found = read_recent(folder / "run")
-    losses_judged(found.values())
+    values_judged(found.values())
     for record in found.values():
         check_inputs(record, folder)
 

@@ -36,8 +36,9 @@ from jaxpar.memory_checkpoint.piece_file import (
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.monitoring import routing
+from jaxpar.monitoring.metric_names import TABLE_FILE, Described, MetricTable, read_table
 from jaxpar.monitoring.profiles.folder import ProfileFacts, read_facts, write_facts
-from jaxpar.monitoring.recent_steps import losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import run_lock
 from jaxpar.runtime.processes import children, token
@@ -76,6 +77,7 @@ SAVED = {
     "best": {"what": "loss", "step": 5, "value": 2.5, "stale": 0},
     "asked": {"train.seed": 1},
 }
+TABLE = MetricTable({"loss": Described("training", "nats per token", "cross entropy")})
 ABOUT = About("t", "runs/t", ("s",), (100,), 16, True, 256, 4, 1.0, 10)
 FACTS = ProfileFacts(10, 3, 1, 1, "cpu", "1", 100, 1e9, None, {"temp": 5}, {"jax": "1"})
 WORDS = {"time": 5.0, "step": 3, "error": "boom", "code": 1}
@@ -246,7 +248,7 @@ def stream(folder: Path) -> None:
 
 
 def recent_losses(folder: Path) -> None:
-    losses_judged(read_recent(folder).values())
+    values_judged(read_recent(folder).values())
 
 
 def experts() -> bytes:
@@ -301,6 +303,9 @@ def formats(folder: Path) -> dict[str, Format]:
         "metadata of a checkpoint": Format(json.dumps(SAVED).encode(), metadata, of_valid),
         "sweep.json": Format(good_sweep(folder / "sweep"), in_folder("sweep.json", sweep)),
         "config.json": of_run("config.json"),
+        "metric_names.json": Format(
+            declared.to_json(TABLE).encode(), in_folder(TABLE_FILE, read_table)
+        ),
         "manifest.json": of_run("manifest.json"),
         "metrics.jsonl": of_run("metrics.jsonl", of_lines),
         "events.jsonl": of_run("events.jsonl", of_lines),
@@ -383,7 +388,7 @@ def test_what_another_process_has_written_is_read_or_passed_over(
 
 def test_the_formats_are_those_that_are_written():
     """Their fields are read back as they were, and each has a version."""
-    for one in (HOST, FORMED, OVER, End(code=3, text="x"), FACTS, ABOUT):
+    for one in (HOST, FORMED, OVER, End(code=3, text="x"), FACTS, ABOUT, TABLE):
         text = declared.to_json(one).encode()
         assert declared.read(type(one), text) == one
         fields = json.loads(text)

@@ -8,7 +8,8 @@ import urllib.request
 
 import pytest
 
-from jaxpar.monitoring.metric_names import METRICS, tag
+from jaxpar.config.metrics import METRICS
+from jaxpar.monitoring.metric_names import TABLE_FILE, tag
 from jaxpar.tools.report.command import report
 from jaxpar.tools.report.options import ReportOptions
 from tests.monitoring.test_sinks import free_port, scalars
@@ -67,6 +68,8 @@ def test_tensorboard_has_what_the_records_have(watched):
         assert values == pytest.approx([value for _, value in expected], rel=1e-6)
     unknown = {name for record in records for name in record} - METRICS.keys()
     assert unknown <= {"step", "slowest", "resumed_after_step"}
+    table = json.loads((run / TABLE_FILE).read_text())["metrics"]
+    assert table.keys() == {name for record in records for name in record} - {"step", "slowest"}
 
 
 def test_its_report(watched):

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from jaxpar import Loss, ParamSpec, PostUpdate, Probe
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
+from jaxpar.objectives.objective import objective_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.features import own_probes
+from jaxpar.step.features import features_of, own_probes
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import traces
@@ -145,7 +147,7 @@ def plain(cfg: Config) -> tuple[Any, ...]:
     batch = traces.random_batch(cfg)
     trace = traces.reference_trace(cfg, [batch, batch], 2)
     params = traces.initial_params(specs_of(cfg), cfg.train.seed)
-    measured = jax.jit(lambda p: own_probes.plain(p, batch, cfg))(params)
+    measured = jax.jit(lambda p: own_probes.plain(p, batch, cfg, own_probes.probes_of(cfg)))(params)
     return trace, jax.device_get(measured)
 
 
@@ -170,6 +172,26 @@ def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
     np.testing.assert_allclose(rows, 1.0, atol=1e-6)
     kept = np.asarray(now.extra["unit_rows"]["layers"]["norm"])
     assert kept.shape == rows.shape and np.all(kept != 1)
+
+
+def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):
+    monkeypatch.setattr("jaxpar.config.metrics.MORE", {})
+    objective_of(BASE), features_of(BASE)
+    loss, stream = metric_of("early_loss"), metric_of("stream")
+    assert loss.group == "training" and "Smoothed" in loss.meaning
+    assert (
+        stream.group == "layers" and stream.meaning == "mean over tokens at residual, of each layer"
+    )
+
+
+class Overwriting(Smoothed):
+    def metrics(self, values, batch):
+        return {"grad_norm": (values, batch.positions)}
+
+
+def test_a_metric_of_a_loss_has_a_name_of_its_own():
+    with pytest.raises(ConfigError, match=r"Overwriting.metrics = 'grad_norm': .* another's"):
+        objective_of(replace(BASE, **{"train.loss": Overwriting()}))
 
 
 def test_the_moving_average_is_that_of_the_weights_after_a_post_update():

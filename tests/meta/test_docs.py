@@ -13,11 +13,13 @@ from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
 from jaxpar.commands import names_of_forms
 from jaxpar.commands import read as read_options
 from jaxpar.config import ConfigError
+from jaxpar.config.metrics import METRICS, Metric
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
-from jaxpar.monitoring.metric_names import METRICS
+from jaxpar.objectives import objective
 from jaxpar.planning.command import asked_for
 from jaxpar.planning.options import PlanOptions
 from jaxpar.runtime.processes.launch_options import LaunchRun
+from jaxpar.step.features import FEATURES
 from jaxpar.tools.sweeps.command import read_sweep
 from jaxpar.tools.sweeps.options import SweepOptions
 from jaxpar.train import TrainOptions
@@ -175,8 +177,22 @@ def test_what_pages_say_of_predictions_is_up_to_date():
         )
 
 
+def metrics_in_order() -> dict[str, Metric]:
+    """All metrics by group: those of every run, of objectives and of features."""
+    objectives = objective.PREFERENCES, objective.DISTILLATION, objective.MULTI_TOKEN
+    declared = {n: m for one in (*objectives, *FEATURES) for n, m in one.metrics.items()}
+    found = {n: m for n, m in METRICS.items() if n not in declared} | declared
+    assert found == METRICS
+    groups = ["training", "preferences", "layers", "experts", *(m.group for m in found.values())]
+    shown = [(name, metric) for name, metric in found.items() if metric.shown != "never"]
+    return dict(sorted(shown, key=lambda row: groups.index(row[1].group)))
+
+
 def test_every_metric_is_on_its_page():
-    rows = [f"| `{n}` | {m.group} | {m.unit or '–'} | {m.meaning} |" for n, m in METRICS.items()]
+    rows = [
+        f"| `{n}` | {m.group} | {m.unit or '–'} | {m.meaning} |"
+        for n, m in metrics_in_order().items()
+    ]
     head = "| name | group | unit | meaning |\n|---|---|---|---|\n"
     table = head + "".join(row + "\n" for row in rows)
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table

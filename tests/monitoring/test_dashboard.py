@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxpar.monitoring.metric_names import METRICS
+from jaxpar.config.metrics import METRICS
 from tests.monitoring.test_sinks import free_port
 
 pytestmark = pytest.mark.waits

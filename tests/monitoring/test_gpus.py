@@ -6,9 +6,9 @@ import pynvml
 import pytest
 
 from jaxpar.config import Config, replace
+from jaxpar.config.metrics import METRICS
 from jaxpar.monitoring import gpus
 from jaxpar.monitoring.gpus import GpuReader, open_gpus
-from jaxpar.monitoring.metric_names import METRICS
 from tests import fake_nvml
 from tests.fake_nvml import NOT_SUPPORTED, FakeNvml
 from tests.ranks import HANG

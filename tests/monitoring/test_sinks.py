@@ -6,11 +6,13 @@ import socket
 import struct
 import urllib.request
 
+import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.metrics import METRICS, Metric, declare_more
 from jaxpar.monitoring.evaluations import Score
-from jaxpar.monitoring.metric_names import METRICS, tag
+from jaxpar.monitoring.metric_names import TABLE_FILE, read_table, tag
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import Sinks, numbers, open_sinks, require_packages
 
@@ -265,3 +267,62 @@ def logged(file: bytes):
 
 def test_every_metric_has_a_tab_and_a_meaning():
     assert all(metric.group and metric.meaning for metric in METRICS.values())
+
+
+# ---------------------------------------------------------------- metrics of layers, users' metrics
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Metrics that users' code has declared."""
+    monkeypatch.setattr("jaxpar.config.metrics.MORE", {})
+    declare_more(
+        {"stream": Metric("layers", "m", "of a probe"), "a-b": Metric("training", "", "x")}
+    )
+
+
+def test_metrics_of_layers_have_a_tag_and_a_label_each(own, devices, tmp_path):
+    pytest.importorskip("prometheus_client")
+    record = {"step": 1, "loss": 2.0, "stream": [0.5, None, 1.5], "a-b": 3.0}
+    port = free_port()
+    cfg = config(**{"metrics.prometheus_port": port})
+    sinks = open_sinks(cfg, tmp_path, 0, pytest.fail)
+    sinks.write(record)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    sinks.close()
+    assert scalars(tmp_path, "layers/stream/2") == [(1, 1.5)]
+    assert sorted(tags(tmp_path)) == [
+        *("layers/stream/0", "layers/stream/2", "training/a-b", "training/loss")
+    ]
+    assert 'jaxpar_stream{layer="2"} 1.5' in text and "jaxpar_a_b 3.0" in text
+    assert "jaxpar_stream of a probe [m]" in text
+
+
+def test_a_run_says_what_its_metrics_are(own, devices, tmp_path):
+    train(config(), tmp_path, 0, 2)
+    file = tmp_path / TABLE_FILE
+    table = json.loads(file.read_text())
+    assert table["version"] == 1 and written(tmp_path) - table["metrics"].keys() <= {"step"}
+    assert table["metrics"]["loss"]["unit"] == "nats per token"
+    file.unlink()  # somebody deletes it
+    with MetricsWriter(config(), tmp_path, 2, lambda step: 0.1) as writer:
+        writer.write({"step": 3, "loss": 1.0})
+        at_first = file.stat()
+        writer.write({"step": 4, "loss": 1.0})
+        assert file.stat().st_ino == at_first.st_ino
+        writer.write({"step": 5, "stream": [1.0], "unknown": 2.0})
+    found = read_table(tmp_path)
+    assert found["stream"] == Metric("layers", "m", "of a probe") and "unknown" not in found
+    assert "loss" in found and read_table(tmp_path / "no")["mfu"].unit == "share"
+
+
+def test_values_that_are_no_numbers_are_null_in_lists_too(own, devices, tmp_path):
+    with MetricsWriter(config(), tmp_path, 0, lambda step: 0.1) as writer:
+        stream = np.array([1.0, np.nan, np.inf], np.float32)
+        values = dict(loss=1.0, grad_norm=1.0, num_tokens=16.0, early=math.nan, stream=stream)
+        writer.write_previous(0, values, data_wait=0.0)
+        writer.flush()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert record["stream"] == [1.0, None, None] and record["early"] is None
+    assert record["learning_rate"] == 0.1

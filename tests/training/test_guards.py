@@ -20,7 +20,7 @@ from jaxpar.config.command_line import read_config
 from jaxpar.data.loader import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
 from jaxpar.monitoring.metrics import MetricsWriter
-from jaxpar.monitoring.recent_steps import losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime import exit_codes
 from jaxpar.step import train_step
 from jaxpar.training import manifest
@@ -105,7 +105,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
 def test_losses_of_steps_left_out_judge_no_other():
     """The update of a step with a non-finite gradient is skipped, whatever its loss."""
     records = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 54.0, "grad_norm": None}]
-    assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
+    assert values_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
 
 @pytest.mark.slow
@@ -178,6 +178,43 @@ def test_as_many_records_are_kept_as_spikes_are_judged_by(tmp_path, spike, recor
     resumed = StepGuard(cfg, tmp_path, 18, lambda step: step, told.append)
     resumed.look(18, {"loss": 9.0, "grad_norm": 1.0})
     assert len(told) == (spike == "tell") and all("step 19: loss 9.0000 is a" in t for t in told)
+
+
+def test_a_metric_of_layers_is_watched_and_the_layer_is_told(tmp_path):
+    given = {"guard.spike_metric": "layer_grad_norm", "guard.spike_window": 4}
+    cfg, told = replace(Config(), **given), []
+    looking = StepGuard(cfg, tmp_path, 0, lambda step: step, told.append)
+    norms = lambda last: np.array([1.0, np.nan, last], np.float32)  # noqa: E731
+    seen = lambda last: {"loss": 2.0, "grad_norm": 1.0, "layer_grad_norm": norms(last)}  # noqa: E731
+    for step in range(4):
+        looking.look(step, seen(2.0))
+    resumed = StepGuard(cfg, tmp_path, 4, lambda step: step, told.append)
+    resumed.look(4, seen(9.0))
+    text = "step 5: layer_grad_norm of layer 2 9.0000 is a spike, above 2.2000; batch 4"
+    assert told == [f"WARNING    {text}"]
+    resumed.look(5, {"loss": 60.0, "grad_norm": 1.0, "layer_grad_norm": norms(2.0) * np.nan})
+    assert len(told) == 1 and read_recent(tmp_path)[6]["layer_grad_norm"] is None
+
+
+@pytest.mark.slow
+def test_a_spike_of_a_layer_is_told(spiky, capfd):
+    watched = ("--guard.spike-metric", "layer_grad_norm", "--metrics.layers", "cheap")
+    assert spiky(2, *watched, "--train.num-steps", "47") == exit_codes.EXIT_OK
+    assert "WARNING    step 47: layer_grad_norm of layer " in capfd.readouterr().out
+
+
+def test_a_metric_that_is_not_recorded_cannot_be_watched(spiky):
+    with pytest.raises(
+        ConfigError, match=r"guard.spike_metric = 'layer_grad_norm': .*--metrics.layers cheap"
+    ):
+        spiky(1, "--guard.spike-metric", "layer_grad_norm")
+
+
+def test_a_metric_without_a_value_is_no_skipped_update(tmp_path):
+    told: list[str] = []
+    guard = StepGuard(Config(), tmp_path, 0, lambda step: step, told.append)
+    guard.look(0, {"loss": 2.0, "grad_norm": 1.0, "loss_of_a_source": np.nan, "in_a_row": 0})
+    assert not told
 
 
 def test_a_rewind_needs_checkpoints(spiky):

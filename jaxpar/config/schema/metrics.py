@@ -1,11 +1,16 @@
 """The sections `metrics` and `profile` of a config: sinks, what is recorded and traced."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
+    """What is recorded in metrics.jsonl, and sinks in addition. A failing sink is reported once."""
+
+    layers: Literal["none", "cheap", "all"] = "none"
+    """Record metrics of each layer; all: also the largest attention score, which is computed a
+    second time."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard to RUN/tensorboard."""

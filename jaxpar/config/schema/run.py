@@ -59,17 +59,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Reactions to non-finite values, loss spikes and corruption."""
+    """Reactions to non-finite values, spikes and corruption."""
 
     max_skips: int = 3
     """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
-    """At a loss spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
+    """At a spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
+    spike_metric: str = "loss"
+    """The metric that is watched, of every step. Of one by layer, the largest value counts."""
     spike_deviations: float = 10.0
-    """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
-    the median if that is more."""
+    """Deviations above the median that count as a spike. A deviation is 1.48 MAD, or 1% of the
+    median if that is more."""
     spike_window: int = 64
-    """Recent steps that a loss is compared with. Detection starts once half of them have run."""
+    """Recent steps that a value is compared with. Detection starts once half of them have run."""
     spike_skip: int = 4
     """Batches that a rewind skips, up to and including the one of the spike."""
     max_rewinds: int = 3

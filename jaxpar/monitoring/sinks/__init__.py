@@ -27,7 +27,10 @@ class Sink(Protocol):
     """Receives the metrics of a run, in the order of its steps."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics after `step` steps, by name in metrics.jsonl; NaN if non-finite."""
+        """Write the metrics after `step` steps, by name in metrics.jsonl; NaN if non-finite.
+
+        Args:     metrics: "NAME/3" is that of layer 3, or of the entry of a list.
+        """
 
     def close(self) -> None:
         """Finish writing. No more metrics follow."""
@@ -50,7 +53,7 @@ class Sinks:
         """Pass a record of metrics.jsonl to the sinks, if it belongs to a step."""
         if "step" not in record or not self._sinks:
             return
-        values = numbers(record)
+        values = numbers(record) | entries(record)
         for name, sink in list(self._sinks.items()):
             with _Failing(self, name, f"failed at step {record['step']}"):
                 sink.write(record["step"], values)
@@ -97,6 +100,17 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float) and name != "step":
             found[name] = _as_float(value)
     return found
+
+
+def entries(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of the lists of a record, as NAME/INDEX. Omits those that are null."""
+    return {
+        f"{name}/{at}": _as_float(value)
+        for name, values in record.items()
+        if isinstance(values, list)
+        for at, value in enumerate(values)
+        if isinstance(value, int | float)
+    }
 
 
 def _as_float(value: float) -> float:

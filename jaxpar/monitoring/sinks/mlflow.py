@@ -11,8 +11,8 @@ from jaxpar.config import ConfigError
 from jaxpar.monitoring.metric_names import tag
 from jaxpar.runtime.files import atomic
 
-#: Most parameters in one request, and most characters of a value: MLflow's limits.
-MAX_PARAMS, MAX_VALUE = 100, 500
+#: Most parameters and metrics in one request, and most characters of a value: MLflow's limits.
+MAX_PARAMS, MAX_METRICS, MAX_VALUE = 100, 1000, 500
 
 #: Seconds for a request, and retries. By default, MLflow waits for minutes, and the run with it.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
@@ -71,11 +71,12 @@ class MLflow:
             self._client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step in one request. MLflow has no infinities: they become NaN."""
+        """Log the metrics of a step. MLflow has no infinities: they become NaN."""
         now = int(time.time() * 1000)
         finite = {n: v if math.isfinite(v) else math.nan for n, v in metrics.items()}
         rows = [self._metric(tag(_allowed(n)), v, now, step) for n, v in finite.items()]
-        self._client.log_batch(self._id, metrics=rows)
+        for first in range(0, len(rows), MAX_METRICS):
+            self._client.log_batch(self._id, metrics=rows[first : first + MAX_METRICS])
 
     def close(self) -> None:
         """Mark the run as finished. The next start marks it as running again."""

@@ -1,9 +1,10 @@
 """Metrics for Prometheus: the latest values, over HTTP."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxpar.monitoring.metric_names import METRICS
+from jaxpar.config.metrics import metric_of
 
 
 class Prometheus:
@@ -22,17 +23,18 @@ class Prometheus:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Serve these values from now on."""
         for name, value in {"step": float(step), **metrics}.items():
-            base, _, source = name.partition("/")
-            gauge = self._gauge_of(base, ["source"] if source else [])
-            (gauge.labels(source) if source else gauge).set(value)
+            base, _, which = name.partition("/")
+            label = "layer" if metric_of(base).group == "layers" else "source"
+            gauge = self._gauge_of(base, [label] if which else [])
+            (gauge.labels(which) if which else gauge).set(value)
 
     def _gauge_of(self, name: str, labels: list[str]):
         if name not in self._gauges:
-            known = METRICS.get(name)
-            text = f"{known.meaning} [{known.unit or 'no unit'}]" if known else "finished steps"
-            self._gauges[name] = self._gauge(
-                f"jaxpar_{name}", text, labels, registry=self._registry
-            )
+            known = metric_of(name)
+            text = f"{known.meaning} [{known.unit or 'no unit'}]"
+            text = "finished steps" if name == "step" else text
+            allowed = re.sub(r"\W", "_", f"jaxpar_{name}", flags=re.ASCII)
+            self._gauges[name] = self._gauge(allowed, text, labels, registry=self._registry)
         return self._gauges[name]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from jaxpar.step.features.compression import Compression
 from jaxpar.step.features.diloco import Diloco
 from jaxpar.step.features.experts import ExpertBalance
 from jaxpar.step.features.guard import Guard
+from jaxpar.step.features.layer_metrics import LayerMetrics
 from jaxpar.step.features.moving_average import MovingAverage
 from jaxpar.step.features.own_probes import OwnProbes
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
@@ -20,12 +21,13 @@ FEATURES: tuple[Feature, ...] = (
     Compression(),
     ExpertBalance(),
     RoutingRecord(),
+    LayerMetrics(),
     OwnProbes(),
     Guard(),
     Diloco(),
 )
 
-for _feature in (FEATURES[3], FEATURES[0]):  # in the order in which steps return them
+for _feature in (FEATURES[3], FEATURES[0], FEATURES[5]):  # in the order in which steps return them
     declare(_feature.metrics)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, flag, require
 from jaxpar.config.metrics import METRICS, Metric, declare_more
 from jaxpar.config.values import Value
 from jaxpar.model import probes, reference
@@ -54,6 +54,8 @@ class Probe(Value):
         if self.point == "router" and not cfg.model.num_experts:
             rule, fix = "needs a model with experts", "use another point, or --model.num-experts 8"
             raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
+        rule = "trains adapters alone, and probes are among the trained weights of layers"
+        require(cfg.lora.rank == 0, cfg, "lora.rank", rule, flag("lora.rank", 0))
         if (self.value is None) == (type(self).__call__ is Probe.__call__):
             rule, fix = "needs one function", "define __call__, or pass value"
             raise ConfigError(f"{path}: {self.metric}.value", self.value, rule, fix)
@@ -143,17 +145,30 @@ class OwnProbes(Feature):
         return bool(cfg.train.probes)
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
-        return tuple(map(_in_layers, probes_of(cfg)))
+        return in_layers(probes_of(cfg))
 
     def after_gradients(self, s: TrainStep) -> TrainStep:
         """Communication: an all-reduce of a number for each layer and probe over every axis."""
-        tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
-        found = {}
-        for probe in probes_of(s.cfg):
-            of_layers = s.layer_maxima if probe.reduce == "max" else s.layer_sums
+        return s.with_metrics(**measured(s, probes_of(s.cfg)))
+
+
+def in_layers(some: tuple[Probe, ...]) -> tuple[probes.LayerProbe, ...]:
+    """Return what layers measure for probes."""
+    return tuple(map(_in_layers, some))
+
+
+def measured(s: TrainStep, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
+    """Return the metrics of probes, float32 [layers] each. Communication: an all-reduce of each."""
+    tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
+    found = {}
+    for probe in some:
+        of_layers = s.layer_maxima if probe.reduce == "max" else s.layer_sums
+        if probe.metric in s.probes:
             value = of_layers(probe.metric, absent=jnp.nan)
-            found[probe.metric] = value / tokens if probe.reduce == "mean" else value
-        return s.with_metrics(**found)
+        else:  # no layer has the point
+            value = jnp.full(s.cfg.model.num_layers, jnp.nan, jnp.float32)
+        found[probe.metric] = value / tokens if probe.reduce == "mean" else value
+    return found
 
 
 def probes_of(cfg: Config) -> tuple[Probe, ...]:
@@ -165,16 +180,16 @@ def _over(probe: Probe) -> Any:
     return probe.reduce
 
 
-def plain(params: Any, batch: Batch, cfg: Config) -> dict[str, jax.Array]:
-    """Compute the metrics of probes with the plain model: float32 [layers] each."""
-    found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in probes_of(cfg)}
+def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
+    """Compute the metrics of some probes with the plain model: float32 [layers] each."""
+    found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in some}
     reached: dict[str, jax.Array] = {}
 
     def watch(point: str, value: jax.Array) -> None:
         reached[point] = value
         if point != "layer":
             return
-        for probe in probes_of(cfg):
+        for probe in some:
             found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.tools.charts import chart
 from jaxpar.tools.charts.elements import e, table
 from jaxpar.tools.charts.scale import short
+from jaxpar.tools.report import layers
 from jaxpar.tools.report.runs import OF_FOLLOWERS, OF_SETS, Mark, RunRead
 from jaxpar.tools.report.series import Point
 
@@ -84,7 +84,7 @@ def points_of(run: RunRead, name: str) -> list[Point]:
         return run.last_half.points() if run.last_half is not None and run.last_step >= 40 else []
     if name not in run.series:
         return []
-    factor = 100.0 if _unit(name) == "share" else 1.0
+    factor = 100.0 if run.metric(name).unit == "share" else 1.0
     return [Point(p.step, *(factor * value for value in p[1:])) for p in run.series[name].points()]
 
 
@@ -94,13 +94,10 @@ def line_charts(runs: Sequence[RunRead]) -> list[Element]:
     return [_figure(runs, shown) for shown in found]
 
 
-def _unit(name: str) -> str:
-    return METRICS[name.partition("/")[0]].unit
-
-
 def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     metric = "loss" if shown.name == "last half" else shown.name
-    unit = _unit(metric).replace("share", "%")
+    units = (run.metric(metric).unit for run in runs)
+    unit = next(filter(None, units), "").replace("share", "%")
     nats = {"data-nats": f" {unit}"} if shown.beside == "held_out_loss" else {}
     head = e("h3", shown.title, e("span", f" {unit}", **nats) if unit else None)
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
@@ -169,7 +166,7 @@ def _run_data(run: RunRead, charts: Sequence[Shown]) -> dict[str, Any]:
     if run.sizes_change and "loss" in metrics:
         steps = metrics["loss"]["x"]
         about["tokens"] = steps, [run.tokens_at(step) for step in steps]
-    return about | {"metrics": metrics}
+    return about | {"metrics": metrics, "layers": layers.data(run)}
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

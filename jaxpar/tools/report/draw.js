@@ -155,14 +155,24 @@ function colour(index) {
 }
 
 function draw(svg) {
-  const lines = linesOf(svg), { least, log } = svg.dataset, { logx, logy, x: unit } = chosen(svg);
+  return svg.dataset.map ? drawMap(svg) : drawLines(svg);
+}
+
+// Removes the drawing. Returns a function that puts an element into it, below the pointer's line.
+function emptied(svg) {
   svg.replaceChildren(...[...svg.children].filter((c) => c.matches("title, desc, .cross, .zoom")));
-  const put = (made) => svg.insertBefore(made, svg.querySelector(".cross"));
   svg.scales = null;
-  if (!lines.some((line) => line.x.length)) {
-    put(element("text", { class: "xlabel", x: (LEFT + RIGHT) / 2, y: (TOP + BOTTOM) / 2 }, "no run is selected"));
-    return;
-  }
+  return (made) => svg.insertBefore(made, svg.querySelector(".cross"));
+}
+
+function putNone(svg, put, text) {
+  put(element("text", { class: "xlabel", x: (LEFT + RIGHT) / 2, y: (TOP + floor(svg)) / 2 }, text));
+}
+
+function drawLines(svg) {
+  const lines = linesOf(svg), { least, log } = svg.dataset, { logx, logy, x: unit } = chosen(svg);
+  const put = emptied(svg);
+  if (!lines.some((line) => line.x.length)) return putNone(svg, put, "no run is selected");
   const x = horizontalScale(svg, lines), kept = lines.map((line) => cut(line, x.low, x.high, logx));
   const heights = lines.flatMap((line, n) => kept[n].flatMap((i) => [line.y[i], ...(line.lo ? [line.lo[i], line.hi[i]] : line.raw ? [line.means[i]] : [])]));
   const positive = heights.every((value) => value > 0), wide = Math.max(...heights) / Math.min(...heights) > 50;
@@ -175,14 +185,18 @@ function draw(svg) {
     put(element("path", { class: "grid", d: `M${LEFT} ${py(tick)}H${RIGHT}` }));
     put(element("text", { class: "ylabel", x: LEFT - 7, y: py(tick), dy: "0.35em" }, short(tick)));
   }
-  put(element("path", { class: "axis", d: `M${LEFT} ${BOTTOM}H${RIGHT}` }));
-  for (const tick of x.ticks) {
-    put(element("path", { class: "axis", d: `M${px(tick)} ${BOTTOM}v5` }));
-    put(element("text", { class: "xlabel", x: px(tick), y: BOTTOM + 20 }, short(tick)));
-  }
-  put(element("text", { class: "xname", x: RIGHT, y: 266 }, unit));
+  drawAxis(put, x, px, BOTTOM, unit);
   lines.forEach((line, n) => drawLine(put, line, kept[n], px, py));
   drawMarks(put, svg, x);
+}
+
+function drawAxis(put, x, px, bottom, unit) {
+  put(element("path", { class: "axis", d: `M${LEFT} ${bottom}H${RIGHT}` }));
+  for (const tick of x.ticks) {
+    put(element("path", { class: "axis", d: `M${px(tick)} ${bottom}v5` }));
+    put(element("text", { class: "xlabel", x: px(tick), y: bottom + 20 }, short(tick)));
+  }
+  put(element("text", { class: "xname", x: RIGHT, y: bottom + 38 }, unit));
 }
 
 function drawLine(put, line, kept, px, py) {
@@ -206,6 +220,71 @@ function drawLine(put, line, kept, px, py) {
     dots.append(dot);
   });
   put(dots);
+}
+
+// ------------------------------------------------------------------------------------ heat maps
+
+// Of Matplotlib's viridis: equal steps look equal, also to the color-blind and in grey.
+const PALETTE = ["440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725"];
+const LEVELS = 40;
+
+// The lower end of the plot.
+const floor = (svg) => Number(svg.dataset.bottom || BOTTOM);
+
+function heatColour(level) {
+  const at = (level / (LEVELS - 1)) * (PALETTE.length - 1), low = Math.min(Math.floor(at), PALETTE.length - 2);
+  const part = (which, i) => parseInt(PALETTE[which].slice(2 * i, 2 * i + 2), 16);
+  return `rgb(${[0, 1, 2].map((i) => Math.round(part(low, i) + (at - low) * (part(low + 1, i) - part(low, i))))})`;
+}
+
+// The values of a metric of layers, the ends of their columns on the horizontal axis, and the scale of colors.
+function mapOf(svg) {
+  const run = data.runs[svg.dataset.run], { x: steps, rows } = run.layers[svg.dataset.map];
+  const before = steps.length > 1 ? Math.max(2 * steps[0] - steps[1], 0) : 0;
+  const edges = [before, ...steps].map((step) => across(run, step));
+  let low = Infinity, high = -Infinity;
+  for (const value of rows.flat()) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
+  const log = low > 0 && high / low > 10;
+  if (!(high > low)) { low -= Math.abs(low) / 2 || 1; high += Math.abs(high) / 2 || 1; }
+  return { run, steps, rows, edges, scale: scale(low, high, log), log };
+}
+
+function drawMap(svg) {
+  const put = emptied(svg), bottom = floor(svg), { logx, x: unit } = chosen(svg);
+  if (state.off.has(Number(svg.dataset.run))) return putNone(svg, put, "the run is not selected");
+  const map = mapOf(svg), x = horizontalScale(svg, [{ x: map.edges }]), height = (bottom - TOP) / map.rows.length;
+  svg.scales = { x, map };
+  const px = (value) => (LEFT + Math.min(Math.max(x.at(value), 0), 1) * (RIGHT - LEFT)).toFixed(1);
+  const left = map.edges.map((edge) => (logx && edge <= 0 ? x.low : edge)), paths = [];
+  map.rows.forEach((row, layer) => {
+    const top = (TOP + layer * height).toFixed(1), below = (TOP + (layer + 1) * height).toFixed(1);
+    row.forEach((value, i) => {
+      if (value === null || left[i + 1] <= x.low || left[i] >= x.high) return;
+      const level = Math.round(map.scale.at(value) * (LEVELS - 1));
+      (paths[level] ||= []).push(`M${px(left[i])} ${top}H${px(left[i + 1])}V${below}H${px(left[i])}Z`);
+    });
+  });
+  paths.forEach((boxes, level) => put(element("path", { class: "cells", fill: heatColour(level), d: boxes.join("") })));
+  const every = Math.ceil(map.rows.length / Math.max(Math.floor((bottom - TOP) / 32), 1));
+  map.rows.forEach((_, layer) => {
+    if (layer % every) return;
+    put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP + (layer + 0.5) * height, dy: "0.35em" }, String(layer)));
+  });
+  put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP - 9 }, "layer"));
+  drawAxis(put, x, px, bottom, unit);
+  drawLegend(put, map, bottom + 50);
+}
+
+function drawLegend(put, { scale: of, log }, top) {
+  const width = (RIGHT - LEFT) / LEVELS;
+  for (let level = 0; level < LEVELS; level++)
+    put(element("rect", { class: "cells", x: LEFT + level * width, y: top, width: width + 0.5, height: 10, fill: heatColour(level) }));
+  for (const tick of of.ticks) {
+    const at = (LEFT + of.at(tick) * (RIGHT - LEFT)).toFixed(1);
+    put(element("path", { class: "axis", d: `M${at} ${top + 10}v4` }));
+    put(element("text", { class: "xlabel", x: at, y: top + 28 }, short(tick)));
+  }
+  if (log) put(element("text", { class: "ylabel", x: LEFT - 7, y: top + 5, dy: "0.35em" }, "log"));
 }
 
 // Each kind of mark, from (0, 0) on the step axis; the plot is 212 high.

@@ -1,5 +1,5 @@
 // The controls of the page: what they show is kept in the address, so that a reload and a link keep it.
-const charts = [...document.querySelectorAll("svg[data-metric]")];
+const charts = [...document.querySelectorAll("svg[data-metric], svg[data-map]")];
 const controls = document.getElementById("controls");
 
 function drawAll() {
@@ -64,12 +64,19 @@ if (controls) {
   document.getElementById("reset").addEventListener("click", () => zoomTo(0, 0));
 }
 document.body.classList.add("scripted");
-for (const svg of charts) svg.append(element("path", { class: "cross", d: `M${LEFT} ${TOP}V${BOTTOM}` }));
+for (const svg of charts) svg.append(element("path", { class: "cross", d: `M${LEFT} ${TOP}V${floor(svg)}` }));
 drawAll();
 
 // --------------------------------------------------------------------------- values at the pointer
 
-function valuesAt(svg, x) {
+function valuesAt(svg, x, row) {
+  if (svg.dataset.map) {
+    const { run, steps, rows, edges } = svg.scales.map, layer = Math.min(Math.floor(row * rows.length + 1e-6), rows.length - 1);
+    const column = edges.slice(1).findIndex((edge) => x <= edge);
+    if (column < 0 || x < edges[0]) return [];
+    const value = rows[layer][column];
+    return [{ x: across(run, steps[column]), text: `layer ${layer}  ${value === null ? "no value" : short(value)}` }];
+  }
   const there = (line) => line.x.length && (!own(svg) || (line.x[0] <= x && x <= line.x.at(-1)));
   return linesOf(svg).filter(there).map((line) => {
     const at = nearest(line.x, x);
@@ -80,24 +87,26 @@ function valuesAt(svg, x) {
 
 for (const svg of charts) {
   const figure = svg.closest("figure"), cross = svg.querySelector(".cross");
-  const tip = document.createElement("div"), zoom = element("rect", { class: "zoom", y: TOP, height: BOTTOM - TOP, width: 0 });
+  const tip = document.createElement("div"), zoom = element("rect", { class: "zoom", y: TOP, height: floor(svg) - TOP, width: 0 });
   tip.className = "tip";
   tip.hidden = true;
   figure.append(tip);
   svg.append(zoom);
   svg.setAttribute("tabindex", 0);
   const scales = () => { if (!svg.scales) draw(svg); return svg.scales; };
-  let from = null, held = null;
+  let from = null, held = null, row = 0;
 
   const hide = () => { tip.hidden = true; cross.style.visibility = "hidden"; held = null; };
   const placeOf = (event) => {
     const box = svg.getBoundingClientRect();
+    const at = (event.clientY - box.top) * (WIDTH / box.width) - TOP;
+    row = Math.min(Math.max(at / (floor(svg) - TOP), 0), 0.9999);
     return ((event.clientX - box.left) * (WIDTH / box.width) - LEFT) / (RIGHT - LEFT);
   };
   const show = (place) => {
     const there = scales();
     if (!there || place < 0 || place > 1) return hide();
-    const found = valuesAt(svg, there.x.value(place));
+    const found = valuesAt(svg, there.x.value(place), row);
     if (!found.length) return hide();
     const x = found[0].x, at = LEFT + Math.min(Math.max(there.x.at(x), 0), 1) * (RIGHT - LEFT);
     const box = svg.getBoundingClientRect();
@@ -143,8 +152,10 @@ for (const svg of charts) {
     if (!there) return;
     const { low, high, value } = there.x, middle = value(at);
     const around = (factor) => !own(svg) && zoomTo(Math.max(middle - (middle - low) * factor, 0), middle + (high - middle) * factor);
+    const turn = (by) => { row = inside(row + by); show(at); };
     const keys = {
       ArrowLeft: () => show(inside(at - 0.01)), ArrowRight: () => show(inside(at + 0.01)),
+      ...(there.map ? { ArrowUp: () => turn(-1 / there.map.rows.length), ArrowDown: () => turn(1 / there.map.rows.length) } : {}),
       Home: () => show(0), End: () => show(1),
       "+": () => around(0.5), "=": () => around(0.5), "-": () => (state.zoom ? around(2) : null),
       Escape: () => { hide(); zoomTo(0, 0); },

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 import jaxpar
 from jaxpar.tools.charts.chart import line_sign, mark_sign
 from jaxpar.tools.charts.elements import e, html
-from jaxpar.tools.report import charts, controls, experts, facts, listing, profiles, times
+from jaxpar.tools.report import charts, controls, experts, facts, layers, listing, profiles, times
 from jaxpar.tools.report.runs import KINDS, RunRead
 
 #: Kinds of lines and their meaning.
@@ -75,7 +75,7 @@ def _header(runs: Sequence[RunRead], made: datetime, live: int) -> Element:
 
 def _sections(runs: Sequence[RunRead]) -> list[Element]:
     figures = [*charts.line_charts(runs), experts.loads(runs), experts.over_time(runs)]
-    figures += [times.histogram(runs), times.progress(runs)]
+    figures += [*layers.figures(runs), times.histogram(runs), times.progress(runs)]
     shown = [figure for figure in figures if figure is not None]
     drawn = e("section", class_="charts")
     if not shown:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +13,19 @@ import numpy as np
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.lists.held_out_sets import MAX_SETS
+from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
 from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
+from jaxpar.monitoring.metric_names import read_table
 from jaxpar.monitoring.outline import MAX_STEPS, Outline, outline
 from jaxpar.monitoring.restarts import RestartCosts, restarts
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
 from jaxpar.runtime.files import json_lines
+from jaxpar.tools.report import layers
 from jaxpar.tools.report.figures import Speed
+from jaxpar.tools.report.layers import LayerMap
 from jaxpar.tools.report.loads import Loads, read_loads
-from jaxpar.tools.report.series import Series
+from jaxpar.tools.report.series import Series, can_be_shown
 
 #: Kinds of marks on the axes of steps and time, and their meaning.
 KINDS = {
@@ -53,10 +57,6 @@ OF_FOLLOWERS = ("task_scores/", "followed_loss", "followed_bits_per_byte")
 
 #: Most metrics that are kept over steps, of which a damaged file may name any number.
 MAX_SERIES = len(DRAWN) + MAX_SETS
-
-#: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
-#: sums and ratios of such values are finite.
-MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
 
 #: Number of samples that are shown, the latest ones.
 MAX_SAMPLES = 4
@@ -96,6 +96,14 @@ class RunRead:
     """The loss in the second half of the steps, in finer ranges."""
     loads: Loads | None = None
     """Of the experts; None without any."""
+    layers: dict[str, LayerMap] = field(default_factory=dict)
+    """Metrics of layers, by name."""
+    known: Mapping[str, Metric] = field(default_factory=lambda: METRICS)
+    """What is known of its metrics."""
+
+    def metric(self, name: str) -> Metric:
+        """Return what is known of a metric, whose name may be NAME/SOURCE."""
+        return self.known.get(name.partition("/")[0], UNKNOWN)
 
     @property
     def tokens_per_step(self) -> float:
@@ -157,7 +165,7 @@ def _read_run(folder: str) -> RunRead:
                 "restart the run, which rewrites the file",
             )
             raise ConfigError("RUN", str(path / "config.json"), rule, fix)
-    run = RunRead(folder, path, config, _json(path / "manifest.json"))
+    run = RunRead(folder, path, config, _json(path / "manifest.json"), known=read_table(path))
     _read_metrics(run, found := outline(path / "metrics.jsonl"))
     _read_followed(run)
     events = read_events(path)
@@ -191,7 +199,7 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
     half = found.last_step // 2
     run.last_half = Series(half, found.last_step, span)
     for record in found.records():
-        values = {name: v for name, v in numbers(record).items() if _can_be_shown(v)}
+        values = {name: v for name, v in numbers(record).items() if can_be_shown(v)}
         if then := {k: v for k, v in values.items() if k.startswith("predicted_")}:
             run.predicted = then  # of the latest attempt
         step = record.get("step")
@@ -203,6 +211,7 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
             run.marks.append(Mark("skipped", step, None, text))
         left_out = skipped
         run.last |= values
+        layers.read(run.layers, record, found.last_step)
         for name in (name for name in values if name in DRAWN or name.startswith(OF_SETS)):
             if name not in run.series:
                 if len(run.series) >= MAX_SERIES:
@@ -221,17 +230,13 @@ def _read_followed(run: RunRead) -> None:
         step = record.get("step")
         if isinstance(step, int) and 0 <= step <= MAX_STEPS:
             for name, value in numbers(record).items():
-                if name.startswith(OF_FOLLOWERS) and _can_be_shown(value):
+                if name.startswith(OF_FOLLOWERS) and can_be_shown(value):
                     found[name][step] = value
     for name in list(found)[:MAX_SETS]:
         run.series[name] = Series(0, max(run.last_step, *found[name]), 1)
         for step in sorted(found[name]):
             run.series[name].add(step, found[name][step])
         run.last[name] = found[name][max(found[name])]
-
-
-def _can_be_shown(value: float) -> bool:
-    return value == 0 or MIN_MAGNITUDE < abs(value) < MAX_MAGNITUDE
 
 
 # ------------------------------------------------------------------------------- events.jsonl

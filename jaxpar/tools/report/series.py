@@ -10,6 +10,15 @@ RANGES = 320
 #: Ratio of consecutive histogram bins.
 RATIO = 1.0005
 
+#: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
+#: sums and ratios of such values are finite.
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
+
+
+def can_be_shown(value: float) -> bool:
+    """Whether a value is within the range of magnitudes that are shown."""
+    return value == 0 or MIN_MAGNITUDE < abs(value) < MAX_MAGNITUDE
+
 
 class Point(NamedTuple):
     """A series in a range of steps."""

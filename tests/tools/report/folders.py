@@ -44,6 +44,20 @@ def write_loads(folder: Path, steps, loads=lambda step: [[step, 3 * step], [step
     write_lines(folder / LOADS_FILE, ({"step": step, "loads": loads(step)} for step in steps))
 
 
+def write_layers(folder: Path, steps, value, *, name="layer_grad_norm", layers=4) -> None:
+    """Add a metric of layers to the records of some steps: value(step, layer)."""
+    add_values(folder, {s: {name: [value(s, layer) for layer in range(layers)]} for s in steps})
+
+
+def add_values(folder: Path, values: dict[int, dict]) -> None:
+    """Add values to the records of some steps."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.unlink()
+    of = lambda line: values.get(line.get("step"), {}) if "loss" in line else {}  # noqa: E731
+    write_lines(file, (line | of(line) for line in lines))
+
+
 def event(name: str, attempt: int, age: float, **more) -> dict:
     """A line of events.jsonl; attempts begin an hour after one another."""
     return {"event": name, "attempt": attempt, "age": age, "time": 3600 * attempt + age, **more}

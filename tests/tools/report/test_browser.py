@@ -10,11 +10,12 @@ from playwright.sync_api import Page, expect
 
 from jaxpar.tools.report.command import report
 from jaxpar.tools.report.options import ReportOptions
-from tests.tools.report.folders import write_loads, write_run
+from tests.tools.report.folders import write_layers, write_loads, write_run
 
 #: By id, of a run that has everything.
 CHARTS = """loss last-half grad-norm learning-rate tokens-per-second-per-device mfu memory-gib
-data-wait-seconds expert-loads fullest-experts step-time progress goodput""".split()
+data-wait-seconds expert-loads fullest-experts layers-layer_grad_norm layers-own
+step-time progress goodput""".split()
 
 NARROW, WIDE = 360, 1280
 
@@ -25,6 +26,10 @@ def file(tmp_path_factory):
     write_run(folder / "first")
     write_run(folder / "second", seed=1, **{"optimizer.learning_rate": 1e-3})
     write_loads(folder / "second", range(20, 201, 20))
+    write_layers(folder / "second", range(10, 201, 10), lambda step, layer: step * (layer + 1.0))
+    own = lambda step, layer: None if layer == 1 else -1.0 - layer  # noqa: E731
+    for run in ("first", "second"):
+        write_layers(folder / run, range(10, 201, 10), own, name="own", layers=3)
     runs = (str(folder / "first"), str(folder / "second"))
     report(ReportOptions(runs=runs, output=str(folder / "report.html")))
     return folder / "report.html"
@@ -89,6 +94,34 @@ def test_the_pointer_shows_values(show, file):
     assert 2.5 < float(shown[1].split()[-1]) < 3.5
     page.mouse.move(5, 5)
     expect(tip).to_be_hidden()
+
+
+@pytest.mark.waits
+def test_the_pointer_shows_the_value_of_a_layer(show, file):
+    shown = show(file, WIDE)
+    page, figure = shown.page, shown.page.locator("#layers-layer_grad_norm")
+    chart, tip = figure.locator("svg"), figure.locator(".tip")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    pixel = box["width"] / 560
+    at = lambda step: box["x"] + (58 + 490 * step / 200) * pixel  # noqa: E731
+    page.mouse.move(at(95), box["y"] + (16 + 2.5 * 16) * pixel)
+    expect(tip).to_have_text("step 100\nlayer 2  300")
+    chart.focus()
+    chart.press("ArrowDown")
+    expect(tip).to_have_text("step 100\nlayer 3  400")
+    expect(chart.locator("path.cells")).not_to_have_count(0)
+    fills = chart.locator("path.cells").evaluate_all("all => all.map(p => p.getAttribute('fill'))")
+    assert fills[0] == "rgb(68,1,84)" and fills[-1] == "rgb(253,231,37)"  # least and largest
+    rows = page.locator("#layers-own svg").nth(1)
+    boxes = rows.locator("path.cells").evaluate_all("all => all.map(p => p.getAttribute('d'))")
+    assert len(boxes) == 2 and all("M58.0 37.3" not in d for d in boxes)  # one layer has no value
+    page.keyboard.press("Escape")
+    click(page, "#view-tokens")
+    expect(chart.locator(".xname")).to_have_text("tokens")
+    click(page, "input[data-run='1']")
+    expect(chart.locator("text").first).to_have_text("the run is not selected")
+    assert shown.complaints == []
 
 
 def has_ticks(page: Page, *labels: str, metric: str = "loss") -> None:
@@ -161,6 +194,9 @@ def test_without_the_script_there_are_tables(show, file):
     expect(page.locator("#loss svg")).to_be_hidden()
     page.locator("#loss summary").click()
     expect(page.locator("#loss tbody tr").last).to_contain_text("200")
+    page.locator("#layers-layer_grad_norm summary").click()
+    cells = page.locator("#layers-layer_grad_norm tbody tr").last.locator("td")
+    expect(cells).to_have_text(["3", "40", "800", "40", "800"])
 
 
 @pytest.mark.waits

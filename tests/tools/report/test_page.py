@@ -13,12 +13,13 @@ import pytest
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
+from jaxpar.monitoring.metric_names import TABLE_FILE
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.tools.report import command as program
 from jaxpar.tools.report.command import report
 from jaxpar.tools.report.options import ReportOptions
 from jaxpar.tools.report.runs import MAX_SERIES, read_run
-from tests.tools.report.folders import record, write_lines, write_run
+from tests.tools.report.folders import add_values, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
 
@@ -133,6 +134,22 @@ def test_numbers_that_nobody_expects(tmp_path, value):
         (tmp_path / name).mkdir()
         write_lines(tmp_path / name / "metrics.jsonl", now)
         assert page_of(tmp_path / name).endswith("</html>\n")
+
+
+def test_metrics_of_a_run_have_the_units_that_it_says(tmp_path):
+    folder, old = write_run(tmp_path / "run"), write_run(tmp_path / "old")
+    for run in (folder, old):
+        values = {"fullest_expert": 1.5, "own": [1.0, 2.0], "empty": [None], "text": ["x"]}
+        add_values(run, {190: values, 200: values | {"own": [1.0]}})
+    described = {"fullest_expert": "tokens", "own": "meters", "loss": "bits"}
+    known = {n: {"group": "a", "unit": unit, "meaning": EVIL} for n, unit in described.items()}
+    (folder / TABLE_FILE).write_text(json.dumps({"version": 1, "metrics": known}))
+    texts = Tags(page_of(folder)).texts
+    assert {" tokens", " bits"} <= set(texts) and any(t.endswith(", meters") for t in texts)
+    assert not {"text", "empty"} & set(texts)
+    assert {" nats per token"} <= set(Tags(page_of(old)).texts)
+    (folder / TABLE_FILE).write_text("{")
+    assert " nats per token" in Tags(page_of(folder)).texts
 
 
 SHOWN = "loss mfu grad_norm learning_rate step_seconds memory_gib tokens_seen skipped".split()

@@ -19,6 +19,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "distill.teacher": ("", "has a teacher, which replicas would share"),
     "optimizer.qk_clip": (0.0, "takes the largest logits of all replicas"),
     "optimizer.ema_decay": (0.0, "averages weights over steps that do not change them"),
+    "metrics.layers": ("none", "sums squares of gradients and weights over all replicas"),
     "optimizer.offload": (False, "updates moments layer by layer, without a dim of replicas"),
 }
 

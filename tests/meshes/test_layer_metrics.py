@@ -1,0 +1,97 @@
+"""Metrics of layers on meshes, compared with the plain model."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.layer_kinds import STACKS, dense_places
+from jaxpar.model import reference
+from jaxpar.model.parameters import specs_of
+from jaxpar.step.features import layer_metrics, own_probes
+from jaxpar.step.features.layer_metrics import LayerMetrics
+from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import traces
+from tests.meshes.test_global_layers import GEMMA4
+from tests.meshes.test_own_code import on_mesh
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+BASE = replace(TINY, **{"model.num_layers": 3, "metrics.layers": "all"})
+EXPERTS = replace(BASE, **{"model.num_experts": 4, "model.d_ff": 12, "train.balance_loss": 0.1})
+DENSE_FIRST = replace(EXPERTS, **{"model.dense_layers": 1})
+FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
+KINDS = replace(GEMMA4, **{"model.num_layers": 4, "metrics.layers": "all"})
+
+MESHES = [
+    ("data=2,tensor=2", BASE),
+    ("pipeline=2,data=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
+    ("expert=2,pipeline=2", EXPERTS),
+    slow("pipeline=2,tensor=2,num_microbatches=2", BASE),  # stages of two layers and of one
+    slow("sequence=2,data=2", BASE),
+    slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),
+    slow("tensor=2,row_groups=2,layer_loop=unroll", BASE),
+    slow("expert=2,data=2", EXPERTS),
+    slow("data=2,sequence=2", EXPERTS),
+    slow("pipeline=2,layer_loop=unroll", DENSE_FIRST),
+    slow("data=2,tensor=2,layer_loop=unroll", DENSE_FIRST),
+    slow("data=2,tensor=2", replace(BASE, **{"model.mtp_depth": 1})),
+    slow("data=2,tensor=2", KINDS),
+    slow("pipeline=2,num_microbatches=2", KINDS),
+]
+
+
+def of_layers(tree: dict[str, np.ndarray], cfg: Config) -> np.ndarray:
+    """Sums of squares of each layer's logical arrays."""
+    m = cfg.model
+    first = list(dense_places(m))
+    places = {"dense_layers": first, "layers": [i for i in range(m.num_layers) if i not in first]}
+    pattern = (m.layer_pattern * m.num_layers)[: m.num_layers]
+    for kind in set(pattern):
+        places[STACKS[kind]] = [i for i in range(m.num_layers) if pattern[i] == kind]
+    total = np.zeros(m.num_layers)
+    for name, array in tree.items():
+        if (stack := name.partition("/")[0]) in places:
+            squares = np.square(array.astype(np.float64)).reshape(len(array), -1).sum(axis=1)
+            total[places[stack]] += squares
+    return total
+
+
+@functools.cache
+def plain(cfg: Config) -> dict[str, Any]:
+    """The metrics of the first step."""
+    batch = traces.random_batch(cfg)
+    trace = traces.reference_trace(cfg, [batch], 1)
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    probes = layer_metrics.every_probe(cfg)
+    found = jax.jit(lambda p: own_probes.plain(p, batch, cfg, probes))(params)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, trace.probes[name])
+    old = {name: trace.init[name] for name in trace.gradients}
+    change = {name: trace.params[name] - a for name, a in old.items()}
+    found["layer_grad_norm"] = np.sqrt(of_layers(trace.gradients, cfg))
+    found["layer_update"] = np.sqrt(of_layers(change, cfg) / of_layers(old, cfg))
+    if cfg.model.num_experts:
+        rows = np.asarray(reference.loads(params, batch, cfg))
+        fullest = np.full(cfg.model.num_layers, np.nan)
+        fullest[-len(rows) :] = rows.max(axis=1) / rows.mean(axis=1)
+        found["layer_fullest_expert"] = fullest
+    return jax.device_get(found)
+
+
+@pytest.mark.parametrize(("item", "cfg"), MESHES)
+def test_metrics_of_layers_agree_with_the_plain_model(item, cfg):
+    here, mesh = on_mesh(item, cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    _, found = make_train_step(here, mesh)(init_state(here, mesh), batch)
+    wanted = plain(cfg)
+    assert {name for name in found if name in LayerMetrics.metrics} == wanted.keys()
+    for name, value in wanted.items():
+        assert value.shape == (cfg.model.num_layers,)
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
