@@ -148,7 +148,7 @@ _HOW = ("columns", "warps", "interpret", "with_amax")
 
 @functools.partial(jax.jit, static_argnames=_HOW)
 def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how):
-    """`swiglu_scaled` or `swiglu_with_amax` as a kernel. Inside a jit, as in `norm.by_kernel`."""
+    """`swiglu_scaled` or `swiglu_with_amax` as a kernel. Inside a jit, so that JAX can drop it."""
 
     def kernel(halves_ref, scale_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))

@@ -58,7 +58,7 @@ PATTERNS = (
     Pattern(ATTENTION, MOSAIC, "Pallas, unless its name or scope says otherwise"),
     Pattern(
         PALLAS,
-        r"^(quantize_both_ways|rms_norm|softmax_(sum|exponentials)|swiglu)",
+        r"^(quantize_both_ways|softmax_(sum|exponentials)|swiglu)",
         "ours: Pallas for Triton keeps the name",
     ),
     Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
