@@ -7,6 +7,7 @@ be written before the row's sum is known. For 32,768 rows of 128,256 bfloat16 lo
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.compiler import compiler_of
+from jaxpar.kernels.lazy_import import imported_when_used
+
+hopper = imported_when_used("jaxpar.kernels.hopper.softmax")
 
 #: Columns per block and warps per program, for sums and for exponentials: the fastest
 #: configurations measured.
@@ -24,6 +28,9 @@ WRITTEN_BLOCK, WRITTEN_WARPS = 4096, 8
 
 #: The kernels need row lengths that are multiples of this, so that each row starts at a vector.
 VECTOR = 16
+
+#: The fewest columns of the kernels for Mosaic GPU: one per thread.
+FEWEST = 128
 
 #: Upper limit of the sums of `base_and_sum`, so that several can be added.
 MAX_SUM = 1e30
@@ -37,13 +44,15 @@ LOG2_E = 1.4426950408889634
 def base_and_sum(logits_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute a base near the largest logit of each row, and the sum of exp(logit - base).
 
-    The sum is below `MAX_SUM` if the row is finite. Uses a Triton kernel on NVIDIA GPUs since
-    Ampere, for bfloat16 and float32 rows whose length is a multiple of `VECTOR`; otherwise XLA.
+    The sum is below `MAX_SUM` if the row is finite. Uses a kernel for bfloat16 and float32 rows
+    whose length is a multiple of `VECTOR`, otherwise XLA: the one for Triton on NVIDIA GPUs since
+    Ampere, or the one for Mosaic GPU, of at least `FEWEST` columns, since Hopper
+    (`kernels/compiler.py`).
 
     Returns:  float32 [N] each.
     """
-    by = sum_by_kernel if _kernel_runs(logits_NV) else sum_by_xla
-    return by(logits_NV)
+    base_and_sum, _ = _kernels(logits_NV)
+    return base_and_sum(logits_NV)
 
 
 def exponentials(logits_NV, *, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -56,14 +65,19 @@ def exponentials(logits_NV, *, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Ar
     Args:     dtype: of the exponentials; must have the range of float32.
     Returns:  [N, V] of `dtype`, and float32 [N] each.
     """
-    by = exponentials_by_kernel if _kernel_runs(logits_NV) else exponentials_by_xla
-    return by(logits_NV, dtype=dtype)
+    _, exponentials = _kernels(logits_NV)
+    return exponentials(logits_NV, dtype=dtype)
 
 
-def _kernel_runs(logits_NV: jax.Array) -> bool:
-    here, taken = Platform.here(), (jnp.bfloat16, jnp.float32)
-    on = here.name == "gpu" and float(here.compute_capability) >= 8.0
-    return on and logits_NV.dtype in taken and logits_NV.shape[1] % VECTOR == 0
+def _kernels(logits_NV: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what computes sums, and exponentials."""
+    compiler, V = compiler_of(kernel_capability=8.0), logits_NV.shape[1]
+    fits = logits_NV.dtype in (jnp.bfloat16, jnp.float32) and V % VECTOR == 0
+    if fits and compiler == "triton":
+        return sum_by_triton, exponentials_by_triton
+    if fits and compiler == "mosaic" and V >= FEWEST:
+        return sum_by_mosaic, exponentials_by_mosaic
+    return sum_by_xla, exponentials_by_xla
 
 
 def sum_by_xla(logits_NV):
@@ -79,8 +93,21 @@ def exponentials_by_xla(logits_NV, *, dtype):
     return jnp.exp(logits_NV.astype(jnp.float32) - base[:, None]).astype(dtype), base, total
 
 
+@functools.partial(jax.jit, static_argnames=("block",))
+def sum_by_mosaic(logits_NV, *, block=None):
+    """`base_and_sum` by the kernel for Mosaic GPU, which computes what `sum_by_triton` does."""
+    return hopper.base_and_sum(logits_NV, block or hopper.BLOCK, MAX_SUM)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "block"))
+def exponentials_by_mosaic(logits_NV, *, dtype, block=None):
+    """`exponentials` by the kernel for Mosaic GPU, which computes what `exponentials_by_triton`
+    does."""
+    return hopper.exponentials(logits_NV, dtype, block or hopper.WRITTEN_BLOCK, LEAP)
+
+
 @functools.partial(jax.jit, static_argnames=("block", "warps", "interpret"))
-def sum_by_kernel(logits_NV, *, block=BLOCK, warps=WARPS, interpret=False):
+def sum_by_triton(logits_NV, *, block=BLOCK, warps=WARPS, interpret=False):
     """`base_and_sum` in one pass, with one program per row.
 
     The base is the largest logit of the first block, so later blocks need not wait for a maximum.
@@ -138,7 +165,7 @@ def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "block", "warps", "interpret"))
-def exponentials_by_kernel(
+def exponentials_by_triton(
     logits_NV, *, dtype, block=WRITTEN_BLOCK, warps=WRITTEN_WARPS, interpret=False
 ):
     """`exponentials` in one pass, with one program per row.

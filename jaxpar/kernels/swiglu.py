@@ -16,9 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.compiler import compiler_of
 from jaxpar.kernels.float8.amax import WithAmax
 from jaxpar.kernels.float8.quantize import max_magnitude
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.lazy_import import imported_when_used
+
+hopper = imported_when_used("jaxpar.kernels.hopper.swiglu")
 
 #: Columns of one row per program if F is a multiple, and warps per program in the forward and the
 #: backward: among the fastest configurations measured. A program that computes its largest
@@ -54,10 +57,12 @@ def swiglu_scaled(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
               means 1.
     Returns:  [..., F], the same dtype.
 
-    Both directions use Triton kernels on NVIDIA GPUs since Ampere, for bfloat16 and an F that is a
-    multiple of `MIN_COLUMNS`; otherwise XLA.
+    Both directions use kernels for bfloat16 and an F that is a multiple of `MIN_COLUMNS`, otherwise
+    XLA: those for Triton on NVIDIA GPUs since Ampere, or those for Mosaic GPU since Hopper
+    (`kernels/compiler.py`).
     """
-    by = forward_by_kernel if _kernels_run(gate_up) else forward_by_xla
+    kernels = _kernels(gate_up)
+    by = kernels[0] if kernels else forward_by_xla
     return by(gate_up, scale)
 
 
@@ -67,8 +72,8 @@ def _forward(gate_up, scale):
 
 def _backward(saved, d_y):
     gate_up, scale = saved
-    if _kernels_run(gate_up):
-        return backward_by_kernel(gate_up, scale, d_y), None
+    if kernels := _kernels(gate_up):
+        return kernels[1](gate_up, scale, d_y), None
     # Materialize it once for both matmuls that read it. XLA would repeat the concatenation in each.
     return lax.optimization_barrier(backward_by_xla(gate_up, scale, d_y)), None
 
@@ -88,8 +93,8 @@ def swiglu_with_amax(gate_up: WithAmax) -> WithAmax:
     largest magnitude.
     """
     values = gate_up.values
-    if _kernels_run(values):
-        return forward_by_kernel(values, None, with_amax=True)
+    if kernels := _kernels(values):
+        return kernels[0](values, None, with_amax=True)
     return _with_amax_by_xla(forward_by_xla(values, None))
 
 
@@ -98,8 +103,8 @@ def _forward_with_amax(gate_up):
 
 
 def _backward_with_amax(gate_up, d_y):
-    if _kernels_run(gate_up, MIN_AMAX_COLUMNS):
-        return (backward_by_kernel(gate_up, None, d_y.values, with_amax=True),)
+    if kernels := _kernels(gate_up, MIN_AMAX_COLUMNS):
+        return (kernels[1](gate_up, None, d_y.values, with_amax=True),)
     return (_with_amax_by_xla(backward_by_xla(gate_up, None, d_y.values)),)
 
 
@@ -110,10 +115,15 @@ def _with_amax_by_xla(x: jax.Array) -> WithAmax:
     return WithAmax(x, max_magnitude(x))
 
 
-def _kernels_run(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> bool:
-    here, F = Platform.here(), gate_up.shape[-1] // 2
-    on = here.name == "gpu" and float(here.compute_capability) >= 8.0
-    return on and gate_up.dtype == jnp.bfloat16 and F % fewest == 0
+def _kernels(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> tuple | None:
+    """Return the forward and the backward kernel, or None if XLA compiles both."""
+    if gate_up.dtype != jnp.bfloat16 or gate_up.shape[-1] // 2 % fewest:
+        return None
+    kernels = {
+        "triton": (forward_by_triton, backward_by_triton),
+        "mosaic": (forward_by_mosaic, backward_by_mosaic),
+    }
+    return kernels.get(compiler_of(kernel_capability=8.0))
 
 
 def forward_by_xla(gate_up, scale):
@@ -143,11 +153,38 @@ def _gradients(gate, up, d_y):
     return d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
 
 
+@functools.partial(jax.jit, static_argnames=("with_amax", "columns"))
+def forward_by_mosaic(gate_up, scale, *, with_amax=False, columns=None):
+    """`swiglu_scaled` or `swiglu_with_amax` by the kernel for Mosaic GPU."""
+    rows, of_rows = gate_up.reshape(-1, gate_up.shape[-1]), _of_rows(scale)
+    how = dict(with_amax=with_amax, columns=columns or hopper.COLUMNS)
+    made = hopper.forward(_product, rows, of_rows, **how)
+    return _whole(made, (*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@functools.partial(jax.jit, static_argnames=("with_amax", "columns"))
+def backward_by_mosaic(gate_up, scale, d_y, *, with_amax=False, columns=None):
+    """`backward_by_xla` by the kernel for Mosaic GPU, with the largest magnitude if `with_amax`."""
+    rows, d_rows = (a.reshape(-1, a.shape[-1]) for a in (gate_up, d_y))
+    how = dict(with_amax=with_amax, columns=columns or hopper.COLUMNS)
+    return _whole(hopper.backward(_gradients, rows, _of_rows(scale), d_rows, **how), gate_up.shape)
+
+
+def _of_rows(scale):
+    return None if scale is None else scale.reshape(-1)
+
+
+def _whole(made, shape):
+    """Reshape a kernel's result. If it comes with largest magnitudes, return a `WithAmax`."""
+    values = made[0].reshape(shape)
+    return values if len(made) == 1 else WithAmax(values, jnp.max(made[1]))
+
+
 _HOW = ("columns", "warps", "interpret", "with_amax")
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
-def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how):
+def forward_by_triton(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how):
     """`swiglu_scaled` or `swiglu_with_amax` as a kernel. Inside a jit, so that JAX can drop it."""
 
     def kernel(halves_ref, scale_ref, out_ref, *largest_ref):
@@ -161,7 +198,7 @@ def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
-def backward_by_kernel(gate_up, scale, d_y, *, with_amax=False, warps=None, **how):
+def backward_by_triton(gate_up, scale, d_y, *, with_amax=False, warps=None, **how):
     """`backward_by_xla` as a kernel, with the largest magnitude if `with_amax`."""
 
     def kernel(halves_ref, scale_ref, d_y_ref, out_ref, *largest_ref):

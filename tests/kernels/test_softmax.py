@@ -46,14 +46,14 @@ def of_any_size() -> tuple[np.ndarray, list[int]]:
 )
 def test_the_kernels_compute_the_same(columns, dtype):
     logits, run = draw(9, columns, dtype), dict(block=BLOCK, interpret=True)
-    base, total = softmax.sum_by_kernel(logits, **run)
+    base, total = softmax.sum_by_triton(logits, **run)
     largest, wanted = softmax.sum_by_xla(logits)
     assert base.dtype == total.dtype == jnp.float32
     first = logits[:, :BLOCK].astype(jnp.float32).max(axis=1)
     np.testing.assert_array_equal(base, first)
     np.testing.assert_allclose(total * jnp.exp(base - largest), wanted, rtol=3e-6)
     for out in {dtype, jnp.bfloat16}:
-        values, base, total = softmax.exponentials_by_kernel(logits, dtype=out, **run)
+        values, base, total = softmax.exponentials_by_triton(logits, dtype=out, **run)
         wanted_values, largest, wanted = softmax.exponentials_by_xla(logits, dtype=out)
         assert values.dtype == wanted_values.dtype == out and values.shape == wanted_values.shape
         np.testing.assert_array_equal(base, first)
@@ -65,7 +65,7 @@ def test_the_kernels_compute_the_same(columns, dtype):
 
 def test_the_kernel_takes_logits_of_any_size():
     logits, rest = of_any_size()
-    found = softmax.sum_by_kernel(jnp.asarray(logits), block=BLOCK, interpret=True)
+    found = softmax.sum_by_triton(jnp.asarray(logits), block=BLOCK, interpret=True)
     base, total = (np.asarray(a, np.float64) for a in found)
     largest = logits.max(axis=1).astype(np.float64)
     wanted = np.log(np.exp(logits.astype(np.float64) - largest[:, None]).sum(axis=1))
@@ -83,7 +83,7 @@ def test_exponentials_are_written_again_where_a_row_leaps(dtype):
     logits, rest = of_any_size()
     logits = jnp.asarray(logits, dtype)
     run = dict(dtype=dtype, block=BLOCK, interpret=True)
-    found = softmax.exponentials_by_kernel(logits, **run)
+    found = softmax.exponentials_by_triton(logits, **run)
     values, base, total = (np.asarray(a, np.float64)[rest] for a in found)
     exact = np.asarray(logits, np.float64)[rest]
     largest = exact.max(axis=1)

@@ -66,9 +66,9 @@ def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
     gate_up, scale, d_y = arguments(rows, F, dtype, scaled)
     how = dict(columns=128, interpret=True)
     pairs = (
-        (swiglu.forward_by_kernel(gate_up, scale, **how), swiglu.forward_by_xla(gate_up, scale)),
+        (swiglu.forward_by_triton(gate_up, scale, **how), swiglu.forward_by_xla(gate_up, scale)),
         (
-            swiglu.backward_by_kernel(gate_up, scale, d_y, **how),
+            swiglu.backward_by_triton(gate_up, scale, d_y, **how),
             swiglu.backward_by_xla(gate_up, scale, d_y),
         ),
     )
@@ -81,8 +81,8 @@ def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
 
 def measured_by_kernel(gate_up, d_y, **how):
     """Result and gradient of the kernels, with what they found to be the largest."""
-    result = swiglu.forward_by_kernel(gate_up, None, with_amax=True, **how)
-    return result, swiglu.backward_by_kernel(gate_up, None, d_y, with_amax=True, **how)
+    result = swiglu.forward_by_triton(gate_up, None, with_amax=True, **how)
+    return result, swiglu.backward_by_triton(gate_up, None, d_y, with_amax=True, **how)
 
 
 def assert_measured(found, values):
@@ -102,8 +102,8 @@ def test_the_kernels_measure_what_they_write(dtype, bad):
     gate_up, _, d_y = arguments(6, 384, dtype, scaled=False)
     gate_up = gate_up if bad is None else gate_up.at[1, 2, 200].set(bad)
     result, gradient = measured_by_kernel(gate_up, d_y, **how)
-    assert_measured(result, swiglu.forward_by_kernel(gate_up, None, **how))
-    assert_measured(gradient, swiglu.backward_by_kernel(gate_up, None, d_y, **how))
+    assert_measured(result, swiglu.forward_by_triton(gate_up, None, **how))
+    assert_measured(gradient, swiglu.backward_by_triton(gate_up, None, d_y, **how))
     assert np.isfinite(result.amax) == (bad is None)
 
 
@@ -139,9 +139,9 @@ def test_far_from_zero_there_are_numbers():
 @pytest.mark.parametrize(("F", "programs"), [slow(2048, 2), (1792, 7), slow(512, 1)])
 def test_a_program_takes_as_many_columns_as_divide_a_row(F, programs):
     gate_up, _, d_y = arguments(2, F, jnp.float32, scaled=False)
-    found = swiglu.forward_by_kernel(gate_up, None, interpret=True)
+    found = swiglu.forward_by_triton(gate_up, None, interpret=True)
     np.testing.assert_allclose(found, swiglu.forward_by_xla(gate_up, None), rtol=1e-5, atol=1e-6)
-    run = functools.partial(swiglu.backward_by_kernel, interpret=True)
+    run = functools.partial(swiglu.backward_by_triton, interpret=True)
     assert f"grid=({programs}, 2)" in str(jax.make_jaxpr(run)(gate_up, None, d_y))
 
 

@@ -5,19 +5,25 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
-from tests.kernels.test_swiglu import arguments, assert_measured, measured_by_kernel
+from tests.kernels.test_swiglu import arguments, assert_measured
 
 pytestmark = pytest.mark.gpu
+
+KERNELS = {
+    "triton": (swiglu.forward_by_triton, swiglu.backward_by_triton),
+    "mosaic": (swiglu.forward_by_mosaic, swiglu.backward_by_mosaic),
+}
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("rows", "F"), [(32, 1024), (70000, 1024), (4096, 14336)])
-def test_the_kernels_compute_the_same(rows, F, scaled):
+def test_the_kernels_compute_the_same(rows, F, scaled, compiler):
     """Also of more rows than the grid's second dim has room for."""
     gate_up, scale, d_y = arguments(rows, F, jax.numpy.bfloat16, scaled)
+    forward, backward = KERNELS[compiler]
     for by_kernel, by_xla, given in (
-        (swiglu.forward_by_kernel, swiglu.forward_by_xla, (gate_up, scale)),
-        (swiglu.backward_by_kernel, swiglu.backward_by_xla, (gate_up, scale, d_y)),
+        (forward, swiglu.forward_by_xla, (gate_up, scale)),
+        (backward, swiglu.backward_by_xla, (gate_up, scale, d_y)),
     ):
         found, wanted = (np.asarray(f(*given), np.float32) for f in (by_kernel, jax.jit(by_xla)))
         assert np.mean(found != wanted) < 1e-2  # the last digit
@@ -26,9 +32,9 @@ def test_the_kernels_compute_the_same(rows, F, scaled):
 
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf])
 @pytest.mark.parametrize(("rows", "F"), [(70000, 1024), (4096, 14336)])
-def test_the_kernels_measure_what_they_write(rows, F, bad):
+def test_the_kernels_measure_what_they_write(rows, F, bad, compiler):
+    forward, backward = KERNELS[compiler]
     gate_up, _, d_y = arguments(rows, F, jax.numpy.bfloat16, scaled=False)
     gate_up = gate_up if bad is None else gate_up.at[1, 2, 200].set(bad)
-    result, gradient = measured_by_kernel(gate_up, d_y)
-    assert_measured(result, swiglu.forward_by_kernel(gate_up, None))
-    assert_measured(gradient, swiglu.backward_by_kernel(gate_up, None, d_y))
+    assert_measured(forward(gate_up, None, with_amax=True), forward(gate_up, None))
+    assert_measured(backward(gate_up, None, d_y, with_amax=True), backward(gate_up, None, d_y))
