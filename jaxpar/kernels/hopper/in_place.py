@@ -2,15 +2,15 @@
 
 JAX's public entry, `plgpu.kernel`, overwrites references alone, and JAX 0.11.2 refuses references
 to arrays that vary over the axes of a `jax.shard_map`: "mpmd_map does not support Refs with varying
-manual axis types". This module has the private names that it takes instead.
+manual axis types".
 """
 
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax._src import config
-from jax._src.pallas import mpmd
+
+from jaxpar.jax_private.table import CONFIG, MPMD
 
 
 def overwriting(
@@ -29,12 +29,12 @@ def overwriting(
     varying = jax.typeof(x).manual_axis_type
     types = jax.ShapeDtypeStruct(x.shape, x.dtype), *out_type
     out_types = [jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=varying) for a in types]
-    made = mpmd._mpmd_map(
+    made = MPMD.load()._mpmd_map(
         [(mesh, body)],
         out_types,
         input_output_aliases={0: 0},
         compiler_params=compiler_params,
-        interpret=config.pallas_tpu_interpret_mode_context_manager.value or False,
+        interpret=CONFIG.load().pallas_tpu_interpret_mode_context_manager.value or False,
         name=name,
     )(x)
     return tuple(made)
