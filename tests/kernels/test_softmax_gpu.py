@@ -39,3 +39,15 @@ def test_the_kernels_compute_the_same(columns, dtype, out, compiler):
     tolerance = 2**-7 if out == jnp.bfloat16 else 2e-5
     np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=1e-30)
     assert np.isnan(np.asarray(values[5], np.float32)).any()
+
+
+def test_rows_may_have_more_than_two_billion_numbers(compiler):
+    """Every 64 rows are the same, the last ones 4 GiB from the first."""
+    base_and_sum, exponentials = KERNELS[compiler]
+    few = draw(64, 128_256, jnp.bfloat16)
+    wanted = [*exponentials(few, dtype=few.dtype), *base_and_sum(few)]
+    many = jnp.tile(few, (320, 1))
+    assert many.size > 2**31
+    found = [*jax.jit(lambda a: exponentials(a, dtype=a.dtype))(many), *base_and_sum(many)]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a[-64:], np.float32), np.asarray(b, np.float32))
