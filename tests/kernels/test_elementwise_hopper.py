@@ -24,7 +24,6 @@ from tests.kernels.test_swiglu import arguments
 from tests.slow import slow, slow_but
 
 f32, bf16 = jnp.float32, jnp.bfloat16
-INTERPRETED = hopper_quantize.TileLaunch(ctas=2, interpret=True)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_rounds_and_transposes(launch, dtype, normed, races):
         _, of_norm = norm.rms_norm_beside(x, gain, 1e-5)
         factors, wanted = (of_norm.scale.reshape(-1), gain), of_norm.unrounded()
     scale = float8.power_of_two_scale(float8.max_magnitude(wanted), dtype)
-    launch = hopper_quantize.TileLaunch(**{"ctas": 2, "interpret": True} | launch)
+    launch = hopper_quantize.TileLaunch(**{"ctas": 2} | launch)
     q, transposed = hopper_quantize.quantize_both_ways(x, scale, dtype, factors, launch)
     wanted = bits(float8.quantize(wanted, scale, dtype))
     np.testing.assert_array_equal(bits(q), wanted)

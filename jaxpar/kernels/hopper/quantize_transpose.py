@@ -37,7 +37,6 @@ class TileLaunch:
     buffers         Tiles of a CTA that are in transit or read.
     ctas            CTAs, each with one warpgroup: two per multiprocessor fit with these tiles.
     neighbors       Tiles of rows that go through all columns together.
-    interpret       Run in Pallas' interpreter, which needs few CTAs.
     """
 
     rows: int = 128
@@ -45,7 +44,6 @@ class TileLaunch:
     buffers: int = 2
     ctas: int = 2 * MULTIPROCESSORS
     neighbors: int = 4
-    interpret: bool = False
 
 
 DEFAULT = TileLaunch()
@@ -108,7 +106,7 @@ def _kernel(launch: TileLaunch, tiles_down: int, tiles_across: int, *refs, **own
         slot = mod(i, n)
         plgpu.barrier_wait(r.full.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _round(launch, r, slot, scale[0], bool(factors))
+        _round(r, slot, scale[0], bool(factors))
         plgpu.commit_smem()
         rows, columns = here(i)
         plgpu.copy_smem_to_gmem(r.q, q.at[rows, columns])
@@ -121,7 +119,7 @@ def _kernel(launch: TileLaunch, tiles_down: int, tiles_across: int, *refs, **own
     plgpu.wait_smem_to_gmem(0)
 
 
-def _round(launch: TileLaunch, r: Refs, slot, scale, scaled: bool) -> None:
+def _round(r: Refs, slot, scale, scaled: bool) -> None:
     """Round a tile in shared memory by rows and by columns, `M` of them at a time."""
     views = (r.x.at[slot], r.q, BY_ROWS), (transposed(r.x.at[slot]), r.q_transposed, BY_COLUMNS)
     for axis, (ref, out, layout) in enumerate(views):
