@@ -1,16 +1,13 @@
-"""The compilers of elementwise kernels, for tests on a GPU."""
+"""What tests on a GPU need of it."""
 
-import jax
 import pytest
 
-from jaxpar.kernels.compiler import MOSAIC_CAPABILITY
+from jaxpar.kernels.hopper import capability
+from jaxpar.kernels.platform import Platform
 
 
-@pytest.fixture(params=["triton", "mosaic"])
-def compiler(request) -> str:
-    """A compiler of Pallas: Mosaic GPU's kernels are for GPUs since Hopper."""
-    if request.param == "mosaic":
-        capability = float(jax.devices()[0].compute_capability)
-        if capability < MOSAIC_CAPABILITY:
-            pytest.skip(f"compute capability {capability}")
-    return request.param
+@pytest.fixture
+def elementwise_kernels():
+    """Skip where XLA compiles the elementwise functions."""
+    if not capability.runs_here():
+        pytest.skip(f"compute capability {Platform.here().compute_capability}")

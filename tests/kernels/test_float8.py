@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8, norm
-from jaxpar.kernels.compiler import compiled_by
-from jaxpar.kernels.float8 import quantize_transpose, reference
+from jaxpar.kernels.float8 import reference
 from tests.slow import slow
 from tests.step.program_hashes import for_h200
 
@@ -229,37 +228,12 @@ def test_what_is_saved_comes_back_as_it_was(names):
         np.testing.assert_array_equal(a, b)
 
 
-# ------------------------------------------------------------------------------ the kernel
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384)], ids=str)
-def test_the_kernel_rounds_and_transposes(form, shape):
-    dtype = FORMATS[form][0]
-    x = normal(*shape).astype(jnp.bfloat16)
-    wanted, scale = scaled(x, dtype)
-    q, transposed = quantize_transpose._by_triton(x, scale, dtype, interpret=True)
-    bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
-    np.testing.assert_array_equal(bits(q), bits(wanted))
-    np.testing.assert_array_equal(bits(transposed), bits(wanted).T)
-
-
 # ------------------------------------------------------------------ a norm's output, unwritten
 
 
 def unwritten(x, gain, dtype=jnp.bfloat16):
     """x, and its norm as `rms_norm_beside` gives it."""
     return norm.rms_norm_beside(x.astype(dtype), gain, 1e-5)
-
-
-def test_the_kernel_rounds_a_norm_that_nobody_wrote():
-    x, gain = normal(256, 384), 1 + 0.1 * normal(384, seed=1)
-    _, normed = unwritten(x, gain)
-    wanted, scale = scaled(normed.unrounded(), float8.FORWARD)
-    found = quantize_transpose._by_triton(normed, scale, float8.FORWARD, interpret=True)
-    bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
-    np.testing.assert_array_equal(bits(found[0]), bits(wanted))
-    np.testing.assert_array_equal(bits(found[1]), bits(wanted).T)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", slow("row")])
@@ -306,8 +280,7 @@ def test_a_norm_is_not_computed_again_for_what_is_saved():
     assert "f8_e4m3fn[128,192]" in str(again)  # the weight, rounded again
 
 
-@pytest.mark.parametrize("compiler", ["triton", "mosaic"])
-def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(compiler):
+def test_the_kernel_keeps_nothing_that_the_backward_does_not_read():
     """Saved of the input: its 8-bit copy alone, whoever made it."""
     policy = jax.checkpoint_policies.save_only_these_names("x", float8.SCALE)
     sizes = [(256, 128), (256, 128), (128, 384), (256, 384)]
@@ -326,7 +299,7 @@ def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(compiler):
         return sorted(barrier.split(" : ")[1].split(", ")), "quantize_both_ways" in text
 
     by_xla, _ = kept()
-    with for_h200(), compiled_by(compiler):
+    with for_h200():
         assert kept() == (by_xla, True)
 
 

@@ -69,30 +69,29 @@ def test_what_is_not_finite_shows(scaling, bad):
     assert np.isnan(d_x[3]).all() and not np.isfinite(d_w[:, 7]).any()
 
 
-KERNELS = {"triton": quantize_transpose._by_triton, "mosaic": quantize_transpose._by_mosaic}
-
-
+@pytest.mark.usefixtures("elementwise_kernels")
 @pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("std", [1e-9, 1.0])
 @pytest.mark.parametrize("shape", [(1024, 2048), (16384, 14336), (128, 128)], ids=str)
-def test_the_kernel_gives_the_bits_of_xla(shape, dtype, std, compiler):
+def test_the_kernel_gives_the_bits_of_xla(shape, dtype, std):
     """Subnormals, the largest numbers and the smallest among them."""
     x = std * jax.random.normal(jax.random.key(0), shape)
     x = (x * jnp.exp(6 * jax.random.normal(jax.random.key(1), x.shape))).astype(jnp.bfloat16)
     scale = float8.power_of_two_scale(float8.max_magnitude(x), dtype)
-    same_bits_by_kernel_and_xla(x, scale, dtype, compiler)
+    same_bits_by_kernel_and_xla(x, scale, dtype)
 
 
+@pytest.mark.usefixtures("elementwise_kernels")
 @pytest.mark.parametrize("shape", [(1024, 2048), (16384, 4096)], ids=str)
-def test_the_kernel_gives_the_bits_of_xla_for_a_norm(shape, compiler):
+def test_the_kernel_gives_the_bits_of_xla_for_a_norm(shape):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     gain = 1 + 0.1 * jax.random.normal(jax.random.key(1), shape[1:])
     _, normed = norm.rms_norm_beside(x, gain, 1e-5)
     scale = float8.power_of_two_scale(float8.max_magnitude(normed.unrounded()), float8.FORWARD)
-    same_bits_by_kernel_and_xla(normed, scale, float8.FORWARD, compiler)
+    same_bits_by_kernel_and_xla(normed, scale, float8.FORWARD)
 
 
-def same_bits_by_kernel_and_xla(x, scale, dtype, compiler):
+def same_bits_by_kernel_and_xla(x, scale, dtype):
     wanted = jax.jit(quantize_transpose._by_xla, static_argnums=2)(x, scale, dtype)
-    for a, b in zip(KERNELS[compiler](x, scale, dtype), wanted, strict=True):
+    for a, b in zip(quantize_transpose._by_kernel(x, scale, dtype), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

@@ -1,7 +1,7 @@
 """The passes over rows of logits for GPUs since Hopper (Mosaic GPU): a warpgroup for each row.
 
-The mathematics is that of `kernels/softmax.py`. A row is read in blocks, the next one in transit
-while a block is added. The last block ends with the row: it may begin within the block before, and
+`kernels/softmax.py` calls them. A row is read in blocks, the next one in transit while a block is
+added. The last block ends with the row: it may begin within the block before, and
 leaves what that one has written.
 """
 
@@ -37,7 +37,14 @@ LOWEST = float(jnp.finfo(f32).min)  # not -inf: -inf - -inf is NaN
 
 
 def base_and_sum(logits_NV, block: int, max_sum: float) -> tuple[jax.Array, jax.Array]:
-    """`softmax.base_and_sum` for rows of at least `WARPGROUP` columns."""
+    """`softmax.base_and_sum` for rows of at least `WARPGROUP` columns.
+
+    The base is the largest logit of the first block, so later blocks need not wait for a maximum.
+    If a later logit is so much larger that the sum exceeds `max_sum`, the row is read again, and
+    the sum is rescaled at each new maximum.
+
+    Source:   Milakov and Gimelshein 2018 (1805.02867): the maximum and the sum in one pass.
+    """
     N, V = logits_NV.shape
     kernel = functools.partial(_sum_kernel, _fitting(block, V), max_sum)
     base, total = _call(kernel, N, _of_rows(N), "softmax_sum")(logits_NV)
@@ -49,7 +56,9 @@ def exponentials(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`softmax.exponentials` for rows of at least `WARPGROUP` columns.
 
-    Overwrites the logits if the dtypes are equal.
+    The base is the largest logit of the first block. If the largest logit of a later block is more
+    than `leap` above the base, it becomes the new base, and the exponentials written so far are
+    rescaled. Overwrites the logits if the dtypes are equal.
     """
     N, V = logits_NV.shape
     kernel = functools.partial(_exponentials_kernel, _fitting(block, V), leap)
