@@ -2,8 +2,7 @@
 
 No field of `Execution` changes what is computed. The train step, the planner, the table of XLA
 flags and the run's manifest all read the same `Execution`. Decisions that depend on the size of an
-array are made next to that array: `model/loss.num_chunks`, and the choice of kernel for a norm or a
-SwiGLU.
+array are made next to that array: `model/loss.num_chunks`, and the choice of kernel for a SwiGLU.
 """
 
 import dataclasses

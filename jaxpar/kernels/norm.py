@@ -1,9 +1,8 @@
-"""RMSNorm, with a backward in one pass over memory.
+"""RMSNorm, whose rows a later matmul may scale, and its backward.
 
-XLA reads the input and the output's gradient twice, once for a row's mean and once for the
-gradients. The kernel keeps a row in registers, adds the gradient of the residual stream, and sums
-the gain's gradient over the rows of a program. For 16,384 rows of 4,096 on an H200, it takes 166 us
-and XLA's two passes take 213 us; the memory bandwidth allows 129 us.
+XLA compiles it. In the backward, it reads the input and the output's gradient twice: once for a
+row's mean and once for the gradients. For 16,384 rows of 4,096 on an H200, this takes 213 us; the
+memory bandwidth allows 129 us.
 """
 
 import functools
@@ -14,20 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
-
-from jaxpar.kernels.platform import Platform
 
 #: Remat name of the scale of each row, which every policy saves: it is small, and computing it
 #: needs a pass over memory.
 SCALE = "norm_scale"
-
-#: Rows and warps per program: the fastest configuration measured.
-ROWS, WARPS = 32, 16
-
-#: Row lengths for which the kernel is faster than XLA.
-LENGTHS = (2048, 4096, 8192)
 
 
 @flax.struct.dataclass
@@ -156,7 +145,7 @@ def _scale(x, eps):
 
 def _backward(eps, saved, d_y):
     x, gain, scale = saved
-    return by_xla(x, gain, scale, d_y, None)
+    return gradients(x, gain, scale, d_y, None)
 
 
 rms_norm.defvjp(_forward, _backward)
@@ -168,9 +157,7 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
 
     Args:     as `rms_norm`.
 
-    The backward adds the gradients of both in float32 and rounds the sum once. It is a Triton
-    kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides the number
-    of rows. Otherwise XLA compiles it.
+    The backward adds the gradients of both in float32 and rounds the sum once.
     """
     return _beside_forward(x, gain, eps)[0]
 
@@ -183,7 +170,8 @@ def _beside_forward(x, gain, eps):
 
 def _beside_backward(eps, saved, cotangents):
     d_beside, d_normed = cotangents
-    return _gradients(saved, d_normed.x, d_beside, unscaled=False)
+    x, gain, scale = saved
+    return gradients(x, gain, scale, d_normed.x, d_beside)
 
 
 rms_norm_beside.defvjp(_beside_forward, _beside_backward)
@@ -206,89 +194,26 @@ def _unscaled_forward(x, gain, eps):
 
 def _unscaled_backward(eps, saved, cotangents):
     d_beside, d_unscaled = cotangents
-    return _gradients(saved, d_unscaled.operand, d_beside, unscaled=True)
+    x, gain, scale = saved
+    return gradients(x, gain, scale, d_unscaled.operand, d_beside, unscaled=True)
 
 
 rms_norm_unscaled.defvjp(_unscaled_forward, _unscaled_backward)
 
 
-def _gradients(saved, d_y, d_beside, *, unscaled: bool):
-    x, gain, scale = saved
-    by = by_kernel if _kernel_fits(x) and _kernel_runs_on(Platform.here()) else by_xla
-    return by(x, gain, scale, d_y, d_beside, unscaled=unscaled)
-
-
-def _kernel_fits(x: jax.Array) -> bool:
-    length = x.shape[-1]
-    return x.dtype == jnp.bfloat16 and length in LENGTHS and x.size // length % ROWS == 0
-
-
-def _kernel_runs_on(platform: Platform) -> bool:
-    return platform.name == "gpu" and float(platform.compute_capability) >= 8.0
-
-
-def by_xla(x, gain, scale, d_y, d_beside, *, unscaled=False):
+def gradients(x, gain, scale, d_y, d_beside, *, unscaled=False):
     """Compute the gradients of x and gain.
 
     Args:     x, d_y: [..., D]. gain: [D]. scale: float32 [..., 1]. d_beside: other gradient of x,
               or None. unscaled: d_y is the gradient of an unscaled `NormOutput.operand`.
     """
-    d_x, d_gain = _of_rows(x, gain, scale, d_y, unscaled, lambda a: jnp.mean(a, -1, keepdims=True))
+    wide_x, d_values = x.astype(jnp.float32), d_y.astype(jnp.float32)
+    if not unscaled:
+        d_values *= scale
+    d_x = d_values * gain
+    d_x -= wide_x * (scale * scale * jnp.mean(d_x * wide_x, -1, keepdims=True))
+    d_gain = d_values * wide_x
     if d_beside is not None:
         d_x += d_beside.astype(jnp.float32)
     d_gain = jnp.sum(d_gain, axis=tuple(range(x.ndim - 1)))
     return d_x.astype(x.dtype), d_gain.astype(gain.dtype)
-
-
-def _of_rows(x, gain, scale, d_y, unscaled, mean):
-    """Compute the gradient of x and each row's contribution to the gain's, in float32."""
-    x, d_values = x.astype(jnp.float32), d_y.astype(jnp.float32)
-    if not unscaled:
-        d_values *= scale
-    d_x = d_values * gain
-    return d_x - x * (scale * scale * mean(d_x * x)), d_values * x
-
-
-@functools.partial(jax.jit, static_argnames=("unscaled", "rows", "warps", "interpret"))
-def by_kernel(
-    x, gain, scale, d_y, d_beside, *, unscaled=False, rows=ROWS, warps=WARPS, interpret=False
-):
-    """`by_xla` as a kernel. Inside a jit for the reason in `kernels/float8/quantize_transpose.py`:
-    JAX would keep a bare pallas_call."""
-    n, D = x.size // x.shape[-1], x.shape[-1]
-    flat = lambda a: a.reshape(n, D)  # noqa: E731
-    varying = jax.typeof(x).manual_axis_type
-    out = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # noqa: E731
-    tile = pl.BlockSpec((rows, D), lambda i: (i, 0))
-    d_x, d_gain = pl.pallas_call(
-        functools.partial(_kernel, rows=rows, unscaled=unscaled),
-        grid=(n // rows,),
-        in_specs=[
-            tile,
-            pl.BlockSpec((D,), lambda i: (0,)),
-            pl.BlockSpec((rows,), lambda i: (i,)),
-            tile,
-            tile,
-        ],
-        out_specs=[tile, pl.BlockSpec((1, D), lambda i: (i, 0))],
-        out_shape=[out(x.dtype, n, D), out(jnp.float32, n // rows, D)],
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
-        name="rms_norm_backward",
-        interpret=interpret,
-    )(flat(x), gain.astype(jnp.float32), scale.reshape(n), flat(d_y), flat(d_beside))
-    return d_x.reshape(x.shape), jnp.sum(d_gain, axis=0).astype(gain.dtype)
-
-
-def _kernel(x_ref, gain_ref, scale_ref, d_y_ref, d_beside_ref, d_x_ref, d_gain_ref, **static):
-    rows, unscaled, gain = static["rows"], static["unscaled"], gain_ref[...]
-    mean = lambda a: jnp.sum(a) / a.size  # noqa: E731
-    load = lambda i: (x_ref[i], d_y_ref[i], d_beside_ref[i], scale_ref[i])  # noqa: E731
-
-    def row(i, carry):
-        d_gain, (x, d_y, d_beside, scale) = carry
-        following = load(jnp.minimum(i + 1, rows - 1))  # in transit while this row is summed
-        d_x, more = _of_rows(x, gain, scale, d_y, unscaled, mean)
-        d_x_ref[i] = (d_x + d_beside.astype(jnp.float32)).astype(d_x_ref.dtype)
-        return d_gain + more, following
-
-    d_gain_ref[0] = lax.fori_loop(0, rows, row, (jnp.zeros_like(gain), load(0)))[0]

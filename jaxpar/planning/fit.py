@@ -7,6 +7,7 @@ message, and often other programs first.
 import jax
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.kernels.hopper import capability as elementwise
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.hardware import GIB
@@ -28,7 +29,9 @@ def check_fits(cfg: Config, processes: int = 1) -> str:
         check_host(cfg, count * processes, host_memory())
         return ""
     there = (device.memory_stats() or {}).get("bytes_limit", 0)
-    needed = memory_of(with_backend(cfg, Platform.here())).total
+    here = Platform.here()
+    by_xla = not elementwise.runs_on(here)
+    needed = memory_of(with_backend(cfg, here), softmax_by_xla=by_xla).total
     if not there or needed <= there:
         return ""
     return (

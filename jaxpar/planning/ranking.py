@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
+from jaxpar.kernels.hopper import capability as elementwise
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict.communication import Cluster
@@ -75,9 +76,10 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
         rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
-    there = with_backend(cfg, platform_of(cluster.gpu))
+    there = with_backend(cfg, platform := platform_of(cluster.gpu))
     each = [config_of(there, size) for size in step_sizes(there).sizes]
-    memory = max((memory_of(one, on_reference=on_reference) for one in each), key=_total)
+    kernels = dict(on_reference=on_reference, softmax_by_xla=not elementwise.runs_on(platform))
+    memory = max((memory_of(one, **kernels) for one in each), key=_total)
     return Layout(cfg, memory, step_time(there, cluster, imbalance), on_reference)
 
 

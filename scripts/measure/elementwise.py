@@ -1,14 +1,16 @@
-"""Measure XLA's memory-bound kernels: python scripts/measure/elementwise.py [--tokens N]
+"""Measure memory-bound operations: python scripts/measure/elementwise.py [--tokens N]
 
-Norm, SwiGLU, rotary embedding and residual add, forward and backward, at the sizes of Llama 3 8B
-on one device. For each: the time, the bytes that must move (every input read and every output
-written once), the rate, and its share of the rate of a large copy in the same process. A piece
-near 1 is as fast as a kernel of ours could make it by itself; what is left to gain is in fusing it
-into its neighbors. A piece of less than some 0.03 ms, with few tokens, is the time of its launch.
+XLA's norm, SwiGLU, rotary embedding and residual add, forward and backward, and what we have a
+kernel for, by XLA and, where it runs, by the kernel; at the sizes of Llama 3 8B on one device. For
+each: the time, the bytes that must move (every input read and every output written once), the
+rate, and its share of the rate of a large copy in the same process. A piece of XLA's near 1 is as
+fast as a kernel of ours could make it by itself; what is left to gain is in fusing it into its
+neighbors. A piece of less than some 0.03 ms, with few tokens, is the time of its launch.
 """
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.kernels import float8, softmax, swiglu
+from jaxpar.kernels.float8 import quantize_transpose
+from jaxpar.kernels.hopper.capability import runs_here
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
 from jaxpar.model import feed_forward
 from jaxpar.model import rope as model_rope
@@ -50,6 +55,20 @@ class Piece:
     name: str
     program: Callable[..., Any]
     arguments: tuple
+    in_place: bool = False
+    """The first result takes the place of the only argument."""
+
+    def call(self) -> Callable[[], Any]:
+        """Return the compiled program. One that works in place takes its own results."""
+        if not self.in_place:
+            return functools.partial(jax.jit(self.program), *self.arguments)
+        run, state = jax.jit(self.program, donate_argnums=0), [jnp.copy(self.arguments[0])]
+
+        def in_place() -> Any:
+            state[0], *rest = run(state[0])
+            return rest
+
+        return in_place
 
     def bytes_moved(self) -> int:
         """Return the bytes to read each argument once and write each result once."""
@@ -93,6 +112,52 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield from both("SwiGLU", feed_forward.glu_of(m).hidden, gate, up)
 
 
+def pieces_of_kernels(tokens: int) -> Iterator[Piece]:
+    """Yield what has a kernel, by XLA, and by the kernel if it runs here."""
+    for name, by_xla, by_kernel, arguments, in_place in with_kernels(tokens):
+        yield Piece(f"{name}, XLA", by_xla, arguments, in_place)
+        if runs_here():
+            yield Piece(f"{name}, kernel", by_kernel, arguments, in_place)
+
+
+def with_kernels(tokens: int) -> Iterator[tuple]:
+    """Yield a name, the function of XLA and that of the kernel, arguments, and `Piece.in_place`."""
+    m, one = MODEL, jnp.float32(1)
+    by_xla, by_kernel = quantize_transpose._by_xla, quantize_transpose._by_kernel
+    for name, x, dtype in (
+        ("round norm", beside_unwritten(normal((tokens, m.d_model))), float8.FORWARD),
+        ("round gradient", normal((tokens, m.d_ff)), float8.BACKWARD),
+    ):
+        both = (functools.partial(rounded, by, dtype) for by in (by_xla, by_kernel))
+        yield name, *both, (x, one), False
+    logits = (normal((tokens, m.vocab_size)),)
+    both = softmax.exponentials_by_xla, softmax.exponentials_by_kernel
+    exponentials = (functools.partial(by, dtype=jnp.bfloat16) for by in both)
+    yield "exponentials", *exponentials, logits, True
+    yield "sums of exponentials", softmax.sum_by_xla, softmax.sum_by_kernel, logits, False
+    del logits
+    gate_up, d_y = normal((tokens, 2 * m.d_ff)), normal((tokens, m.d_ff))
+    scaled = gate_up, jnp.ones((tokens, 1), jnp.float32)
+    amax = functools.partial(functools.partial, with_amax=True)
+    for name, by_xla, by_kernel, rest in (
+        ("SwiGLU", swiglu.forward_by_xla, swiglu.forward_by_kernel, ()),
+        ("SwiGLU backward", swiglu.backward_by_xla, swiglu.backward_by_kernel, (d_y,)),
+    ):
+        yield f"{name}, scale", by_xla, by_kernel, (*scaled, *rest), False
+        measured_by_xla = lambda *given, by=by_xla: swiglu._with_amax_by_xla(by(*given))  # noqa: E731
+        yield f"{name}, largest", measured_by_xla, amax(by_kernel), (gate_up, None, *rest), False
+
+
+def rounded(by, dtype, x, scale):
+    """Call a function that rounds, with the dtype as it is."""
+    return by(x, scale, dtype)
+
+
+def beside_unwritten(x):
+    """Return the norm of x as float8 rounds it, from x."""
+    return rms_norm_beside(x, jnp.ones(MODEL.d_model, jnp.float32), MODEL.norm_eps)[1]
+
+
 def beside(x, gain):
     """Return x and its norm, as in a layer."""
     x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
@@ -117,8 +182,7 @@ def copy_piece(num_bytes: int) -> Piece:
 
 def measured(piece: Piece, repeats: int) -> tuple[float, float]:
     """Return milliseconds, and GB/s of the bytes moved."""
-    program = functools.partial(jax.jit(piece.program), *piece.arguments)
-    found = time_interleaved({piece.name: program}, repeats)[piece.name]
+    found = time_interleaved({piece.name: piece.call()}, repeats)[piece.name]
     if not isinstance(found, Timing):
         raise found
     return found.ms, piece.bytes_moved() / found.ms / 1e6
@@ -151,11 +215,11 @@ def main(argv: Sequence[str]) -> None:
     _, peak = measured(copy_piece(COPY_BYTES if on_gpu else COPY_BYTES_CPU), options.repeats)
     card |= {"tokens": options.tokens, "copy_gb_per_second": peak, "rows": []}
     print(f"{card['device']}, {options.tokens:,} tokens, bfloat16; a copy moves {peak:,.0f} GB/s")
-    print(f"{'':26}{'ms':>9}{'MB':>9}{'GB/s':>9}{'of copy':>9}")
-    for piece in pieces(options.tokens):
+    print(f"{'':32}{'ms':>9}{'MB':>9}{'GB/s':>9}{'of copy':>9}")
+    for piece in itertools.chain(pieces(options.tokens), pieces_of_kernels(options.tokens)):
         ms, rate = measured(piece, options.repeats)
         size = piece.bytes_moved()
-        print(f"{piece.name:26}{ms:9.4f}{size / 1e6:9.1f}{rate:9.0f}{rate / peak:9.2f}", flush=True)
+        print(f"{piece.name:32}{ms:9.4f}{size / 1e6:9.1f}{rate:9.0f}{rate / peak:9.2f}", flush=True)
         row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
         card["rows"].append(row | {"share_of_copy": rate / peak})
     if options.card:

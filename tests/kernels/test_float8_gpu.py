@@ -69,19 +69,23 @@ def test_what_is_not_finite_shows(scaling, bad):
     assert np.isnan(d_x[3]).all() and not np.isfinite(d_w[:, 7]).any()
 
 
+@pytest.mark.usefixtures("elementwise_kernels")
 @pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("std", [1e-9, 1.0])
-def test_the_kernel_gives_the_bits_of_xla(dtype, std):
+@pytest.mark.parametrize("shape", [(1024, 2048), (16384, 14336), (128, 128)], ids=str)
+def test_the_kernel_gives_the_bits_of_xla(shape, dtype, std):
     """Subnormals, the largest numbers and the smallest among them."""
-    x = std * jax.random.normal(jax.random.key(0), (1024, 2048))
+    x = std * jax.random.normal(jax.random.key(0), shape)
     x = (x * jnp.exp(6 * jax.random.normal(jax.random.key(1), x.shape))).astype(jnp.bfloat16)
     scale = float8.power_of_two_scale(float8.max_magnitude(x), dtype)
     same_bits_by_kernel_and_xla(x, scale, dtype)
 
 
-def test_the_kernel_gives_the_bits_of_xla_for_a_norm():
-    x = jax.random.normal(jax.random.key(0), (1024, 2048), jnp.bfloat16)
-    gain = 1 + 0.1 * jax.random.normal(jax.random.key(1), (2048,))
+@pytest.mark.usefixtures("elementwise_kernels")
+@pytest.mark.parametrize("shape", [(1024, 2048), (16384, 4096)], ids=str)
+def test_the_kernel_gives_the_bits_of_xla_for_a_norm(shape):
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    gain = 1 + 0.1 * jax.random.normal(jax.random.key(1), shape[1:])
     _, normed = norm.rms_norm_beside(x, gain, 1e-5)
     scale = float8.power_of_two_scale(float8.max_magnitude(normed.unrounded()), float8.FORWARD)
     same_bits_by_kernel_and_xla(normed, scale, float8.FORWARD)

@@ -1,5 +1,7 @@
 """The kernels over logits on a GPU, against XLA: python -m pytest -m gpu."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jaxpar.kernels import softmax
 from tests.kernels.test_softmax import LOGITS, draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("elementwise_kernels")]
 
 
 @pytest.mark.parametrize("out", LOGITS, ids=["float32", "bfloat16"])
@@ -33,3 +35,15 @@ def test_the_kernels_compute_the_same(columns, dtype, out):
     tolerance = 2**-7 if out == jnp.bfloat16 else 2e-5
     np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=1e-30)
     assert np.isnan(np.asarray(values[5], np.float32)).any()
+
+
+def test_rows_may_have_more_than_two_billion_numbers():
+    """Every 64 rows are the same, the last ones 4 GiB from the first."""
+    few = draw(64, 128_256, jnp.bfloat16)
+    exponentials = functools.partial(softmax.exponentials_by_kernel, dtype=few.dtype)
+    wanted = [*exponentials(few), *softmax.sum_by_kernel(few)]
+    many = jnp.tile(few, (320, 1))
+    assert many.size > 2**31
+    found = [*jax.jit(exponentials)(many), *softmax.sum_by_kernel(many)]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a[-64:], np.float32), np.asarray(b, np.float32))

@@ -13,7 +13,7 @@ TINY = {
     "parallel.layer_loop": "unroll",
 }
 
-#: Sizes that the Triton kernels of norm, SwiGLU and float8 take, and Hopper's attention.
+#: Sizes that the kernels of SwiGLU, the softmax and float8 take, and Hopper's attention.
 LARGE = {
     "model.num_layers": 2,
     "model.d_model": 2048,

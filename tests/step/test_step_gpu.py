@@ -11,6 +11,7 @@ from flax import traverse_util
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
+from jaxpar.kernels.hopper.capability import runs_here
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -21,6 +22,7 @@ from jaxpar.step import train_step
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from jaxpar.verification import distances, small_config, traces
+from tests.step.kernel_bodies import kernels_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +45,7 @@ TINY = replace(
 #: As wide as all kernels want it, and slower to learn: in fifty steps at the default rate it would
 #: know its batches by heart, and no relative error of so small a loss says anything.
 WIDE = replace(TINY, **{"model.d_model": 2048, "model.d_ff": 1024, "optimizer.learning_rate": 3e-5})
-KERNELS = ("rms_norm_backward", "swiglu", "swiglu_backward", "softmax_exponentials")
+KERNELS = ("swiglu", "swiglu_backward", "softmax_exponentials")
 
 
 def random_batch(cfg: Config, seed: int = 0) -> Batch:
@@ -160,11 +162,13 @@ def test_the_step_learns_a_batch_by_heart():
 
 
 def test_a_wide_model_takes_all_kernels():
+    if not runs_here():
+        pytest.skip("older GPUs leave them to XLA")
     cfg = resolve(WIDE, jax.device_count())
     mesh = make_mesh(cfg.parallel)
     batch = jax.device_put(random_batch(cfg), jax.NamedSharding(mesh, BATCH_SPEC))
     text = make_train_step(cfg, mesh).lower(init_state(cfg, mesh), batch).as_text()
-    assert not [name for name in KERNELS if f'"{name}"' not in text]
+    assert set(KERNELS) <= {kernel.name for kernel in kernels_of(text)}
 
 
 @pytest.mark.parametrize("shape", [TINY, WIDE], ids=["tiny", "wide"])

@@ -10,9 +10,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from jaxpar.jax_private.table import CUDNN_ATTENTION
 from jaxpar.kernels.attention.mask import AttentionMask
+
+fused = CUDNN_ATTENTION.load()
 
 
 def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ If layers gather weights and scatter gradients (ZeRO-3), barriers keep each laye
 before the loss, and delays gradients.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -35,11 +36,13 @@ from jaxpar.planning.predict.shard import Shard, shard_of
 from jaxpar.planning.predict.state_on_device import at_end, before_update
 
 
-def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
+def memory_of(
+    cfg: Config, *, on_reference: bool = False, softmax_by_xla: bool = False
+) -> MemoryForecast:
     """Predict the memory of one GPU.
 
     Args:     cfg: resolved. on_reference: attention runs on the reference backend, which stores
-              all scores.
+              all scores. softmax_by_xla: exponentials do not take the place of logits.
     """
     shard = shard_of(cfg)
     before, late = before_update(cfg, shard), at_end(cfg, shard)
@@ -51,6 +54,9 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     at = [
         moment(cfg, shard, weights + frozen, optimizer) for moment, (weights, optimizer) in moments
     ]
+    if softmax_by_xla:
+        logits = at[0].logits + _logits_beside_exponentials(cfg, shard)
+        at[0] = dataclasses.replace(at[0], logits=logits)
     if taught:
         own = saved_per_token(taught), _buffers(cfg, shard)
         at.append(teacher.forward_pass(taught, before[0] + frozen, before[1], *own))
@@ -350,6 +356,14 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
     return (1 + cfg.model.mtp_depth) * of_head * shard.table * shard.trainable + chunk
+
+
+def _logits_beside_exponentials(cfg: Config, shard: Shard) -> float:
+    """A chunk of logits in the compute dtype, which the softmax's kernel would overwrite."""
+    if cfg.model.logits_dtype == "float32" or cfg.dpo.beta or cfg.distill.teacher:
+        return 0.0  # `_loss_bytes` has them
+    n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
+    return shard.width * shard.tokens / n * shard.vocab
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

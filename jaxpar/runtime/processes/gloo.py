@@ -7,9 +7,9 @@ there, and then no other host can connect.
 import os
 from collections.abc import Callable
 
-from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax
+from jax.extend import backend
 
+from jaxpar.jax_private.table import CPU_CLIENT, DISTRIBUTED, GLOO
 from jaxpar.runtime.processes.addresses import address_towards, is_loopback
 from jaxpar.runtime.processes.place import ProcessPlace
 
@@ -49,8 +49,8 @@ def _register(**where: str) -> None:
     """Replace JAX's CPU backend by one whose Gloo listens there. JAX passes neither argument."""
 
     def make_client():
-        client = distributed.global_state.client
-        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, **where)
-        return xla_bridge.make_cpu_client(gloo)
+        client = DISTRIBUTED.load().global_state.client
+        gloo = GLOO.load().make_gloo_tcp_collectives(distributed_client=client, **where)
+        return CPU_CLIENT.load().make_cpu_client(gloo)
 
-    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    backend.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.jax_private.table import DISTRIBUTED
 
 #: How long process 0 waits after a failure for the others to exit first: its exit ends them.
 LINGER_SECONDS = 2.0
@@ -74,9 +75,7 @@ def _client() -> Any:
 def _state() -> Any:
     """Return JAX's state, which has the key-value store: it is offered nowhere else. The launcher,
     which is not one of the processes, never imports JAX."""
-    from jax._src import distributed
-
-    return distributed.global_state
+    return DISTRIBUTED.load().global_state
 
 
 def exchange(name: str, text: str, seconds: float) -> list[str]:

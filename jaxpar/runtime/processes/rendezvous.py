@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
-from jax._src import distributed  # JAX offers the key-value store nowhere else
 
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
+from jaxpar.jax_private.table import DISTRIBUTED
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
@@ -111,8 +111,9 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
     # finishes a save, with the step of that save, which would decrease the count between two calls
     # of the loop. Without a manager in this place, Orbax assumes that there is no preemption.
-    stops[:] = [distributed.global_state.preemption_sync_manager]
-    distributed.global_state.preemption_sync_manager = None
+    state = DISTRIBUTED.load().global_state
+    stops[:] = [state.preemption_sync_manager]
+    state.preemption_sync_manager = None
     _meet(cluster, devices, seconds)
     gloo.listen_where_peers_connect(cluster, lambda own: exchange("gloo", own, seconds))
     many = f", {len(set(hosts))} hosts" if len(set(hosts)) > 1 else ""
@@ -142,7 +143,7 @@ class _Elsewhere:
 @contextlib.contextmanager
 def _served_elsewhere() -> Iterator[None]:
     """Keep process 0 from starting a coordination service: JAX has no option for that."""
-    library = distributed._jax
+    library = DISTRIBUTED.load()._jax
     start = library.get_distributed_runtime_service
     library.get_distributed_runtime_service = lambda *_, **__: _Elsewhere()
     try:

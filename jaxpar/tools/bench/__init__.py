@@ -2,6 +2,7 @@
 
 MAY_IMPORT = (
     "config",
+    "jax_private",
     "runtime",
     "sharding",
     "parallel",

@@ -11,6 +11,7 @@ showing           their tables
 
 MAY_IMPORT = (
     "config",
+    "jax_private",
     "runtime",
     "sharding",
     "kernels",

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import declared
+from jaxpar.jax_private.table import CUDA_VERSIONS
 from jaxpar.runtime.gpus import nvml, pci, visible
 from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
@@ -206,9 +207,7 @@ def _cuda_libraries() -> dict[str, str]:
 
     They may differ from the installed packages.
     """
-    from jax._src.lib import cuda_versions  # JAX exposes them only here
-
-    found = {}
+    cuda_versions, found = CUDA_VERSIONS.load().cuda_versions, {}
     for name, (library, major, minor) in LIBRARIES.items():
         ask = getattr(cuda_versions, f"{library}_get_version", None)
         try:

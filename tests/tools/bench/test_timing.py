@@ -53,6 +53,9 @@ def test_the_pieces_between_the_matmuls(tmp_path, monkeypatch, capsys):
     wide, ff = 16 * 4096 * 2, 16 * 14336 * 2
     assert rows["residual add"]["bytes"] == 3 * wide
     assert rows["RMSNorm forward"]["bytes"] == 2 * wide + 4096 * 4
+    assert rows["round gradient, XLA"]["bytes"] == 2 * ff + 4
+    assert rows["exponentials, XLA"]["bytes"] == 2 * 16 * 128256 * 2 + 2 * 16 * 4
+    assert len([name for name in rows if name.endswith(", XLA")]) == 8 and len(rows) == 17
     assert rows["SwiGLU forward"]["bytes"] == 3 * ff and rows["SwiGLU backward"]["bytes"] == 5 * ff
     assert all(row["ms"] > 0 for row in rows.values())
     for option, value in [("--tokens", "0"), ("--repeats", "0"), ("--card", str(tmp_path))]:

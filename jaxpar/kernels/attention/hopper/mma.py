@@ -112,12 +112,15 @@ def varying_as(x, other):
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def smem(shape, dtype):
-    """Return shared memory in the 128-byte swizzle that TMA writes and wgmma reads."""
+def smem(shape, dtype, swizzle: int = 128):
+    """Return shared memory in the swizzle, of 128 bytes, that TMA writes and wgmma reads.
+
+    Args:     swizzle: for rows shorter than 128 bytes, their length.
+    """
     # Type checkers consider both transforms abstract, but they can be instantiated.
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))
 
 
 def accumulators(s: KernelShape, r: Refs, wg, body, count: int):

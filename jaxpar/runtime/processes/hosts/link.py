@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpar.jax_private.table import SERVICE
 from jaxpar.runtime.processes.hosts.service import NO_HEARTBEAT
 
 #: Seconds to wait for the service at the start; the launcher starts another link after that.
@@ -52,9 +53,7 @@ def connected(address: str) -> Any:
     """
     host, _, port = address.rpartition(":")
     socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    from jaxlib import _jax
-
-    client = _jax.get_distributed_runtime_client(
+    client = SERVICE.load().get_distributed_runtime_client(
         address,
         0,
         init_timeout=CONNECT_SECONDS,

@@ -37,12 +37,11 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(_only_one(port))
         except OSError:
             return PORT_TAKEN
-        from jaxlib import _jax
-
+        from jaxpar.jax_private.table import SERVICE
         from jaxpar.runtime.processes import mtls
 
         try:
-            service = _jax.get_distributed_runtime_service(
+            service = SERVICE.load().get_distributed_runtime_service(
                 address,
                 max(nodes, 1),
                 heartbeat_timeout=TRAINING_HEARTBEAT if nodes else NO_HEARTBEAT,

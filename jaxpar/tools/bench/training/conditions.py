@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from jaxpar.jax_private.table import CUDA_VERSIONS
 from jaxpar.runtime import provenance
 from jaxpar.runtime.gpus import nvml, xla_flags
 
@@ -48,6 +49,5 @@ def gpu_facts() -> str:
 
 def cudnn_version() -> int:
     """Return the version of cuDNN that JAX loaded, such as 91900; 0 without cuDNN."""
-    from jax._src.lib import cuda_versions  # private, like all cuDNN bindings
-
+    cuda_versions = CUDA_VERSIONS.load().cuda_versions
     return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()

@@ -58,8 +58,8 @@ PATTERNS = (
     Pattern(ATTENTION, MOSAIC, "Pallas, unless its name or scope says otherwise"),
     Pattern(
         PALLAS,
-        r"^(quantize_both_ways|rms_norm|softmax_(sum|exponentials)|swiglu)",
-        "ours: Pallas for Triton keeps the name",
+        r"^(quantize_both_ways|softmax_(sum|exponentials)|swiglu)",
+        "ours, in profiles from before they were for Mosaic GPU",
     ),
     Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
     Pattern(MATMUL, r"gemm", "cuBLAS and CUTLASS kernels, and XLA's Triton ones: gemm_fusion_dot"),

@@ -1,0 +1,1 @@
+"""Elementwise kernels for Hopper GPUs and later, in Pallas (Mosaic GPU)."""
