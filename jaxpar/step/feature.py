@@ -215,6 +215,8 @@ class Feature:
     """Of its state, in `TrainState.extra` and in a checkpoint."""
     metrics: ClassVar[dict[str, Metric]] = {}
     """The metrics that it adds."""
+    by_layer: ClassVar[bool] = False
+    """Whether it only measures layers, in steps that `metrics.layers_every` names."""
     of_final_weights: ClassVar[bool] = False
     """Whether `after_update` reads the weights that the step ends with, and changes its state
     alone: then it comes after users' post-updates."""

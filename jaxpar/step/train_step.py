@@ -36,6 +36,9 @@ from jaxpar.step.metrics import Metrics
 from jaxpar.step.staged import schedule_of, split_microbatches, staged_model, without_backward
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
+#: What a step is requested for, if it is to have metrics of layers.
+LAYERS = "layers"
+
 
 def make_train_step(
     cfg: Config,
@@ -50,7 +53,8 @@ def make_train_step(
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
               locate documents by offset need it.
-              requested: larger results that metrics shall have: "expert_rows", "routing".
+              requested: what metrics shall have beside the usual: "expert_rows", "routing"; LAYERS, if
+              not every step measures layers.
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
     require_code(cfg, OF_STEPS)
@@ -123,7 +127,7 @@ def train_step(
     requested: tuple[str, ...] = (),
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
-    features = features_of(ex.cfg)
+    features = features_in(ex.cfg, requested)
     later = of_final_weights(features) if ex.cfg.train.post_updates else ()
     s = TrainStep(ex, state.step, state.params, batch, state.extra, requested)
     s = gradients(s, features, max_segments)
@@ -138,7 +142,9 @@ def loss_and_gradients(
     ex: Execution, max_segments: int | None, params: Any, batch: Batch
 ) -> tuple[Metrics, Any]:
     """Compute the metrics and the gradients, without an update and state of features."""
-    s = gradients(TrainStep(ex, None, params, batch), features_of(ex.cfg), max_segments)
+    requested = (LAYERS,)
+    features = features_in(ex.cfg, requested)
+    s = gradients(TrainStep(ex, None, params, batch, requested=requested), features, max_segments)
     return Metrics(s.metrics), s.grads
 
 
@@ -180,6 +186,12 @@ def updated(s: TrainStep, opt_state: Any, rates: jax.Array | None) -> tuple[Trai
             cfg, specs, grads, opt_state, old, s.step, s.layers, ok, rates
         )
     return s.replace(trainable=trainable, old=old, frozen=frozen, ok=ok), opt_state
+
+
+def features_in(cfg: Config, requested: tuple[str, ...]) -> tuple[Feature, ...]:
+    """Return the features of a step."""
+    layers = cfg.metrics.layers_every == 1 or LAYERS in requested
+    return tuple(feature for feature in features_of(cfg) if layers or not feature.by_layer)
 
 
 def of_final_weights(features: tuple[Feature, ...]) -> tuple[Feature, ...]:

@@ -19,7 +19,7 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.features import features_of, own_probes
 from jaxpar.step.state import init_state, to_logical
-from jaxpar.step.train_step import make_train_step
+from jaxpar.step.train_step import LAYERS, make_train_step
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.slow import slow
@@ -192,6 +192,16 @@ class Overwriting(Smoothed):
 def test_a_metric_of_a_loss_has_a_name_of_its_own():
     with pytest.raises(ConfigError, match=r"Overwriting.metrics = 'grad_norm': .* another's"):
         objective_of(replace(BASE, **{"train.loss": Overwriting()}))
+
+
+def test_steps_between_records_of_layers_are_the_same_without_them():
+    cfg = replace(BASE, **{"metrics.layers_every": 10})
+    here, mesh = on_mesh("data=2", cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    _, without = make_train_step(here, mesh)(init_state(here, mesh), batch)
+    _, there = make_train_step(here, mesh, requested=(LAYERS,))(init_state(here, mesh), batch)
+    assert there.keys() - without.keys() == {probe.metric for probe in PROBES}
+    assert float(without["loss"]) == pytest.approx(float(there["loss"]), rel=1e-6)
 
 
 def test_the_moving_average_is_that_of_the_weights_after_a_post_update():

@@ -17,8 +17,17 @@ def metrics_of_layers(cfg: Config) -> None:
     require(ok, cfg, path, rule, flag(path, "none"), flag("lora.rank", 0))
 
 
+def records_of_layers(cfg: Config) -> None:
+    """Check that a step with metrics of layers is one that is recorded."""
+    path, every, log = "metrics.layers_every", cfg.metrics.layers_every, cfg.train.log_every
+    rule = f"must be 1, or a multiple of train.log_every = {log}"
+    nearest = max(round(every / log), 1) * log
+    require(every == 1 or every % log == 0, cfg, path, rule, flag(path, nearest), flag(path, 1))
+
+
 def sinks(cfg: Config) -> None:
     """Check names, ports and addresses."""
+    records_of_layers(cfg)
     m, path = cfg.metrics, "metrics.wandb"
     ok = m.wandb == "" or re.fullmatch(r"([\w.-]+/)?[\w.-]+", m.wandb) is not None
     rule = "must be PROJECT or ENTITY/PROJECT, with letters, digits, '.', '_' and '-', or empty"

@@ -9,6 +9,7 @@ from jaxpar.config.fields import field_types
 from jaxpar.config.rules.limits import MAX_INT, most_of
 
 _AT_LEAST_ONE = """model.moe_every train.num_steps train.global_batch_size train.log_every
+metrics.layers_every
 data.cache_gib
 data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim

@@ -11,6 +11,9 @@ class MetricsConfig:
     layers: Literal["none", "cheap", "all"] = "none"
     """Record metrics of each layer; all: also the largest attention score, which is computed a
     second time."""
+    layers_every: int = 1
+    """Steps from one record of layers and probes to the next: other steps run a program without
+    them. A multiple of train.log_every, or 1."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard to RUN/tensorboard."""

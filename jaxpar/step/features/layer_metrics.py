@@ -43,6 +43,7 @@ class LayerMetrics(Feature):
 
     name = "layer_metrics"
     handles_skips = True
+    by_layer = True
     metrics: ClassVar[dict[str, Metric]] = {
         "layer_rms": Metric("layers", "", "root mean square of the residual stream after a layer"),
         "layer_grad_norm": Metric("layers", "", "norm of a layer's gradient, before clipping"),

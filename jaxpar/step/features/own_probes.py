@@ -137,6 +137,7 @@ class OwnProbes(Feature):
 
     name = "probes"
     handles_skips = True
+    by_layer = True
 
     def is_on(self, cfg: Config) -> bool:
         for probe in probes_of(cfg):
