@@ -268,9 +268,8 @@ function drawMap(svg) {
   const every = Math.ceil(map.rows.length / Math.max(Math.floor((bottom - TOP) / 32), 1));
   map.rows.forEach((_, layer) => {
     if (layer % every) return;
-    put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP + (layer + 0.5) * height, dy: "0.35em" }, String(layer)));
+    put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP + (layer + 0.5) * height, dy: "0.35em" }, layer ? String(layer) : "layer 0"));
   });
-  put(element("text", { class: "ylabel", x: LEFT - 7, y: TOP - 9 }, "layer"));
   drawAxis(put, x, px, bottom, unit);
   drawLegend(put, map, bottom + 50);
 }
