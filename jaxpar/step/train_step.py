@@ -53,7 +53,7 @@ def make_train_step(
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
               locate documents by offset need it.
-              requested: what metrics shall have beside the usual: "expert_rows", "routing"; LAYERS, if
+              requested: what metrics shall also have: "expert_rows", "routing"; LAYERS, if
               not every step measures layers.
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
