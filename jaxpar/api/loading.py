@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.api.arguments import check_generation, require_type, texts
-from jaxpar.config import Config, ConfigError, config_file
+from jaxpar.config import Config, ConfigError, config_file, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check
+from jaxpar.config.values import FIELDS
 from jaxpar.convert.shape import model_from
 from jaxpar.inference.load import LoadedModel, load
 from jaxpar.inference.options import Sampling
@@ -23,7 +24,8 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Load and check a config, as `python -m jaxpar.train NAME --section.field value ...` does.
 
     Args:     name: of a config that comes with jaxpar, of a .py file, or of a run folder.
-              overrides: values by field: {"train.num_steps": 100, "parallel.data": 2}.
+              overrides: values by field: {"train.num_steps": 100, "parallel.data": 2}. Those of
+              your own classes are taken as they are: {"train.loss": Focal()}.
     Raises:   ConfigError that names the field, its value, the rule and a fix.
     """
     require_type("CONFIG", name, (str, Path), "the name of a config", '"quickstart"')
@@ -31,9 +33,10 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     overrides, fix = {} if overrides is None else overrides, 'overrides={"train.num_steps": 100}'
     require_type("overrides", overrides, Mapping, "values by field", fix)
     texts([*overrides, *map(str, overrides.values())], "overrides", fix)
-    args = [f"--{path}={value}" for path, value in overrides.items()]
+    own = {path: value for path, value in overrides.items() if path in FIELDS}
+    args = [f"--{path}={value}" for path, value in overrides.items() if path not in own]
     cfg = parse_overrides(config_file.load_config(str(name)), args, model_from=model_from)
-    cfg = with_paths(with_vocabulary(cfg))
+    cfg = with_paths(with_vocabulary(replace(cfg, **own)))
     check(cfg)
     return cfg
 
