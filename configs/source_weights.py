@@ -17,7 +17,10 @@ class SourceWeights(Loss):
         super().check(cfg, path)
         count = cfg.data.mixture.count(",") + 1
         if not len(self.names) == len(self.weights) == count:
-            rule, fix = f"must have {count} names and weights, like data.mixture", "write as many"
+            rule, fix = (
+                f"must have {count} names and weights, like data.mixture",
+                "use --data.mixture data/web:0.7,data/code:0.3",
+            )
             raise ConfigError(path, self, rule, fix)
 
     def __call__(self, scores, batch):

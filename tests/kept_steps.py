@@ -68,7 +68,9 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 def read_by_steps(cfg: Config) -> Config:
     """The config with the defaults of what no step reads."""
     unread = {name: getattr(Config(), name) for name in NOT_READ}
-    metrics = dataclasses.replace(Config().metrics, layers=cfg.metrics.layers)
+    metrics = dataclasses.replace(
+        Config().metrics, layers=cfg.metrics.layers, layers_every=cfg.metrics.layers_every
+    )
     return dataclasses.replace(cfg, metrics=metrics, **unread)
 
 

@@ -160,7 +160,9 @@ def test_what_is_refused(trainer_of):
         trainer.load()
     with pytest.raises(jaxpar.ConfigError, match=r"train.callbacks = 3: must be a jaxpar.Callback"):
         trainer.train(3)
-    with pytest.raises(jaxpar.ConfigError, match=r"'Prepares': is a class.* write Prepares\(\)"):
+    with pytest.raises(
+        jaxpar.ConfigError, match=r"'Prepares': is a class.* use a value, Prepares\(\)"
+    ):
         trainer.train(Prepares)
     state = trainer.init()
     with pytest.raises(jaxpar.ConfigError, match=r"evaluation\.every"):

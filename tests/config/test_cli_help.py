@@ -51,7 +51,7 @@ def test_help_is_one_page_that_names_the_rest(name, capsys):
     assert lines[0].startswith("usage: python -m jaxpar.train CONFIG ")
     for section in SECTIONS:
         assert re.search(rf"^  {section} +\S", shown, re.MULTILINE), section
-    assert f"--help all                      show all {len(leaf_paths())} fields" in shown
+    assert f"show the fields of one section, or all {len(leaf_paths())}" in shown
     for text in (*known_configs().split(", "), "--print-config", "--help SECTION", "--set "):
         assert text in shown
     num_steps = load_config(name).train.num_steps if name else 1000

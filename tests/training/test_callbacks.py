@@ -291,7 +291,7 @@ class Wrong(Callback):
     [
         ("array", exit_codes.RunError, "the state of Wrong: .*Fix: keep numbers"),
         ("text", ConfigError, "Wrong.after_step = 'stop': must return a jaxpar.Request or None"),
-        ("loss", ConfigError, 'Wrong = .loss.: is the name of another metric.*"Wrong_loss"'),
+        ("loss", ConfigError, 'Wrong.* = .loss.: is the name of another metric.*"Wrong_loss"'),
         ("learning_rate", ConfigError, "is the name of another metric"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What is recorded in metrics.jsonl, and sinks in addition. A failing sink is reported once."""
+    """What is recorded, in metrics.jsonl and in sinks."""
 
     layers: Literal["none", "cheap", "all"] = "none"
     """Record metrics of each layer; all: also the largest attention score, which is computed a
@@ -16,7 +16,7 @@ class MetricsConfig:
     them. A multiple of train.log_every, or 1."""
 
     tensorboard: bool = True
-    """Write event files for TensorBoard to RUN/tensorboard."""
+    """Write event files for TensorBoard to RUN/tensorboard. A failing sink is reported once."""
     wandb: str = ""
     """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
     mlflow: str = ""

@@ -38,7 +38,7 @@ class CheckpointConfig:
     """When to save checkpoints and whether to resume from one."""
 
     every: int = 500
-    """Steps between checkpoints; the last step is saved too. 0: never."""
+    """Steps between checkpoints; the last is saved too. 0: never."""
     keep: int = 3
     """Number of latest checkpoints to keep."""
     keep_every: int = 0
