@@ -13,7 +13,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig, TrainConfig
 from jaxpar.model import reference
 from jaxpar.model.moe.reference import router_loss
 from jaxpar.model.parameters import specs_of
-from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, PlainScores, averaged
+from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, Scores, averaged
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.params import flat
@@ -94,10 +94,10 @@ def loss_of_logical(params: Params, batch: Batch, cfg: Config, loss: AnyLoss) ->
     cfg = _with_terms(cfg, terms)
     params = reference.scale_adapters(params, cfg)
     x, routers = reference.hidden_and_routers(params, batch, cfg)
-    scores = PlainScores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
+    scores = Scores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
     total, count = averaged(of_tokens(scores, batch), scores.labels)
     for labels, h, of_module in reference.modules(params, x, batch, cfg):
-        scores = PlainScores(reference.logits_of_module(h, params, cfg.model), labels)
+        scores = Scores(reference.logits_of_module(h, params, cfg.model), labels)
         further, _ = averaged(of_tokens(scores, batch), labels)
         total += terms.mtp_loss / cfg.model.mtp_depth * further
         routers += [of_module] if of_module else []

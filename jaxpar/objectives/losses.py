@@ -26,50 +26,34 @@ REFUSED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
 class Scores:
     """What a model says of each next token.
 
-    Every method returns float32 [B, T], and can be differentiated. In a run, the vocabulary is
-    sharded: logits are never gathered.
+    Every method returns float32 [B, T], and can be differentiated. In a run the vocabulary is
+    sharded and logits are never gathered: there, only the methods can be used.
     """
 
-    def label(self) -> jax.Array:
-        """Return the logit of the label; any number where there is none."""
-        raise NotImplementedError
-
-    def logsumexp(self) -> jax.Array:
-        """Return the logarithm of the sum of the exponentials of the logits."""
-        raise NotImplementedError
-
-    def mean(self) -> jax.Array:
-        """Return the mean of the logits over the vocabulary."""
-        raise NotImplementedError
-
-    def entropy(self) -> jax.Array:
-        """Return the entropy of the predicted distribution, in nats."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainScores(Scores):
-    """Scores from all logits."""
-
     logits: jax.Array
-    """float32 [B, T, V]."""
+    """float32 [B, T, V], of the plain model."""
     labels: jax.Array
     """int32 [B, T]: the next token, or IGNORED (-1)."""
 
     def label(self) -> jax.Array:
+        """Return the logit of the label; any number where there is none."""
         index = jnp.maximum(self.labels, 0)[..., None]
         return jnp.take_along_axis(self.logits, index, axis=-1)[..., 0]
 
     def logsumexp(self) -> jax.Array:
+        """Return the logarithm of the sum of the exponentials of the logits."""
         return jax.scipy.special.logsumexp(self.logits, axis=-1)
 
     def mean(self) -> jax.Array:
+        """Return the mean of the logits over the vocabulary."""
         return jnp.mean(self.logits, axis=-1)
 
     def entropy(self) -> jax.Array:
+        """Return the entropy of the predicted distribution, in nats."""
         scores = jax.nn.log_softmax(self.logits)
         return -jnp.sum(jnp.exp(scores) * scores, axis=-1)
 
@@ -121,7 +105,7 @@ class Loss(Value):
         """
         raise NotImplementedError
 
-    def plain(self, scores: PlainScores, batch: Batch) -> Any:
+    def plain(self, scores: Scores, batch: Batch) -> Any:
         """Compute the same from all logits on one device, for `verify`; here by the same code.
 
         Args, Returns:  as `__call__`; `scores.logits` is float32 [B, T, V].

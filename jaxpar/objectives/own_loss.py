@@ -20,10 +20,12 @@ from jaxpar.sharding.batch import Batch
 
 
 class _Scores(Scores):
-    """Scores that a function returns by name."""
+    """Scores that a function returns by name, without logits."""
+
+    _of: Callable[[str], jax.Array]
 
     def __init__(self, of: Callable[[str], jax.Array]):
-        self._of = of
+        object.__setattr__(self, "_of", of)
 
     def label(self) -> jax.Array:
         return self._of(token_scores.LABEL)

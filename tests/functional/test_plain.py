@@ -15,7 +15,7 @@ from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.functional.plain import Params
 from jaxpar.model.parameters import specs_of
-from jaxpar.objectives.losses import PlainScores
+from jaxpar.objectives.losses import Scores
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.train_step import make_gradient_step
@@ -124,7 +124,7 @@ def test_a_loss_is_a_value_of_the_users(params, batch):
 
 def test_scores_are_of_the_logits():
     logits = jax.random.normal(KEY, (2, 3, 5))
-    scores = PlainScores(logits, jnp.array([[0, 1, 2], [3, 4, -1]]))
+    scores = Scores(logits, jnp.array([[0, 1, 2], [3, 4, -1]]))
     p = jax.nn.softmax(logits)
     np.testing.assert_allclose(scores.entropy(), -jnp.sum(p * jnp.log(p), -1), rtol=1e-5)
     np.testing.assert_allclose(scores.logsumexp(), jnp.log(jnp.sum(jnp.exp(logits), -1)), rtol=1e-5)
