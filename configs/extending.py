@@ -42,4 +42,5 @@ class UnitRows(PostUpdate):
 
 def get_config():
     own = {"loss": Focal(gamma=1.5), "probes": (StreamRms(),), "post_updates": (UnitRows(),)}
-    return replace(load_config("quickstart"), **{f"train.{k}": v for k, v in own.items()})
+    cfg = replace(load_config("quickstart"), **{"run.dir": "runs/extending"})
+    return replace(cfg, **{f"train.{name}": value for name, value in own.items()})

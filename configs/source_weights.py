@@ -35,4 +35,5 @@ class SourceWeights(Loss):
 def get_config():
     loss = SourceWeights(names=("web", "code"), weights=(1.0, 0.5))
     mixture = "data/web:0.7,data/code:0.3"
-    return replace(load_config("llama_1b"), **{"train.loss": loss, "data.mixture": mixture})
+    own = {"train.loss": loss, "data.mixture": mixture, "run.dir": "runs/source_weights"}
+    return replace(load_config("llama_1b"), **own)
