@@ -19,7 +19,7 @@ from jaxpar.training.run import Run
 def require_type(
     name: str, value: Any, kinds: type | tuple[type, ...], what: str, fix: str
 ) -> None:
-    """Raises:   ConfigError unless a value has one of the types; True is no number."""
+    """Raises:   ConfigError unless a value has one of the types; True is not a number."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         rule = f"must be {what}, not of the type {type(value).__name__}"

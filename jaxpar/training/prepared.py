@@ -40,7 +40,7 @@ class Prepared:
     host: checkpoint.HostCopy
     memory: MemoryCheckpointer | None
     schedule: Callable[[int], float]
-    """The learning rate after so many updates."""
+    """The learning rate after a number of updates."""
     forecast: Forecast | None
 
 

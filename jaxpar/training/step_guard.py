@@ -56,6 +56,8 @@ def require_recorded(cfg: Config, names: Iterable[str]) -> None:
         fix = f"use one of {', '.join(there)}"
         if cfg.metrics.layers == "none":
             fix += ", or record those of layers: --metrics.layers cheap"
+        elif cfg.metrics.layers_every > 1:
+            fix += ", or record those of layers at every step: --metrics.layers_every 1"
         raise ConfigError(path, cfg.guard.spike_metric, rule, fix)
 
 

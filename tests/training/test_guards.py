@@ -210,6 +210,13 @@ def test_a_metric_that_is_not_recorded_cannot_be_watched(spiky):
         spiky(1, "--guard.spike-metric", "layer_grad_norm")
 
 
+def test_a_metric_of_layers_that_some_steps_lack_cannot_be_watched(spiky):
+    watched = ("--guard.spike-metric", "layer_grad_norm", "--metrics.layers", "cheap")
+    with pytest.raises(ConfigError, match=r"'layer_grad_norm': .*--metrics.layers_every 1"):
+        spiky(1, *watched, "--metrics.layers_every", "2")
+    assert spiky(1, *watched, "--metrics.layers_every", "1") == exit_codes.EXIT_OK
+
+
 def test_a_metric_without_a_value_is_no_skipped_update(tmp_path):
     told: list[str] = []
     guard = StepGuard(Config(), tmp_path, 0, lambda step: step, told.append)

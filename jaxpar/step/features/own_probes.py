@@ -142,7 +142,7 @@ class OwnProbes(Feature):
     def is_on(self, cfg: Config) -> bool:
         for probe in probes_of(cfg):
             meaning = f"{probe.reduce} over tokens at {probe.point}, of each layer"
-            declare_more({probe.metric: Metric("layers", "", meaning, _over(probe))})
+            declare_more({probe.metric: Metric("layers", "", meaning, probe.reduce)})
         return bool(cfg.train.probes)
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
@@ -173,12 +173,8 @@ def measured(s: TrainStep, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
 
 
 def probes_of(cfg: Config) -> tuple[Probe, ...]:
-    """Return the probes of a config. Raises:   ConfigError for one whose code is not loaded."""
+    """Return the probes of a config, without those whose code is not loaded."""
     return tuple(value for value in cfg.train.probes if isinstance(value, Probe))
-
-
-def _over(probe: Probe) -> Any:
-    return probe.reduce
 
 
 def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> dict[str, jax.Array]:

@@ -55,7 +55,7 @@ class Evaluations(RunCallback):
     metrics: StepMetrics
     phases: Phases
     others: Sequence[RunCallback]
-    """Who are told of each evaluation."""
+    """The callbacks that hear of each evaluation."""
 
     def after_step(self, at: Progress) -> Progress:
         judge, evaluation, ended = self.judge, self.evaluation, at.ends
