@@ -1,14 +1,14 @@
 """Metrics of what layers compute: `Probe`, a user's function at a point of every layer."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ConfigError, flag, require
-from jaxpar.config.metrics import METRICS, Metric, declare_more
+from jaxpar.config.metrics import METRICS, Metric, Reduction, declare_more
 from jaxpar.config.values import Value
 from jaxpar.model import probes, reference
 from jaxpar.model.qk_clip.logits import across, largest
@@ -37,7 +37,7 @@ class Probe(Value):
     name: str = ""
     """Of the metric. Empty: that of the class."""
     point: str = "residual"
-    reduce: str = ""
+    reduce: Reduction | Literal[""] = ""
     """How tokens are reduced, on all devices: "mean", "sum" or "max". It must be said."""
     value: Callable[[jax.Array], jax.Array] | None = None
     """The function, in place of `__call__`."""
@@ -142,7 +142,7 @@ class OwnProbes(Feature):
     def is_on(self, cfg: Config) -> bool:
         for probe in probes_of(cfg):
             meaning = f"{probe.reduce} over tokens at {probe.point}, of each layer"
-            declare_more({probe.metric: Metric("layers", "", meaning, probe.reduce)})
+            declare_more({probe.metric: Metric("layers", "", meaning, probe.reduce or "mean")})
         return bool(cfg.train.probes)
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
