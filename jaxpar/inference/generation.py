@@ -209,7 +209,7 @@ def make_programs(
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
-    cache = decode.cache_specs(cfg.model)
+    cache = decode.cache_specs(cfg.model, slots)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     reread = tokens_to_reread(cfg, slots)
     rows = Rows(cache, plain, plain, plain, plain if reread else None)  # type: ignore[arg-type]

@@ -1,3 +1,3 @@
 """The model: pure functions of local shards, with collectives at fixed, named places."""
 
-MAY_IMPORT = ("config", "sharding", "kernels", "execution", "parallel")
+MAY_IMPORT = ("components", "config", "sharding", "kernels", "execution", "parallel")

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig, registry
-from jaxpar.config.layout.layer_kinds import of_kind
+from jaxpar.components.attention import Attention
+from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
+from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import linear, lora, norm, probes
 from jaxpar.model import rope as model_rope
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
+from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
@@ -22,21 +24,15 @@ from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
-#: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
-WEIGHTS = (
-    *("wq", "wk", "wv", "wqkv", "wqk", "bqkv", "q_norm", "k_norm", "sinks"),
-    *("w_attn_gate", "wo"),
-)
-
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
     """Compute this tensor rank's heads and their partial sum of the output projection.
 
     Communication: that of `context_attention` over SEQUENCE, and of `positioned`.
     """
-    m = of_kind(ex.cfg.model, context.kind)
-    q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
-    q, k = positioned(q, k, w, context, m)
+    m, a = ex.cfg.model, component(context, Attention)
+    q, k, v = (named(y, "qkv") for y in h.map(qkv, w, a, m).in_order())
+    q, k = positioned(q, k, w, context, a, m)
     q = probes.observe("queries", q, w, context, ex.cfg, k=k)
     out = context_attention(
         *(q, k, v, context.mask),
@@ -44,8 +40,8 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         backend=m.attention_backend,
         deterministic=m.attention_deterministic,
         sinks=w.get("sinks"),
-        softcap=m.attention_softcap,
-        function=registry.function("model.attention", m.attention),
+        softcap=a.softcap,
+        function=registry.function("model.attention", a.function),
     )
     side_by_side = gated(out.reshape(*out.shape[:2], -1), h, w)
     return h.split(side_by_side).map(row_parallel, w, "wo", "attn_out")
@@ -55,7 +51,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 def gated(out: jax.Array, h: Shards, w: Weights) -> jax.Array:
     """Multiply the heads' output [B, T, H K] by the sigmoid of a projection of the layer's input.
 
-    Without `model.attention_gate`, return it.
+    Without `Attention.gate`, return it.
 
     Source:   Qiu et al. 2025 (2505.06708), gated attention, equation 5.
     """
@@ -71,21 +67,21 @@ def _gate(h: NormOutput, w: Weights) -> jax.Array:
 
 
 @jax.named_scope("qkv")
-def qkv(h: NormOutput, w: Weights, m: ModelConfig) -> list[jax.Array]:
+def qkv(h: NormOutput, w: Weights, a: Attention, m: ModelConfig) -> list[jax.Array]:
     """Compute queries [B, T, H, K], keys and values [B, T, G, K] by one column-parallel matmul.
 
-    Without a projection of values, they are the keys (`model.global_keys_as_values`).
+    Without a projection of values, they are the keys (`Attention.keys_as_values`).
     """
     tensor = lax.axis_size(TENSOR)
-    H, G, K = m.num_heads // tensor, m.num_kv_heads // tensor, m.head_dim
-    name, of = ("wqkv", ("wq", "wk", "wv")) if "wqkv" in w else ("wqk", ("wq", "wk"))
-    (y,) = products(h.operand, [w[name]], "attn_norm")
+    H, G, K = a.num_heads // tensor, a.num_kv_heads // tensor, a.head_dim
+    of = ("wq", "wk") if a.keys_as_values else ("wq", "wk", "wv")
+    (y,) = products(h.operand, [w["wqk" if a.keys_as_values else "wqkv"]], "attn_norm")
     y = h.scaled(_one_gradient(linear.add_bias(y, w.get("bqkv"))))
     parts = zip(jnp.split(y, [H * K, (H + G) * K][: len(of) - 1], axis=-1), of, strict=True)
     by_head = lambda y: y.reshape(*y.shape[:2], -1, K)  # noqa: E731
     q, k, *v = (by_head(lora.add(part, h.operand, w, name)) for part, name in parts)
     values = v[0] if v else k
-    return [q, k, norm.unit(values, m) if m.value_norm else values]
+    return [q, k, norm.unit(values, m) if a.value_norm else values]
 
 
 @jax.custom_vjp
@@ -101,27 +97,73 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 
 
 def positioned(
-    q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, m: ModelConfig
+    q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, a: Attention, m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Apply norms, then RoPE unless it is None, to queries and keys, [B, T, heads, K].
 
-    Communication: that of `norm_over_heads` if `model.qk_norm_over` is all.
+    Communication: that of `norm_over_heads` if `qk_norm.over` is all.
     """
-    if m.qk_norm and not m.qk_norm_gain:
+    if a.qk_norm and not a.qk_norm.gain:
         # Before RoPE, which does not change the norm. Llama 4 normalizes after it.
-        q, k = (q, k) if context.rope is None else (norm.unit(q, m), norm.unit(k, m))
-    elif m.qk_norm:
-        normalize = norm.norm if m.qk_norm_over == "head" else norm.norm_over_heads
+        q, k = (q, k) if a.rope is None else (norm.unit(q, m), norm.unit(k, m))
+    elif a.qk_norm:
+        normalize = norm.norm if a.qk_norm.over == "head" else norm.norm_over_heads
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
-    if m.attention_multiplier is not None:
-        q = q * (m.attention_multiplier * math.sqrt(m.head_dim))
-    if m.query_scale_dim is not None:
-        q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    if m.mup_score_factor != 1:
-        q = q * m.mup_score_factor
+    if a.scale is not None:
+        q = q * (a.scale * math.sqrt(a.head_dim))
+    if a.scale_dim is not None:
+        q = q * math.sqrt(a.head_dim / a.scale_dim)
+    if (factor := mup_score_factor(a, m)) != 1:
+        q = q * factor
     if context.query_scale is not None:
         q = (q * context.query_scale).astype(q.dtype)
-    rope = context.rope
-    rotate = lambda a: a if rope is None else model_rope.rope(a, rope, m.rope_layout)  # noqa: E731
-    q, k = (named(rotate(a), "qk") for a in (q, k))
+    rope, tables = a.rope, context.rope
+    if rope is None or tables is None:
+        return named(q, "qk"), named(k, "qk")
+    q, k = (named(model_rope.rope(x, tables, rope.layout), "qk") for x in (q, k))
     return q, k
+
+
+def mup_score_factor(a: Attention, m: ModelConfig) -> float:
+    """Return µP's factor of attention scores, beside that of the standard parametrization."""
+    if m.mup is None or m.mup.base_head_dim is None:
+        return 1.0
+    narrower = m.mup.base_head_dim / a.head_dim
+    is_constant = a.scale is not None or a.scale_dim is not None
+    return narrower if is_constant else math.sqrt(narrower)
+
+
+# --------------------------------------------------------------------------------- generation
+
+
+def held(a: Attention, size: HeldSize) -> tuple[jax.Array, jax.Array]:
+    """Return zeros for the keys and values of a text, [B, S, G/tensor, K] each."""
+    shape = size.rows, size.slots, a.num_kv_heads // size.tensor, a.head_dim
+    return jnp.zeros(shape, size.dtype), jnp.zeros(shape, size.dtype)
+
+
+def decode(
+    h: NormOutput, w: Weights, context: AttentionContext, held: Any, new: NewTokens, cfg: Config
+) -> tuple[jax.Array, Any]:
+    """Attend from new tokens to each other, or to all that is held, with them.
+
+    Returns:  (this tensor rank's partial sum [B, T, D]; what is held with them).
+    """
+    m, a = cfg.model, component(context, Attention)
+    q, k, v = qkv(h, w, a, m)
+    q, k = positioned(q, k, w, context, a, m)
+    held = write(held[0], k, new.first), write(held[1], v, new.first)
+    if new.lengths is not None:
+        out = _attend(q, k, v, context.mask, w, a, m.attention_backend)
+    else:
+        keys, values = held
+        out = _attend(q, keys, values, mask_of_slots(context, keys), w, a, "reference")
+    side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
+    return row_parallel(side_by_side, w, "wo", "attn_out"), held
+
+
+def _attend(q, k, v, mask: AttentionMask, w: Weights, a: Attention, backend: Any) -> jax.Array:
+    if function := registry.function("model.attention", a.function):
+        return function(q, k, v, mask)
+    sinks = w.get("sinks")
+    return attention(q, k, v, mask, sinks=sinks, softcap=a.softcap, backend=backend)[0]

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.component import Component, Mixer
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
     ATTENTION,
@@ -34,8 +38,8 @@ class AttentionContext:
     """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
     nope_query_scale: jax.Array | None = None
     """The same for layers without a rotary embedding; None without `nope_query_beta`."""
-    kind: str = flax.struct.field(pytree_node=False, default=ATTENTION)
-    """The letter of these layers, which gives the shape of their heads (`layer_kinds.of_kind`)."""
+    of: Layer | None = flax.struct.field(pytree_node=False, default=None)
+    """The layer that reads it (`context_of_layer`). None: the context of all layers."""
     chunk: int | None = flax.struct.field(pytree_node=False, default=None)
     """`model.attention_chunk` of these layers. The mask's segments are then chunks."""
     in_global: "AttentionContext | None" = None
@@ -50,6 +54,12 @@ class AttentionContext:
     probes: tuple = flax.struct.field(pytree_node=False, default=())
     feeds: tuple = flax.struct.field(pytree_node=False, default=())
     """What leaves and enters the layers (`probes.py`); () outside training."""
+
+    @property
+    def layer(self) -> Layer:
+        """The layer that reads it."""
+        assert self.of is not None, "the context of all layers: see context_of_layer"
+        return self.of
 
 
 def attention_context(
@@ -74,7 +84,22 @@ def attention_context(
     kind = GLOBAL if GLOBAL in m.layer_pattern else ATTENTION
     of_global = dataclasses.replace(of_kind(m, kind), sliding_window=None, attention_chunk=None)
     local, everywhere = describe(_of_local_layers(m)), describe(of_global)
-    return dataclasses.replace(local, in_global=dataclasses.replace(everywhere, kind=kind))
+    return dataclasses.replace(local, in_global=everywhere)
+
+
+def context_of_layer(context: AttentionContext, layer: Layer) -> AttentionContext:
+    """Return the context of one layer, from that of all: its mask and its rotary embedding."""
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention | LatentAttention):
+        return dataclasses.replace(context, in_global=None, of=layer)
+    if mixer.window is None and mixer.chunk is None:
+        context = context.in_global or context
+    context = dataclasses.replace(context, in_global=None, of=layer)
+    if mixer.rope is None:
+        grown = context.nope_query_scale
+        grown = context.query_scale if grown is None else grown
+        context = dataclasses.replace(context, rope=None, query_scale=grown)
+    return context
 
 
 def _of_local_layers(m: ModelConfig) -> ModelConfig:
@@ -82,6 +107,13 @@ def _of_local_layers(m: ModelConfig) -> ModelConfig:
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     scaling = m.rope_scaling if m.local_rope_scaling else None
     return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
+
+
+def component[C: Component](context: AttentionContext, kind: type[C]) -> C:
+    """Return the mixer or the feed-forward of the layer that reads a context."""
+    found = context.layer.mixer if issubclass(kind, Mixer) else context.layer.feed_forward
+    assert isinstance(found, kind)
+    return found
 
 
 def counted_once(context: AttentionContext) -> AttentionContext:

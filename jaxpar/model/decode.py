@@ -10,31 +10,22 @@ longer texts. A row's divisors are those of its present length. When they change
 `step` has to call `prompt` again.
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, ModelConfig, registry
-from jaxpar.config.layout.layer_kinds import ATTENTIONS, RECURRENT, kinds, of_kind
+from jaxpar.components.flags import model_of
+from jaxpar.config import Config, ModelConfig
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.attention import AttentionMask, attention
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
-from jaxpar.model.attention import gated, positioned, qkv
-from jaxpar.model.attention_context import AttentionContext, attention_context
-from jaxpar.model.latent_attention import decode as latents
-from jaxpar.model.layer import branches
-from jaxpar.model.linear import row_parallel
+from jaxpar.model.attention_context import AttentionContext, attention_context, context_of_layer
+from jaxpar.model.held import HeldSize, NewTokens
+from jaxpar.model.layer import branches, computation
 from jaxpar.model.loss import softcapped
-from jaxpar.model.moe import experts
-from jaxpar.model.recurrent import decode as recurrent
-from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 from jaxpar.sharding.batch import Batch
 
@@ -43,39 +34,18 @@ type Tree = dict[str, Any]
 
 @flax.struct.dataclass
 class Cache:
-    """What each layer holds of the text so far.
+    """What each layer holds of the text so far."""
 
-    In latent attention, `keys` are the latents, [B, S, 1, Rkv], and `values` the rotary keys,
-    [B, S, 1, R], complete on each tensor rank (`latent_attention/decode.py`).
-    """
-
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
-    """[B, S, G/tensor, K] in the compute dtype; None for layers without attention."""
-    states: tuple[Any, ...]
-    """`recurrent.decode.State`; None for layers that are not recurrent."""
-
-    @property
-    def slots(self) -> int:
-        """S."""
-        return next(a.shape[1] for a in self.keys if a is not None)
-
-    def layers(self) -> list[tuple[Any, Any, Any]]:
-        """Return what each layer holds: (keys, values, state)."""
-        return list(zip(self.keys, self.values, self.states, strict=True))
-
-    @classmethod
-    def of_layers(cls, held: list[tuple[Any, Any, Any]]) -> "Cache":
-        """Return the cache of what each layer holds."""
-        return cls(*zip(*held, strict=True))
+    held: tuple[Any, ...]
+    """Of each layer, what its mixer holds: keys and values, or a state. None without a mixer."""
+    slots: int = flax.struct.field(pytree_node=False)
+    """S: tokens for which keys and values have room."""
 
 
-def cache_specs(m: ModelConfig) -> Cache:
+def cache_specs(m: ModelConfig, slots: int) -> Cache:
     """Return how the arrays of a cache are split over a mesh."""
-    of_heads = PartitionSpec(None, None, TENSOR)
-    slots = tuple(of_heads if kind in ATTENTIONS else None for kind in kinds(m))
-    states = tuple(recurrent.SPEC if kind in RECURRENT else None for kind in kinds(m))
-    return Cache(slots, slots, states)
+    mixers = [layer.mixer for layer in model_of(m).layers]
+    return Cache(tuple(mixer and computation(mixer).held_specs for mixer in mixers), slots)
 
 
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
@@ -84,37 +54,19 @@ def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
     Keys and values are 2 B S G K / tensor numbers for each layer with attention. In latent
     attention, B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    with_attention = (of_kind(m, kind) for kind in kinds(m) if kind in ATTENTIONS)
-    of_token = sum(heads * dim for layer in with_attention for heads, dim in _slot(layer, tensor))
-    held = rows * slots * of_token * jnp.dtype(m.dtype).itemsize
-    states = (
-        recurrent.state_bytes(m, kind, rows, tensor) for kind in kinds(m) if kind in RECURRENT
-    )
-    return held + sum(states)
-
-
-def _slot(m: ModelConfig, tensor: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of a token's entries in `Cache.keys` and `Cache.values`."""
-    if m.kv_lora_rank:
-        return (1, m.kv_lora_rank), (1, m.qk_rope_head_dim)
-    each = m.num_kv_heads // tensor, m.head_dim
-    return each, each
+    held = jax.eval_shape(lambda: _empty(m, rows, slots, tensor))
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(held))
 
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    zeros = lambda shape: jnp.zeros((rows, slots, *shape), m.dtype)  # noqa: E731
-    tensor = lax.axis_size(TENSOR)
-    keys, values = (
-        tuple(
-            zeros(_slot(of_kind(m, kind), tensor)[i]) if kind in ATTENTIONS else None
-            for kind in kinds(m)
-        )
-        for i in (0, 1)
-    )
-    empty = functools.partial(recurrent.empty_state, m, rows=rows)
-    states = tuple(empty(kind) if kind in RECURRENT else None for kind in kinds(m))
-    return Cache(keys, values, states)
+    return _empty(m, rows, slots, lax.axis_size(TENSOR))
+
+
+def _empty(m: ModelConfig, rows: int, slots: int, tensor: int) -> Cache:
+    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype))
+    mixers = [layer.mixer for layer in model_of(m).layers]
+    return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 
 def prompt(
@@ -172,45 +124,33 @@ def _through(
     positions, described = context_of(tokens, first, of_text, cache.slots, cfg)
     x = embed(weights["top"], tokens, positions, cfg.model)
     (chunk,) = weights["layers"]
-    contexts = [
-        of_these
-        for alike, of_these in transformer.runs_of_layers(chunk, described, cfg)
-        for _ in alike
-    ]
-    held = cache.layers()
-    for i, (w, kind) in enumerate(zip(chunk, contexts, strict=True)):
-        x, held[i] = layer(x, w, kind, held[i], first, cfg, lengths)
+    held, new = list(cache.held), NewTokens(first, positions, lengths)
+    for i, (w, of) in enumerate(zip(chunk, model_of(cfg.model).layers, strict=True)):
+        x, held[i] = layer(x, w, context_of_layer(described, of), held[i], new, cfg)
     h = transformer.before_logits(weights["top"], x, cfg.model)
-    return h, Cache.of_layers(held)
+    return h, Cache(tuple(held), cache.slots)
 
 
 def layer(
-    x: jax.Array,
-    w: Tree,
-    context: AttentionContext,
-    held: tuple[Any, Any, Any],
-    first: jax.Array,
-    cfg: Config,
-    lengths: jax.Array | None,
-) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+    x: jax.Array, w: Tree, context: AttentionContext, held: Any, new: NewTokens, cfg: Config
+) -> tuple[jax.Array, Any]:
     """Run one layer on new tokens of each row.
 
-    Args:     x: [B, T, D]. w: fused. held: of the layer, from `Cache.layers`. first: int32 [B],
-              positions of the first tokens. lengths: int32 [B], of complete prompts, whose tokens
-              see only each other; None to read the cache.
+    Args:     x: [B, T, D]. w: fused. held: of the layer, from `Cache.held`.
     Returns:  (x, held).
+    Communication: an all-reduce over TENSOR for each branch.
     """
-    (key, value, state), before = held, x
-    if key is not None:
-        x, (key, value) = _attention(
-            x, w, context, (key, value), first, cfg.model, lengths is not None
-        )
-    elif state is not None:
-        positions = _positions(first, x.shape[1])
-        x, state = _recurrence(x, w, positions, state, cfg.model, lengths)
-    if "w_down" in w:
-        x = _feed_forward(x, before if cfg.model.parallel_block else x, w, context, cfg)
-    return x, (key, value, state)
+    m, before = cfg.model, x
+    for branch in branches(context.layer, m):
+        stream = before if context.layer.parallel else x
+        h = NormOutput(norm.named_norm(stream, w, branch.norm, m) if branch.norm in w else stream)
+        if branch.role == "mixer":
+            partial, held = branch.decode(h, w, context, held, new, cfg)
+        else:
+            partial = branch.decode(h, w, context, execution_of(cfg))
+        out = branch.normalized(lax.psum(partial, TENSOR), w, m)
+        x = branch.add(x, out, w, m)
+    return x, held
 
 
 def context_of(
@@ -247,90 +187,3 @@ def embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) ->
     if m.positions == "learned":
         x += lax.psum(look_up(top["positions"], positions), TENSOR)
     return x
-
-
-def _attention(x, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
-    """Add the layer's attention to x. `alone`: new tokens see only each other."""
-    branch = branches(w)[0]
-    h = _normalized(x, w, branch.norm, m)
-    attend = _latent if m.kv_lora_rank else _grouped
-    out, held = attend(h, w, context, held, first, of_kind(m, context.kind), alone)
-    side_by_side = gated(out.reshape(*out.shape[:2], -1), Shards((h,)), w)
-    partial = row_parallel(side_by_side, w, "wo", "attn_out")
-    out = branch.normalized(lax.psum(partial, TENSOR), w, m)
-    return branch.add(x, out, w, m), held
-
-
-def _recurrence(x, w: Tree, positions, held, m: ModelConfig, lengths: jax.Array | None):
-    """Add the layer's recurrence to x. With `lengths`, of complete prompts."""
-    branch = branches(w)[0]
-    h, kind = _normalized(x, w, branch.norm, m), recurrent.kind_of(w)
-    if lengths is None:
-        out, held = kind.token(h, w, positions, held, m)
-    else:
-        out, held = kind.prompt(h, w, positions, lengths, m)
-    partial = row_parallel(out, w, kind.output, "attn_out")
-    out = branch.normalized(lax.psum(partial, TENSOR), w, m)
-    return branch.add(x, out, w, m), held
-
-
-def _feed_forward(x, of: jax.Array, w: Tree, context: AttentionContext, cfg: Config):
-    """Add the layer's feed-forward branch to x. of: the residual stream that it reads."""
-    branch, ex = branches(w)[-1], execution_of(cfg)
-    h = _normalized(of, w, branch.norm, cfg.model)
-    if "router" in w:
-        partial = branch.function(experts.whole(h, w), w, context, ex).partial
-    else:
-        (partial,) = branch.function(Shards((h,)), w, context, ex).parts
-    out = branch.normalized(lax.psum(partial, TENSOR), w, cfg.model)
-    return branch.add(x, out, w, cfg.model)
-
-
-def _grouped(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
-    """Attend with grouped queries: (out [B, T, H, K], the cache's entries)."""
-    q, k, v = qkv(h, w, m)
-    q, k = positioned(q, k, w, context, m)
-    held = _write(held[0], k, first), _write(held[1], v, first)
-    if alone:
-        return _attend(q, k, v, context.mask, w, m, m.attention_backend), held
-    return _attend(q, held[0], held[1], _of_cache(context, held[0]), w, m, "reference"), held
-
-
-def _latent(h, w: Tree, context: AttentionContext, held, first, m: ModelConfig, alone: bool):
-    """Attend with latents: (out [B, T, H, I], the cache's entries)."""
-    c, new = latents.latents_and_entries(h, w, context.rope, m)
-    held = _write(held[0], new[0], first), _write(held[1], new[1], first)
-    if alone:
-        return latents.among_new(c, new, w, context.rope, context.mask, m), held
-    mask = _of_cache(context, held[0])
-    return latents.to_cache(c, held, w, context.rope, mask, m), held
-
-
-def _of_cache(context: AttentionContext, held: jax.Array) -> AttentionMask:
-    """Return the mask of new tokens' queries and the cache's slots, [B, S, ...]."""
-    slots = jnp.broadcast_to(jnp.arange(held.shape[1], dtype=jnp.int32), held.shape[:2])
-    chunks = lambda a: None if context.chunk is None else a // context.chunk  # noqa: E731
-    return dataclasses.replace(
-        context.mask,
-        kv_positions=slots,
-        q_segments=chunks(context.mask.q_positions),
-        kv_segments=chunks(slots),
-        in_order=False,
-    )
-
-
-def _normalized(x: jax.Array, w: Tree, name: str, m: ModelConfig) -> NormOutput:
-    return NormOutput(norm.named_norm(x, w, name, m) if name in w else x)
-
-
-def _attend(q, k, v, mask, w: Tree, m: ModelConfig, backend: str) -> jax.Array:
-    if function := registry.function("model.attention", m.attention):
-        return function(q, k, v, mask)
-    sinks, softcap = w.get("sinks"), m.attention_softcap
-    return attention(q, k, v, mask, sinks=sinks, softcap=softcap, backend=backend)[0]
-
-
-def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    """Write [B, T, G, K] into the slots that start at each row's `first`."""
-    put = lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, 0)  # noqa: E731
-    return jax.vmap(put)(held, new, first)

@@ -1,36 +1,33 @@
-"""A gated linear unit (GLU), as a branch of a layer. F counts one tensor rank's hidden units."""
+"""Dense feed-forwards: `Glu` and `Mlp`. F counts one tensor rank's hidden units."""
 
 from typing import Any
 
 import jax
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
+from jaxpar.kernels import glu as kernels
 from jaxpar.kernels.activation import Activation, activated
 from jaxpar.kernels.float8.amax import WithAmax
-from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, Glu, SwiGLU
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.kernels.swiglu import swiglu
 from jaxpar.model import lora
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.linear import add_bias, products, row_parallel
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
 
-#: Names in the fused weight layout.
-WEIGHTS = ("w_gate_up", "w_gate", "b_gate", "w_up", "b_up", "w_down")
 
-
-def glu(h: Shards, w: Weights, _: AttentionContext, ex: Execution) -> Shards:
+def glu(h: Shards, w: Weights, context: AttentionContext, _: Execution) -> Shards:
     """Apply the GLU to each shard of the sequence. The result is this tensor rank's partial sum."""
-    return h.map(_of_shard, w, ex.cfg.model)
+    return h.map(_of_shard, w, component(context, Glu))
 
 
-def _of_shard(h: NormOutput, w: Weights, m: ModelConfig) -> jax.Array:
+def _of_shard(h: NormOutput, w: Weights, of: Glu) -> jax.Array:
     halves = [named(y, "gate_up") for y in gate_up(h, w)]
-    hidden = named(activation(halves, h, m), "mlp_hidden")
+    hidden = named(activation(halves, h, of), "mlp_hidden")
     return row_parallel(hidden, w, "w_down", "mlp_hidden")
 
 
@@ -47,7 +44,7 @@ def gate_up(h: NormOutput, w: Weights) -> list[Any]:
 
 
 @jax.named_scope("activation")
-def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | WithAmax:
+def activation(halves: list[Any], h: NormOutput, of: Glu) -> jax.Array | WithAmax:
     """Compute the hidden values, [B, T, F], from the result of `gate_up`.
 
     Source:   Shazeer 2020 (2002.05202), equation 5.
@@ -55,25 +52,45 @@ def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | 
     if len(halves) == 1:
         return swiglu(halves[0], h.scale)  # scales rows as it reads them
     gate, up = map(h.scaled, halves)
-    return glu_of(m).hidden(gate, up)
+    return kernel_of(of).hidden(gate, up)
 
 
-def hidden_of(m: ModelConfig, *into: jax.Array) -> jax.Array:
-    """Compute hidden values of gate and up, or without `model.mlp_gate` of up alone."""
-    if m.mlp_gate:
-        return glu_of(m).hidden(*into)
+def mlp(h: Shards, w: Weights, context: AttentionContext, _: Execution) -> Shards:
+    """Compute act(h w_up + b_up) w_down for each shard of the sequence.
+
+    The result is this tensor rank's partial sum.
+
+    Source:   Vaswani et al. 2017 (1706.03762), section 3.3; Brown et al. 2020 (2005.14165): GELU.
+    """
+    return h.map(_of_shard_without_gate, w, component(context, Mlp))
+
+
+def _of_shard_without_gate(h: NormOutput, w: Weights, of: Mlp) -> jax.Array:
+    with jax.named_scope("gate_up"):
+        (up,) = products(h.operand, [w["w_up"]], "mlp_norm")
+        up = add_bias(lora.add(up, h.operand, w, "w_up"), w.get("b_up"))
+    up = named(up, "gate_up")
+    with jax.named_scope("activation"):
+        hidden = hidden_of(of, up)
+    return row_parallel(named(hidden, "mlp_hidden"), w, "w_down", "mlp_hidden")
+
+
+def hidden_of(of: Glu, *into: jax.Array) -> jax.Array:
+    """Compute hidden values of gate and up, or in an `Mlp` of up alone."""
+    if not isinstance(of, Mlp):
+        return kernel_of(of).hidden(*into)
     (up,) = into
-    return activated(up, plain_activation(m))
+    return activated(up, plain_activation(of))
 
 
-def plain_activation(m: ModelConfig) -> Activation:
+def plain_activation(of: Mlp) -> Activation:
     """Return the activation of a feed-forward without a gate."""
-    assert m.activation != "clamped_swiglu"  # `config/rules/model.py`
-    return m.activation
+    assert not isinstance(of.activation, ClampedSwiglu)  # `config/rules/model.py`
+    return of.activation
 
 
-def glu_of(m: ModelConfig) -> Glu:
-    """Return the gated linear unit of `model.activation`."""
-    if m.activation == "clamped_swiglu":
-        return ClampedSwiGLU(m.swiglu_limit, m.swiglu_alpha)
-    return GeGLU() if m.activation == "gelu" else SwiGLU()
+def kernel_of(of: Glu) -> kernels.Glu:
+    """Return the kernel of a gated linear unit's activation."""
+    if isinstance(of.activation, ClampedSwiglu):
+        return kernels.ClampedSwiGLU(of.activation.limit, of.activation.alpha)
+    return kernels.GeGLU() if of.activation == "gelu" else kernels.SwiGLU()

@@ -7,90 +7,33 @@ unstacks the layers. It is linear and local, so its transpose converts gradients
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.components.flags import layer_of_modules, model_of
+from jaxpar.components.model import Layer, Model
+from jaxpar.components.weight import Fused, Weight, either_way, fused
+from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import STACKS, dense_places
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
+from jaxpar.kernels.float8 import max_magnitude
 from jaxpar.model import lora
+from jaxpar.model.chunks import layer_outside, map_layers, with_layers
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.probes import is_extra
-from jaxpar.model.recurrent import parameters as recurrent
 from jaxpar.parallel.fsdp import gather
-from jaxpar.sharding.axes import EXPERT_FSDP_AXES
+from jaxpar.sharding.axes import COUNTS, DATA, FSDP_AXES, RULES
 from jaxpar.sharding.params import of_prefix, with_prefix
 
 type Tree = dict[str, Any]
 
-#: FSDP-sharded dimension of each fused array of a layer, counted from the end. None: not sharded.
-LAYER_DIMS: dict[str, int | None] = {
-    "attn_norm": None,
-    "attn_norm_bias": None,
-    "attn_post_norm": None,
-    "wqkv": -2,
-    "wqk": -2,
-    "wq": -2,
-    "wq_a": -2,
-    "q_a_norm": None,
-    "wq_b": -2,
-    "wkv_a": -2,
-    "kv_a_norm": None,
-    "wkv_b": -2,
-    "bqkv": None,
-    "q_norm": None,
-    "k_norm": None,
-    "sinks": None,
-    "w_attn_gate": -2,
-    "wo": -1,
-    "bo": None,
-    "mlp_norm": None,
-    "mlp_norm_bias": None,
-    "mlp_post_norm": None,
-    "router": -2,
-    "b_router": None,
-    "router_bias": None,
-    "w_shared_gate": -2,
-    "w_shared_up": -2,
-    "w_shared_down": -1,
-    "w_shared_router": None,
-    "w_gate_up": -2,
-    "w_gate": -2,
-    "b_gate": None,
-    "w_up": -2,
-    "b_up": None,
-    "w_down": -1,
-    "b_down": None,
-    "layer_scale": None,
-    **recurrent.FUSED_DIMS,
-}
-
-#: The matrices of a layer but for the router, with their entries of LAYER_DIMS.
-PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
-
-#: Those that `model.matmul_dtype` applies to.
-IN_FLOAT8 = tuple(name for name in PROJECTIONS if name not in recurrent.IN_COMPUTE_DTYPE)
-
-LAYER_DIMS |= lora.FUSED_DIMS
-
-#: The matrices of experts, and those of a dense layer that is split in the same way.
-OF_EXPERTS = ("w_gate", "w_up", "w_down")
-
-#: The same for a layer with experts: other devices have other experts.
-EXPERT_DIMS: gather.Dims = {
-    **LAYER_DIMS,
-    "w_gate": gather.Split(-2, EXPERT_FSDP_AXES),
-    "w_up": gather.Split(-2, EXPERT_FSDP_AXES),
-    "w_down": gather.Split(-1, EXPERT_FSDP_AXES),
-}
-
-#: The same as LAYER_DIMS, for the arrays outside the layers.
+#: FSDP-sharded dimension of each array outside the layers, counted from the end. None: not sharded.
 TOP_DIMS: gather.Dims = {
     "embed": -1,
     "positions": -1,
@@ -107,11 +50,12 @@ COMPLETE = "complete"
 IN_USE = "in_use"
 
 
-def top_dims(top: Tree) -> gather.Dims:
+def top_dims(top: Tree, m: ModelConfig) -> gather.Dims:
     """Return TOP_DIMS, and the dimensions of the arrays of layers outside the stages."""
     found = dict(TOP_DIMS)
     for prefix in dict.fromkeys(name.partition(".")[0] for name in top if "." in name):
-        found |= with_prefix(prefix, outside_dims(of_prefix(prefix, top)))
+        own = outside_dims(of_prefix(prefix, top), layer_outside(prefix, m), m)
+        found |= with_prefix(prefix, own)
     return found
 
 
@@ -120,10 +64,10 @@ def dense_prefix(k: int) -> str:
     return f"dense{k}"
 
 
-def outside_dims(w: Tree) -> gather.Dims:
+def outside_dims(w: Tree, layer: Layer, m: ModelConfig) -> gather.Dims:
     """Return the FSDP-sharded dimension of each fused array of a layer outside the stages: of a
     module (`mtp/`), or before the stages."""
-    return {**layer_dims(w), **mtp.DIMS}
+    return {**layer_dims(w, layer, m), **mtp.DIMS}
 
 
 def outside_layer(top: Tree, prefix: str) -> Tree:
@@ -135,9 +79,39 @@ def outside_layer(top: Tree, prefix: str) -> Tree:
     return of_prefix(prefix, top) | ({COMPLETE: complete} if complete else {})
 
 
-def layer_dims(w: Tree) -> gather.Dims:
-    """Return the FSDP-sharded dimension of each fused array of a layer with these weights."""
-    dims = EXPERT_DIMS if "router" in w else LAYER_DIMS
+@functools.lru_cache(maxsize=1024)
+def dims_of(layer: Layer, model: Model) -> gather.Dims:
+    """Return the FSDP-sharded dimension of each array that a fused layer may have, its adapters
+    included, counted from the end. None: not sharded."""
+    declared = layer.weights(model)
+    found = {name: sharded_dim(w) for name, w in either_way(declared).items()}
+    for name, w in declared.items():
+        if w.adapter:
+            found |= lora.dims_of(name, w)
+    return found
+
+
+def sharded_dim(w: Weight) -> gather.Dim | None:
+    """Return the dimension of a fused array that is split over FSDP_AXES, from the logical axes of
+    its first weight: rows are -2, columns -1."""
+    axes = tuple(itertools.dropwhile(COUNTS.__contains__, w.axes))
+    for axis in axes:
+        if DATA in RULES[axis]:
+            dim = -1 if axis == axes[-1] else -2
+            return dim if RULES[axis] == FSDP_AXES else gather.Split(dim, RULES[axis])
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def matrices_of(layer: Layer, model: Model) -> dict[str, Weight]:
+    """Return the first weight of each matrix that a fused layer may have."""
+    arrays = either_way(layer.weights(model))
+    return {name: w for name, w in arrays.items() if w.is_matrix}
+
+
+def layer_dims(w: Tree, layer: Layer, m: ModelConfig) -> gather.Dims:
+    """Return `dims_of` a layer, and those of the extra arrays among its weights (`probes.py`)."""
+    dims = dims_of(layer, model_of(m))
     extra = [name for name in w if is_extra(name)]
     return {**dims, **dict.fromkeys(extra)} if extra else dims
 
@@ -151,18 +125,20 @@ def fuse(params: Tree, ex: Execution) -> Tree:
 
     Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
-    stacks = {"dense_layers", "mtp", *STACKS.values()}
+    cfg = ex.cfg
+    stacks = {"mtp", *model_of(cfg.model).stacks}
     top = {name: w for name, w in params.items() if name not in stacks}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
-    cfg = ex.cfg
     if modules := params.get("mtp"):
         for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
-            top |= with_prefix(mtp.prefix(k), _fuse_module(w, ex))
+            own, layer = _own_of_module(w), layer_of_modules(cfg.model)
+            top |= with_prefix(mtp.prefix(k), own | _fuse_layer(w, layer, ex, stacked=False))
     before = dense_before_stages(cfg.model, cfg.parallel)
     if before and "dense_layers" in params:
         for k, w in enumerate(_each_layer(params["dense_layers"], before)):
-            top |= with_prefix(dense_prefix(k), _fuse_layer(w, ex, stacked=False))
+            of_layer = _fuse_layer(w, model_of(cfg.model).layers[k], ex, stacked=False)
+            top |= with_prefix(dense_prefix(k), of_layer)
     v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     split = _split_layers if scan else _unstack
@@ -182,8 +158,11 @@ def fuse(params: Tree, ex: Execution) -> Tree:
         stack = params.get("dense_layers")
         of_dense = _each_layer(stack, dense) if stack else ({},) * dense
         chunks = (_placed(of_dense, tuple(chunks[0]), dense_places(cfg.model)),)
-    of_layer = functools.partial(_fuse_layer, ex=ex, stacked=scan)
-    return {"top": top, "layers": map_layers(of_layer, chunks)}
+
+    def in_layer(layer: Layer, w: Tree) -> Tree:
+        return _fuse_layer(w, layer, ex, stacked=scan)
+
+    return {"top": top, "layers": with_layers(in_layer, cfg, chunks)}
 
 
 def _nothing(n: int, v: int, *, scan: bool) -> tuple:
@@ -225,54 +204,56 @@ def _of_period(stacked: Tree, n: int) -> tuple[Tree, ...]:
     return tuple({name: a[:, i] for name, a in by_period.items()} for i in range(n))
 
 
-def _fuse_layer(w: Tree, ex: Execution, *, stacked: bool) -> Tree:
-    """Convert one layer's arrays, or stacked ones, to the fused layout."""
-    if not w:  # a dense layer has no frozen arrays
+def _fuse_layer(w: Tree, layer: Layer, ex: Execution, *, stacked: bool) -> Tree:
+    """Convert one layer's arrays, or stacked ones, to the fused layout.
+
+    Args:     w: all arrays of the layer; or the trainable or the frozen ones, perhaps none.
+    """
+    if not w:
         return {}
     cfg = ex.cfg
     lead = next(iter(w.values())).shape[:stacked]
-    adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
-    alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
-    has_base = not w.keys().isdisjoint(("wo", "w_down", *recurrent.OUTPUTS))
-    return adapters | alone | (_fuse_projections(w, lead, ex) if has_base else {})
-
-
-def _fuse_module(w: Tree, ex: Execution) -> Tree:
-    """Convert the arrays of one module for multi-token prediction to the fused layout."""
-    own = {n: w[n] for n in mtp.DIMS if n in w}
-    if "w_join" in own:
-        own["w_join"] = own["w_join"].reshape(-1, own["w_join"].shape[-1])
-    frozen = {n: w[n] for n in ("router_bias",) if n in w}
-    return own | frozen | (_fuse_projections(w, (), ex) if "wo" in w else {})
-
-
-def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
-    """Return the fused arrays except adapters. Leading (layer) dims are unchanged."""
-    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
-    out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
-    if "wo" in w:
-        out = {n: a for n, a in out.items() if n != "wq"} | _fuse_attention(w, lead)
-    elif set(recurrent.OUTPUTS) & w.keys():
-        out |= recurrent.fuse(w, lead)
-    if ex.fused_gate_up and "w_gate" in out:
-        out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
-    if "bq" in w:
-        out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)
+    out = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
+    declared = layer.weights(model_of(cfg.model))
+    arrays = fused(declared, gate_up=ex.fused_gate_up)
+    arrays = {name: array for name, array in arrays.items() if array.parts[0][0] in w}
+    # First those that are as they are stored.
+    for name in sorted(arrays, key=lambda name: not _is_stored(arrays[name])):
+        parts = [_merged(w[n], weight, len(lead)) for n, weight in arrays[name].parts]
+        axis = -2 if _is_kernel(arrays[name].first) else -1
+        out[name] = jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
     return out
 
 
-def _fuse_attention(w: Tree, lead: tuple[int, ...]) -> Tree:
-    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
-    out: Tree = {}
-    if "wkv_a" in w:
-        out |= {n: flat(n, w[n].shape[-3], -1) for n in ("wq", "wq_b", "wkv_b") if n in w}
-    else:
-        D = w["wq"].shape[-3]
-        fused, names = ("wqkv", ("wq", "wk", "wv")) if "wv" in w else ("wqk", ("wq", "wk"))
-        out[fused] = jnp.concatenate([flat(n, D, -1) for n in names], axis=-1)
-    if "w_attn_gate" in w:
-        out["w_attn_gate"] = flat("w_attn_gate", w["w_attn_gate"].shape[-3], -1)
-    return out | {"wo": flat("wo", -1, w["wo"].shape[-1])}
+def _is_stored(array: Fused) -> bool:
+    """Return whether an array is a single weight, with the dims in which it is stored."""
+    w, counts = array.first, sum(axis in COUNTS for axis in array.first.axes)
+    return len(array.parts) == 1 and (not w.rank or w.rank == len(w.shape) - counts)
+
+
+def _is_kernel(w: Weight) -> bool:
+    """Return whether an array is a convolution's kernel, whose last dim counts tokens."""
+    return w.rank == 2 and not w.columns
+
+
+def _merged(a: jax.Array, w: Weight, lead: int) -> jax.Array:
+    """Return an array with as many dims as `Weight.rank` says: its inputs and its outputs."""
+    if not w.rank:
+        return a
+    before = lead + sum(axis in COUNTS for axis in w.axes)
+    columns = 1 if _is_kernel(w) else w.columns
+    cut = before if w.rank == 1 else a.ndim - columns
+    rows, outputs = math.prod(a.shape[before:cut]), math.prod(a.shape[cut:])
+    shape = (outputs,) if w.rank == 1 else (rows, outputs)
+    return a.reshape(*a.shape[:before], *shape)
+
+
+def _own_of_module(w: Tree) -> Tree:
+    """Convert the arrays that a module for multi-token prediction has beside those of its layer."""
+    own = {n: w[n] for n in mtp.DIMS if n in w}
+    if "w_join" in own:
+        own["w_join"] = own["w_join"].reshape(-1, own["w_join"].shape[-1])
+    return own
 
 
 def _split_layers(stacked: Tree, n: int) -> tuple[Tree, ...]:
@@ -305,16 +286,6 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     return tree | {"layers": _split_layers(layers, next(iter(layers.values())).shape[0])}
 
 
-def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
-    """Apply `fn` to each tree in fused layers and the corresponding trees in `rest`."""
-
-    def in_chunk(chunk: Any, *others: Any) -> Any:
-        several = isinstance(chunk, (tuple, list))
-        return type(chunk)(map(fn, chunk, *others)) if several else fn(chunk, *others)
-
-    return tuple(map(in_chunk, layers, *rest))
-
-
 def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     """In float8, add the scales of each layer's matrices to the weights of a step.
 
@@ -325,26 +296,32 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
     if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
-    scales = gather.float8_scales(shards["layers"], _scaled_dims, cfg.model.dtype)
-    add_scales = lambda w, s: w | {"scales": _with_common_scale(w, s)}  # noqa: E731
-    return weights | {"layers": map_layers(add_scales, weights["layers"], scales)}
+    model = model_of(cfg.model)
+
+    @jax.named_scope("float8_scales")
+    def largest(layer: Layer, w: Tree) -> Tree:
+        """All experts of a layer share a scale, so that each is rounded alike on every mesh."""
+        matrices = {n: of for n, of in matrices_of(layer, model).items() if of.float8 and n in w}
+        dims = {n: (-3, -2, -1) if of.of_experts else (-2, -1) for n, of in matrices.items()}
+        return {n: max_magnitude(w[n].astype(cfg.model.dtype), d) for n, d in dims.items()}
+
+    scales = gather.float8_scales(with_layers(largest, cfg, shards["layers"]))
+
+    def add_scales(layer: Layer, w: Tree, scales: Tree) -> Tree:
+        return w | {"scales": _with_common_scale(matrices_of(layer, model), scales)}
+
+    return weights | {"layers": with_layers(add_scales, cfg, weights["layers"], scales)}
 
 
-def _scaled_dims(w: Tree) -> dict[str, tuple[int, ...]]:
-    """Return the dims of each matrix that share a scale. All experts of a layer do, so that an
-    expert is rounded in the same way on every mesh."""
-    experts = OF_EXPERTS if "router" in w else ()
-    return {n: (-3, -2, -1) if n in experts else (-2, -1) for n in IN_FLOAT8 if n in w}
-
-
-def _with_common_scale(w: Tree, scales: Tree) -> Tree:
-    """Give gate and up of experts the smaller scale: a product sums over both."""
-    if "router" not in w:
+def _with_common_scale(matrices: dict[str, Weight], scales: Tree) -> Tree:
+    """Give the matrices of experts' inputs the smallest scale: a product sums over both."""
+    into = [n for n, w in matrices.items() if w.of_experts and not w.to_stream and n in scales]
+    if len(into) < 2:
         return scales
-    return scales | dict.fromkeys(("w_gate", "w_up"), jnp.minimum(scales["w_gate"], scales["w_up"]))
+    return scales | dict.fromkeys(into, functools.reduce(jnp.minimum, (scales[n] for n in into)))
 
 
-def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:
+def to_shards(weights: Tree, shards: Tree, cfg: Config) -> tuple[Tree, Tree]:
     """Separate gathered weights from the shards that receive their gradients (ZeRO-2).
 
     Args:     weights: of a step, gathered, perhaps with scales. shards: this device's, fused.
@@ -358,12 +335,12 @@ def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:
     def complete(w: Tree, shards: Tree, dims: gather.Dims) -> Tree:
         return {COMPLETE: {n: w[n] for n in shards if dims[n] is not None}}
 
-    def of_layer(w: Tree, shards: Tree) -> Tree:
-        return complete(w, shards, layer_dims(shards))
+    def of_layer(layer: Layer, w: Tree, shards: Tree) -> Tree:
+        return complete(w, shards, layer_dims(shards, layer, cfg.model))
 
     own = map_layers(trainable, weights["layers"], shards["layers"])
-    whole = map_layers(of_layer, weights["layers"], shards["layers"])
-    top = complete(weights["top"], shards["top"], top_dims(shards["top"]))
+    whole = with_layers(of_layer, cfg, weights["layers"], shards["layers"])
+    top = complete(weights["top"], shards["top"], top_dims(shards["top"], cfg.model))
     return {"top": shards["top"], "layers": own}, {"top": top, "layers": whole}
 
 

@@ -8,6 +8,7 @@ tokens before they compute, and collect them afterwards. This code is the same f
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.component import Component
+from jaxpar.components.experts import Experts
+from jaxpar.components.feed_forward import Glu, Mlp
+from jaxpar.components.flags import model_of
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.model import Layer
+from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from jaxpar.components.weight import either_way
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import attention, feed_forward, linear, lora, probes
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.gpt import feed_forward as gpt_feed_forward
+from jaxpar.model.held import KEYS_AND_VALUES, STATE
+from jaxpar.model.latent_attention import decode as latent_decode
 from jaxpar.model.latent_attention import heads as latent_attention
 from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
@@ -39,11 +50,11 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
     Returns:  like x.
     Communication: that of each branch's `receive` and `send`, and the same in the backward.
     """
-    for branch, vectors, matrices in branches_with_weights(w):
+    for branch, vectors, matrices in branches_with_weights(w, context.layer, ex.cfg.model):
         with jax.named_scope(branch.name):
             x, h = branch.normalize(x, vectors, ex)
             x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
-            h = branch.receive(h, matrices, branch.norm, ex)
+            h = branch.receive(h, matrices, branch.norm, context, ex)
             out = branch.function(h, matrices, context, ex)
             out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
             out = probes.observe(branch.output_point, out, w, context, ex.cfg)
@@ -51,7 +62,7 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
     return probes.observe("layer", x, w, context, ex.cfg)
 
 
-def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
+def gathered(h: NormOutput, _: Weights, name: str, __: AttentionContext, ex: Execution) -> Shards:
     """Gather a norm's output over TENSOR: the `receive` of dense branches.
 
     Args:     name: remat name of the gathered value.
@@ -84,19 +95,21 @@ class Branch:
     norm: str
     compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
     """Result of `dispatch` -> input of `collect`. No communication over TENSOR."""
+    decode: Callable[..., Any]
+    """As `Computation.decode`."""
     bias: str | None
     post_norm: str
     scale: str | None = None
     """Name of the number that multiplies the stream after the branch, if the layer has it."""
     saved_as: str | None = None
     """Remat name of the residual stream after the branch."""
-    weights: tuple[str, ...] = ()
+    weights: frozenset[str] = frozenset()
     """Names of the weights that `receive` and `compute` use, without adapters."""
     points: tuple[str, ...] = ()
     """Points of probes and feeds within `compute` and `dispatch` (`probes.py`)."""
     role: str = "mixer"
     """"mixer" or "feed_forward": the points around it."""
-    receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
+    receive: Callable[[NormOutput, Weights, str, AttentionContext, Execution], Any] = gathered
     """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """Result of `collect` -> the sum for this device's tokens."""
@@ -131,7 +144,7 @@ class Branch:
     ) -> tuple[jax.Array, NormOutput]:
         """Return x and its norm. Use the returned x, so that one pass computes both gradients.
 
-        In layers without norms of inputs (`layer_kinds.norms_of`), the norm is x itself.
+        In layers without norms of inputs (`Layer.norms`), the norm is x itself.
         """
         if self.norm not in vectors:
             return x, NormOutput(x)
@@ -166,92 +179,116 @@ def _added_by_norm(out: jax.Array) -> jax.Array:
 _added_by_norm.defvjp(lambda out: (_added_by_norm(out), None), lambda _, g: (g,))
 
 
-ATTENTION = Branch(
-    "attention",
-    norm="attn_norm",
-    compute=attention.heads,
-    weights=attention.WEIGHTS,
-    points=("queries",),
-    bias="bo",
-    post_norm="attn_post_norm",
-    saved_as="attn_residual",
-)
-DELTA_NET = dataclasses.replace(
-    ATTENTION, name="delta_net", compute=delta_net.mix, weights=delta_net.WEIGHTS, bias=None
-)
-MAMBA = dataclasses.replace(
-    ATTENTION, name="mamba", compute=mamba.mix, weights=mamba.WEIGHTS, bias=None
-)
-KIMI_DELTA = dataclasses.replace(
-    ATTENTION, name="kimi_delta", compute=kimi_delta.mix, weights=kimi_delta.WEIGHTS, bias=None
-)
-LATENT_ATTENTION = dataclasses.replace(
-    ATTENTION,
-    compute=latent_attention.heads,
-    weights=latent_attention.WEIGHTS,
-    receive=latent_attention.received,
-    bias=None,
-)
-FEED_FORWARD = Branch(
-    "feed_forward",
-    norm="mlp_norm",
-    compute=feed_forward.glu,
-    weights=feed_forward.WEIGHTS,
-    bias="b_down",
-    post_norm="mlp_post_norm",
-    role="feed_forward",
-    scale="layer_scale",
-)
-EXPERTS = dataclasses.replace(
-    FEED_FORWARD,
-    compute=experts.mixture,
-    weights=experts.WEIGHTS,
-    points=("choice", "routing"),
-    receive=experts.received,
-    dispatch=experts.dispatched,
-    collect=experts.collected,
-    send=experts.summed,
-    bias=None,  # that of each row's expert is part of `compute`
-)
+@dataclass(frozen=True)
+class Computation:
+    """How a component computes: functions of one device's shards."""
+
+    name: str
+    """Scope of its operations in a profile."""
+    compute: Callable[..., Any]
+    decode: Callable[..., Any]
+    """Of mixers: (norm, weights, context, held, `NewTokens`, config) -> (partial sum, held). Of
+    feed-forwards: (norm, weights, context, execution) -> partial sum. Norms are of complete
+    streams, partial sums those of a tensor rank."""
+    held: Callable[..., Any] = lambda *_: None
+    """(mixer, `HeldSize`) -> zeros for what it holds of a text."""
+    held_specs: Any = None
+    """How these arrays are split over a mesh."""
+    receive: Callable[..., Any] = gathered
+    dispatch: Callable[..., Any] = _as_received
+    collect: Callable[..., Any] = _as_computed
+    send: Callable[..., Any] = Shards.reduce_scatter
 
 
-TWO_MATRICES = dataclasses.replace(
-    FEED_FORWARD, compute=gpt_feed_forward.two_matrices, weights=gpt_feed_forward.WEIGHTS
-)
+def _of_whole(compute: Callable[..., Shards]) -> Callable[..., jax.Array]:
+    """Return the `decode` of a feed-forward that communicates nothing before `send`."""
 
-#: The branches that mix tokens, by a weight that each has.
-MIXERS = {
-    "wqkv": ATTENTION,
-    "wqk": ATTENTION,
-    "wkv_a": LATENT_ATTENTION,
-    "delta_in": DELTA_NET,
-    "mamba_in": MAMBA,
-    "kda_in": KIMI_DELTA,
+    def decode(h: NormOutput, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
+        (partial,) = compute(Shards((h,)), w, context, ex).parts
+        return partial
+
+    return decode
+
+
+def _recurrent(name: str, module: Any) -> Computation:
+    return Computation(name, module.mix, module.decode, module.held, STATE)
+
+
+_COMPUTATIONS: dict[type[Component], Computation] = {
+    Attention: Computation(
+        "attention", attention.heads, attention.decode, attention.held, KEYS_AND_VALUES
+    ),
+    LatentAttention: Computation(
+        "attention",
+        latent_attention.heads,
+        latent_decode.decode,
+        latent_decode.held,
+        KEYS_AND_VALUES,
+        receive=latent_attention.received,
+    ),
+    GatedDeltaNet: _recurrent("delta_net", delta_net),
+    KimiDeltaAttention: _recurrent("kimi_delta", kimi_delta),
+    Mamba2: _recurrent("mamba", mamba),
+    Glu: Computation("feed_forward", feed_forward.glu, _of_whole(feed_forward.glu)),
+    Mlp: Computation("feed_forward", feed_forward.mlp, _of_whole(feed_forward.mlp)),
+    Experts: Computation(
+        "feed_forward",
+        experts.mixture,
+        experts.decode,
+        receive=experts.received,
+        dispatch=experts.dispatched,
+        collect=experts.collected,
+        send=experts.summed,
+    ),
 }
 
 
-def branches(w: Weights) -> tuple[Branch, ...]:
-    """Return the branches of a layer with these weights, in order."""
-    mixers = [branch for name, branch in MIXERS.items() if name in w]
-    if "w_down" not in w:
-        return tuple(mixers)
-    if "router" in w:
-        second = EXPERTS
-    else:
-        second = FEED_FORWARD if {"w_gate", "w_gate_up"} & w.keys() else TWO_MATRICES
-    if "attn_norm" in w and "mlp_norm" not in w:  # one norm for both
-        second = dataclasses.replace(second, norm="attn_norm")
-    return *mixers, second
+def computation(component: Component) -> Computation:
+    """Return how a component computes."""
+    return _COMPUTATIONS[type(component)]
 
 
-def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:
+@functools.lru_cache(maxsize=1024)
+def branches(layer: Layer, m: ModelConfig) -> tuple[Branch, ...]:
+    """Return the branches of a layer, in order."""
+    found = []
+    if layer.mixer:
+        found.append(_branch(layer.mixer, "attn", m, saved_as="attn_residual"))
+    if layer.feed_forward:
+        scale, norm = "layer_scale" if layer.scaled else None, "mlp_norm"
+        norm = "attn_norm" if layer.parallel == "one_norm" else norm
+        found.append(
+            _branch(layer.feed_forward, "mlp", m, role="feed_forward", scale=scale, norm=norm)
+        )
+    return tuple(found)
+
+
+def _branch(component: Component, prefix: str, m: ModelConfig, **fields: Any) -> Branch:
+    declared = component.weights(model_of(m))
+    arrays = either_way(declared)
+    adapted = [name for name, w in declared.items() if w.adapter]
+    of_branch = {
+        "norm": f"{prefix}_norm",
+        "post_norm": f"{prefix}_post_norm",
+        "bias": component.output_bias or None,
+        "weights": frozenset({*arrays, *adapted} - {component.output_bias}),
+        "points": component.points,
+    }
+    how = computation(component)
+    steps = ("name", "compute", "decode", "receive", "dispatch", "collect", "send")
+    return Branch(**(of_branch | {step: getattr(how, step) for step in steps} | fields))
+
+
+def branches_with_weights(
+    w: Weights, layer: Layer, m: ModelConfig
+) -> list[tuple[Branch, Weights, Weights]]:
     """Return each branch with its vectors and matrices (`Branch.split`).
 
-    Raises:   ValueError for a weight that no branch names, which would silently have no effect.
+    Raises:   ValueError for a weight that no component declares, which would have no effect.
     """
-    found = [(branch, *branch.split(w)) for branch in branches(w)]
+    found = [(branch, *branch.split(w)) for branch in branches(layer, m)]
     unused = set(w).difference(probes.at_points(w, probes.OF_LAYER))
     unused = unused.difference(*(own for _, *parts in found for own in parts))
     if unused:
-        raise ValueError(f"no branch of the layer uses {sorted(unused)}: name them in its WEIGHTS")
+        raise ValueError(f"no component of layer {layer.name} declares {sorted(unused)}")
     return found

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.weight import Weight
 from jaxpar.config import LoraConfig
 from jaxpar.config.layout.layer_kinds import STACKS
 from jaxpar.config.lists.lora_targets import TARGETS
@@ -35,20 +36,12 @@ _STACKS = {"dense_layers", *STACKS.values()}
 #: Suffixes of the names of an adapter's two matrices.
 A, B = "_lora_a", "_lora_b"
 
-#: Number of input dims of the matrices that have more than one.
-_INPUTS = {"wo": 2, "delta_out": 2, "mamba_out": 2, "kda_out": 2}
 
-#: Matrices with output of size D. The others have input of size D.
-_ROW_PARALLEL = ("wo", "w_down", "delta_out", "mamba_out", "kda_out")
-
-#: The matrices that may have adapters.
-_MATRICES = tuple(name for names in TARGETS.values() for name in names)
-
-#: `fused_weights.LAYER_DIMS` of adapters: the dimension of size D.
-FUSED_DIMS: dict[str, int | None] = {
-    **{name + A: None if name in _ROW_PARALLEL else -2 for name in _MATRICES},
-    **{name + B: -1 if name in _ROW_PARALLEL else None for name in _MATRICES},
-}
+def dims_of(name: str, weight: Weight) -> dict[str, int | None]:
+    """Return the FSDP-sharded dimension of an adapter's two matrices in the fused layout: the one
+    of size D, or of a latent."""
+    down, up = (None, -1) if weight.to_stream else (-2, None)
+    return {name + A: down, name + B: up}
 
 
 def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
@@ -71,7 +64,7 @@ def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
 
 def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
     """Return the specs of an adapter's two matrices, from the spec of the stacked base matrix."""
-    cut = 1 + _INPUTS.get(name, 1)
+    cut = len(of.shape) - of.columns
     fan_in = math.prod(of.shape[1:cut])
     a = ParamSpec(
         shape=(*of.shape[:cut], rank),

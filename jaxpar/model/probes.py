@@ -20,6 +20,7 @@ A point is a place in a layer that offers its values:
               a branch's normalized input, and what it adds to the residual stream
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,8 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.model.chunks import layer_outside, with_layers
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
@@ -39,23 +42,14 @@ type Tree = dict[str, Any]
 #: What the names of probes and feeds among a layer's weights begin with.
 PROBE, FEED = "values.", "feed."
 
-#: The weights of which one says that a layer mixes tokens.
-MIXER_WEIGHTS = ("wqkv", "wqk", "wkv_a", "delta_in", "mamba_in", "kda_in")
-
-#: Points of layers, with weights of which one says that a layer has the point. (): every layer.
-POINTS: dict[str, tuple[str, ...]] = {
-    "queries": ("wqkv", "wqk", "wkv_a"),
-    "choice": ("router",),
-    "routing": ("router",),
-    "layer": (),
-    "mixer_input": MIXER_WEIGHTS,
-    "mixer_output": MIXER_WEIGHTS,
-    "feed_forward_input": ("w_down",),
-    "feed_forward_output": ("w_down",),
-}
-
-#: The points that the layer itself offers, not one of its branches.
-OF_LAYER = tuple(name for name in POINTS if name not in ("queries", "choice", "routing"))
+#: The points that the layer itself offers, not one of its components.
+OF_LAYER = (
+    "layer",
+    "mixer_input",
+    "mixer_output",
+    "feed_forward_input",
+    "feed_forward_output",
+)
 
 
 class Seen(NamedTuple):
@@ -201,12 +195,12 @@ def attach(weights: Tree, probes: tuple[LayerProbe, ...], batch: Batch, cfg: Con
     if not probes:
         return weights
 
-    def add(w: Tree, *, stacked: bool) -> Tree:
+    def add(layer: Layer, w: Tree, *, stacked: bool) -> Tree:
         lead = jax.tree.leaves(w)[0].shape[:1] if stacked and w else ()
         zeros = {
             probe.key: varying(jnp.zeros((*lead, *probe.shape(batch, cfg)), jnp.float32))
             for probe in probes
-            if has_point(w, probe.point)
+            if w and layer.has_point(probe.point)
         }
         return w | zeros
 
@@ -214,9 +208,10 @@ def attach(weights: Tree, probes: tuple[LayerProbe, ...], batch: Batch, cfg: Con
     top = dict(weights["top"])
     for prefix in _outside(top):
         w = {n.removeprefix(prefix): a for n, a in top.items() if n.startswith(prefix)}
-        top |= {prefix + n: a for n, a in add(w, stacked=False).items()}
-    of_chunk = lambda chunk: _map(lambda w: add(w, stacked=scan), chunk)  # noqa: E731
-    return {"top": top, "layers": tuple(map(of_chunk, weights["layers"]))}
+        layer = layer_outside(prefix, cfg.model)
+        top |= {prefix + n: a for n, a in add(layer, w, stacked=False).items()}
+    of_layer = functools.partial(add, stacked=scan)
+    return {"top": top, "layers": with_layers(of_layer, cfg, weights["layers"])}
 
 
 def detach(grads: Tree, cfg: Config) -> tuple[Tree, dict[str, Probed]]:
@@ -273,12 +268,6 @@ def _of_prefix(key: str, prefix: str, grads: Tree, cfg: Config) -> jax.Array | N
     if cfg.parallel.pipeline > 1:
         value *= lax.axis_index(PIPELINE) == 0
     return value
-
-
-def has_point(w: Tree, point: str) -> bool:
-    """Whether a layer with these weights has a point."""
-    names = POINTS[point]
-    return bool(w) and (not names or not w.keys().isdisjoint(names))
 
 
 def _outside(top: Tree) -> list[str]:

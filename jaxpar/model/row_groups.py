@@ -31,7 +31,8 @@ def layer_of_row_groups(
     Returns:  as xs.
     """
     rows, outs, groups, of_layer = list(xs), list[Any](), range(len(xs)), w
-    turns = list(itertools.product(branches_with_weights(w), groups))
+    branches = branches_with_weights(w, contexts[0].layer, ex.cfg.model)
+    turns = list(itertools.product(branches, groups))
 
     def finish(k: int) -> None:
         (branch, vectors, _), i = turns[k]
@@ -50,7 +51,7 @@ def layer_of_row_groups(
             at = branch.input_point
             rows[i] = probes.observe(at, rows[i], of_layer, contexts[i], ex.cfg, seen=h.whole)
             w = buffers_of_use(matrices, i)
-            h = branch.receive(h, w, branch.norm, ex)
+            h = branch.receive(h, w, branch.norm, contexts[i], ex)
             return branch.dispatch(h, w, contexts[i], ex)
 
     sent = start(0)

@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.flags import layer_of_modules, model_of
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig, replace
-from jaxpar.config.layout.layer_kinds import ATTENTION, GLOBAL
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
-from jaxpar.model.attention_context import AttentionContext, counted_once
+from jaxpar.model.attention_context import AttentionContext, context_of_layer, counted_once
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.fused_weights import (
     IN_USE,
     TOP_DIMS,
@@ -35,7 +37,7 @@ from jaxpar.model.fused_weights import (
     outside_layer,
 )
 from jaxpar.model.gpt.parallel_block import parallel_layer
-from jaxpar.model.layer import Branch, branches, layer
+from jaxpar.model.layer import layer
 from jaxpar.model.loss import LossWeights, cross_entropy, num_chunks, softcapped
 from jaxpar.model.mtp import module
 from jaxpar.model.mtp import parameters as mtp
@@ -94,8 +96,9 @@ def embed_and_dense_layers(
         context = context_of(batch)
         for k in range(cfg.model.dense_layers):
             w = outside_layer(top, dense_prefix(k))
-            w = lora.with_frozen_base(gather(w, outside_dims(w), cfg))
-            x = layer(x, w, context)
+            of = model_of(cfg.model).layers[k]
+            w = lora.with_frozen_base(gather(w, outside_dims(w, of, cfg.model), cfg))
+            x = layer(x, w, context_of_layer(context, of))
         return x
 
     x = embed(top, batch, cfg)
@@ -124,13 +127,16 @@ def stage(
     """
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
+        if not isinstance(chunk, list):
+            context = context_of_layer(context, layers_of_chunk(ex.cfg)[0])
         return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
     in_use = iter([w.get(IN_USE) for w in chunk])
     chunk = tuple(map(_weights, chunk))
     of_each = _blocks(ex.cfg, range(first, first + len(chunk)), layers_of)
-    blocks, stream = iter(of_each), layer_stream(ex)
+    blocks = iter(of_each)
     rows = in_groups(x, p.row_groups)
-    for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
+    for of, alike, of_these in runs_of_layers(chunk, context, ex.cfg, first):
+        stream = layer_stream(of, ex)
         these = tuple(itertools.islice(blocks, len(alike)))
         contexts = in_groups(of_these, p.row_groups)
         used = tuple(itertools.islice(in_use, len(alike)))
@@ -143,40 +149,20 @@ def _weights(w: Tree) -> Tree:
 
 
 def runs_of_layers(
-    chunk: tuple, context: AttentionContext, cfg: Config
-) -> list[tuple[tuple, AttentionContext]]:
-    """Split a chunk into runs of layers of one kind: their parameters, window, rotary embedding.
+    chunk: tuple, context: AttentionContext, cfg: Config, first: int = 0
+) -> list[tuple[Layer, tuple, AttentionContext]]:
+    """Split a chunk into runs of equal layers.
 
-    Every chunk begins with the same kind of layer (`config/validate.py` checks this), so the index
-    of a layer within its chunk determines whether it has a window and a rotary embedding.
+    Every chunk begins with the same layers (`config/validate.py` checks this).
 
-    Returns:  runs of consecutive layers of one kind, each with its attention context.
+    Args:     first: index of the first layer in its chunk, if `chunk` is a segment of one.
+    Returns:  runs of consecutive layers: the layer, their parameters, and its context.
     """
-    m = cfg.model
-    if not (m.global_every or m.nope_every or m.dense_layers or m.layer_pattern):
-        return [(chunk, context)]
-    local = dataclasses.replace(context, in_global=None)
-    last_of = lambda every, i: every > 0 and (i + 1) % every == 0  # noqa: E731
-    pattern = m.layer_pattern or ATTENTION
-    is_global = lambda i: last_of(m.global_every, i) or pattern[i % len(pattern)] == GLOBAL  # noqa: E731
-
-    def kind(at: tuple[int, dict]) -> tuple[bool, bool, tuple[Branch, ...]]:
-        i, w = at
-        return is_global(i), last_of(m.nope_every, i), branches(w)
-
-    runs: list[tuple[tuple, AttentionContext]] = []
-    for (everywhere, no_rope, _), group in itertools.groupby(enumerate(chunk), kind):
-        of_run = context.in_global if everywhere else local
-        assert of_run is not None
-        of_run = _without_rope(of_run) if no_rope else of_run
-        runs.append((tuple(w for _, w in group), of_run))
+    layers = layers_of_chunk(cfg)[first : first + len(chunk)]
+    runs: list[tuple[Layer, tuple, AttentionContext]] = []
+    for of, group in itertools.groupby(zip(layers, chunk, strict=True), lambda pair: pair[0]):
+        runs.append((of, tuple(w for _, w in group), context_of_layer(context, of)))
     return runs
-
-
-def _without_rope(context: AttentionContext) -> AttentionContext:
-    scale = context.nope_query_scale
-    scale = context.query_scale if scale is None else scale
-    return dataclasses.replace(context, rope=None, query_scale=scale)
 
 
 @jax.named_scope("loss")
@@ -215,11 +201,12 @@ def head_with_modules(
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
     total, loss = loss_of(top, x, batch)
-    losses, context, layer = [loss], counted_once(context_of(batch)), _layer_outside(ex)
+    of, layer = layer_of_modules(m), _layer_outside(ex)
+    losses, context = [loss], context_of_layer(counted_once(context_of(batch)), of)
     for k in range(m.mtp_depth):
         batch = module.shifted(batch, cfg)
         w = outside_layer(top, mtp.prefix(k))
-        w = gather(w, outside_dims(w), cfg)
+        w = gather(w, outside_dims(w, of, m), cfg)
         x = module.module(x, embed(top, batch, cfg), w, context, cfg, layer)
         more, loss = loss_of(top, x, batch)
         total += mtp_loss / m.mtp_depth * more
@@ -339,7 +326,7 @@ def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext)
     def one(x: jax.Array, w: Tree | list[Tree], context: AttentionContext) -> jax.Array:
         if isinstance(w, list):  # the layers of a period
             runs = runs_of_layers(tuple(w), context, ex.cfg)
-            alike = ((w, of_run) for layers, of_run in runs for w in layers)
+            alike = ((w, of_run) for _, layers, of_run in runs for w in layers)
             return functools.reduce(lambda x, of_layer: one(x, *of_layer), alike, x)
         y, used = block(x, _weights(w), context), w.get(IN_USE)
         return y if used is None else optional.select(used, y, x)
@@ -358,7 +345,8 @@ def _block(ex: Execution):
     """Return `layer` as a function of weight shards. The backward gathers the weights again."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        w = lora.with_frozen_base(gather(w, layer_dims(w), ex.cfg))
+        dims = layer_dims(w, context.layer, ex.cfg.model)
+        w = lora.with_frozen_base(gather(w, dims, ex.cfg))
         return _one_layer(ex)(x, w, context, ex)
 
     return block

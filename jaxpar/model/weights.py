@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.flags import model_of
+from jaxpar.components.model import Layer
+from jaxpar.components.weight import Weight
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
-from jaxpar.model.fused_weights import COMPLETE, OF_EXPERTS, PROJECTIONS, layer_dims
-from jaxpar.model.latent_attention.heads import OF_OWN_TOKENS
-from jaxpar.model.recurrent.parameters import AFTER_LATENTS
+from jaxpar.model.chunks import layers_of_chunk
+from jaxpar.model.fused_weights import COMPLETE, layer_dims, matrices_of
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -33,42 +35,58 @@ from jaxpar.parallel.gradient_buffers import (
 type Tree = dict[str, Any]
 
 
-def layer_stream(ex: Execution) -> WeightStream:
+def layer_stream(layer: Layer, ex: Execution) -> WeightStream:
     """Return the functions that gather a layer's weights and scatter their gradients."""
+    matrices = matrices_of(layer, model_of(ex.cfg.model))
 
     def of_layer(fn: Callable) -> Callable:
-        return lambda w: fn(w, layer_dims(w), ex.cfg)
+        return lambda w: fn(w, layer_dims(w, layer, ex.cfg.model), ex.cfg)
+
+    def of_matrices(fn: Callable) -> Callable:
+        return lambda w: fn(w, layer_dims(w, layer, ex.cfg.model), ex.cfg, matrices)
 
     return WeightStream(
         cast=of_layer(cast),
         gather=of_layer(gather),
-        scatter=of_layer(scatter),
-        finish=lambda grads: finished(grads, ex.cfg),
+        scatter=of_matrices(scatter),
+        finish=lambda grads: finished(grads, ex.cfg, matrices),
         gathers=ex.gathers_per_layer,
         scatters=ex.scatters_per_layer,
         skips=not (ex.stage_wide_collectives or ex.activations_on_host),
     )
 
 
-def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
+def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
     """Attach float32 gradient buffers to a chunk if matmuls accumulate weight gradients.
 
     They are `Factors` if the schedule postpones weight gradients.
+
+    Args:     first: index of the first layer in its chunk, if `chunk` is a segment of one.
     """
     if not ex.float32_weight_gradients:
         return chunk
-    rows = None
+    m, groups, rows = ex.cfg.model, ex.cfg.parallel.row_groups, None
     if ex.postpones_weight_gradients:
-        rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
-    of_experts = OF_EXPERTS if ex.cfg.model.num_experts else ()
-    others = *of_experts, *OF_OWN_TOKENS, *AFTER_LATENTS
-    names, groups = tuple(n for n in PROJECTIONS if n not in others), ex.cfg.parallel.row_groups
-    chunk = tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
-    chunk = tuple(attach_buffers(w, AFTER_LATENTS, groups, rows) for w in chunk)
-    if not ex.cfg.model.kv_lora_rank:
-        return chunk
+        rows = rows_per_device(ex.cfg) // groups, ex.cfg.data.seq_len
     own = None if rows is None else (rows[0], rows[1] // ex.cfg.parallel.tensor)
-    return tuple(attach_buffers(w, OF_OWN_TOKENS, groups, own) for w in chunk)
+    #: How often a matrix is used, and of how many tokens, by what it multiplies.
+    uses = {
+        "shards": (ex.weight_uses, rows),
+        "own_tokens": (groups, own),
+        "sequence": (groups, rows),
+    }
+
+    def of_layer(w: Tree, layer: Layer) -> Tree:
+        # Products of experts, and of dense layers beside them, sum in float32 by themselves.
+        matrices = matrices_of(layer, model_of(m)).items()
+        attached = [(n, of) for n, of in matrices if not (m.num_experts and of.converts_late)]
+        for inputs, (count, tokens) in uses.items():
+            names = tuple(n for n, of in attached if of.inputs == inputs)
+            w = attach_buffers(w, names, count, tokens)
+        return w
+
+    layers = layers_of_chunk(ex.cfg)[first:]
+    return tuple(of_layer(w, layer) for w, layer in zip(chunk, layers, strict=False))
 
 
 def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
@@ -112,7 +130,7 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
         assert dim is not None
         w = w | {n: fsdp.gathered_earlier(w[n], whole, dim, p.grad_reduce)}
     for n, scale in scales.items():
-        dim = PROJECTIONS[n]
+        dim = fsdp.dim_of(dims[n])
         if p.gather_dtype == "float8":
             values, like = fsdp.gather_float8(shards[n], scale, dims[n], m.dtype, p.grad_reduce)
             w[n] = float8.Float8Weight(values, scale, like, m.float8_scaling, dim)
@@ -121,18 +139,19 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     return w
 
 
-def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
+def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config, matrices: dict[str, Weight]) -> Tree:
     """Compute the transpose of `gather`, but for `finished`.
 
-    Gradients of experts that are complete on this device keep their dtype. Scales, complete weights
-    and adapters' base weights have no gradients.
+    Gradients that `Weight.converts_late`, if they are complete on this device, keep their dtype.
+    Scales, complete weights and adapters' base weights have no gradients.
     """
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
     frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
     grads = {n: g for n, g in grads.items() if n not in frozen}
     if cfg.parallel.zero != 1:
-        whole = {n: g for n, g in grads.items() if n in OF_EXPERTS and fsdp.is_whole(dims[n])}
+        late = {n for n, of in matrices.items() if of.converts_late}
+        whole = {n: g for n, g in grads.items() if n in late and fsdp.is_whole(dims[n])}
         rest = {n: g for n, g in grads.items() if n not in whole}
         grads = fsdp.scatter_tree(rest, dims, cfg.parallel.grad_reduce) | whole
     beside = {"scales": None} if rounded else {}
@@ -141,7 +160,7 @@ def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     return only_gradients(grads) | frozen | beside
 
 
-def finished(grads: Tree, cfg: Config) -> Tree:
+def finished(grads: Tree, cfg: Config, matrices: dict[str, Weight]) -> Tree:
     """Convert to float32 what `scatter` left in its own dtype.
 
     At the end of the backward, so that the conversion is part of whatever reads the gradients, and
@@ -149,5 +168,5 @@ def finished(grads: Tree, cfg: Config) -> Tree:
     """
     if cfg.parallel.zero == 1:  # in the dtype of the weights that the step gathered
         return grads
-    own = {n: grads[n] for n in OF_EXPERTS if grads.get(n) is not None}
-    return grads | {n: g.astype(jnp.float32) for n, g in own.items()}
+    late = [n for n, of in matrices.items() if of.converts_late and grads.get(n) is not None]
+    return grads | {n: grads[n].astype(jnp.float32) for n in late}

@@ -52,7 +52,9 @@ def accumulate(
         if model.layers_per_vjp:
             sums, grads = _in_segments(model, join(trainable, frozen), carry[1], mb, scale)
         else:
-            attached = dict(trainable, layers=tuple(map(model.attach, trainable["layers"])))
+            attached = dict(
+                trainable, layers=tuple(model.attach(chunk, 0) for chunk in trainable["layers"])
+            )
             sums, grads = gradients(attached, mb)
             grads = add_gradients(carry[1], grads)
         return (jax.tree.map(jnp.add, carry[0], sums), grads), None

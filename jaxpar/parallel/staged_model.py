@@ -27,15 +27,15 @@ class StagedModel:
     head     (top, x, mb) -> `Sums`. All stages call it together. It reads x only on the last stage,
              and only that stage receives a gradient.
     context  mb -> the attention context of its tokens, which `stage` reads.
-    attach   chunk -> chunk with float32 gradient buffers, if matmuls accumulate weight gradients
-             (`gradient_buffers.py`).
+    attach   (chunk, first) -> chunk with float32 gradient buffers, if matmuls accumulate weight
+             gradients (`gradient_buffers.py`); `first` as for `stage`.
     """
 
     embed: Callable[..., jax.Array]
     stage: Callable[..., tuple[jax.Array, Any]]
     head: Callable[..., Sums]
     context: Callable[[Any], Any] = lambda mb: mb
-    attach: Callable[[Any], Any] = lambda chunk: chunk
+    attach: Callable[[Any, int], Any] = lambda chunk, _: chunk
     stage_wide_collectives: bool = True
     """As `Execution.stage_wide_collectives`."""
     adds_gradients: bool = False

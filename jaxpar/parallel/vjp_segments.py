@@ -33,17 +33,19 @@ def pullback(
     """
     first = i * model.layers_per_vjp
     stage = lambda segment, x, context: model.stage(segment, x, context, {}, first=first)[0]  # noqa: E731
-    return jax.vjp(stage, model.attach(segment), x, context, saveable_args=(False, True, False))
+    attached = model.attach(segment, first)
+    return jax.vjp(stage, attached, x, context, saveable_args=(False, True, False))
 
 
-def pull_back(model: StagedModel, segment: Any, vjp: Any, g: jax.Array, context: Any):
-    """Compute the gradients of a segment's weights and of its input.
+def pull_back(model: StagedModel, i: int, segment: Any, vjp: Any, g: jax.Array, context: Any):
+    """Compute the gradients of the weights and of the input of a chunk's i-th segment.
 
     Weight gradients are float32 if `attach` adds float32 buffers.
 
     Args:     g: gradient of the segment's output, [B, T/(sequence*tensor), D].
     """
-    vjp.args_res[0], vjp.args_res[2] = model.attach(segment), context
+    first = i * model.layers_per_vjp
+    vjp.args_res[0], vjp.args_res[2] = model.attach(segment, first), context
     d_segment, g, _ = vjp(g)
     return d_segment, g
 
@@ -58,7 +60,7 @@ def backward(
     """
     segments, sums_of = model.segments(chunk), list(model.segments(sums))
     for i in reversed(range(len(segments))):
-        d_segment, g = pull_back(model, segments[i], vjps[i], g, context)
+        d_segment, g = pull_back(model, i, segments[i], vjps[i], g, context)
         sums_of[i] = add_gradients(sums_of[i], d_segment)
         if i > 0:
             sums_of[i], g = lax.optimization_barrier((sums_of[i], g))
@@ -84,7 +86,7 @@ def backward_without_factors(
     kept: list[Any] = [None] * len(segments)
     at_once = lambda total, part: total if has_factors(part) else add_gradient(total, part)  # noqa: E731
     for i in reversed(range(len(segments))):
-        d_segment, g = pull_back(model, segments[i], vjps[i], g, context)
+        d_segment, g = pull_back(model, i, segments[i], vjps[i], g, context)
         sums_of[i] = add_gradients(sums_of[i], d_segment, at_once)
         kept[i] = keep(i, factors_of(d_segment))
         if i > 0:

@@ -7,6 +7,7 @@ measurements.
 """
 
 MAY_IMPORT = (
+    "components",
     "config",
     "runtime",
     "sharding",

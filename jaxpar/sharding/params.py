@@ -41,6 +41,8 @@ class ParamSpec:
     """In µP, rows and columns of a matrix relative to those of the base model."""
     gradient: float = 1.0
     """In µP, size of the gradients relative to those of the base model."""
+    readout: bool = False
+    """In µP: whether it maps the residual stream to a number of outputs that does not grow."""
     dtype: str = "float32"
     """Of what a feature keeps; parameters are float32."""
 

@@ -151,7 +151,7 @@ def gathered(ex: Execution) -> Link:
         shards = w.trainable
         weights, beside = weights_of_step(shards, cfg), w.beside
         if cfg.parallel.zero == 2:
-            weights, complete = fused_weights.to_shards(weights, shards)
+            weights, complete = fused_weights.to_shards(weights, shards, ex.cfg)
             beside = join(complete, beside)
         return w._replace(trainable=weights, beside=beside), back
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from jax import lax
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.model import fused_weights
+from jaxpar.model.chunks import with_layers
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.axes import FSDP_AXES
 
@@ -36,21 +38,21 @@ def gather_once(shards: Any, cfg: Config) -> Any:
         # concatenation of the fused matrices in every matmul that reads them.
         return {name: lax.optimization_barrier(w) for name, w in whole.items()}
 
-    return _map_groups(gather, shards)
+    return _map_groups(gather, shards, cfg)
 
 
 def scatter_once(grads: Any, cfg: Config) -> Any:
     """Reduce the step's accumulated gradients to shards (ZeRO-1)."""
     scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)
-    return _map_groups(scatter, grads)
+    return _map_groups(scatter, grads, cfg)
 
 
-def _map_groups(fn: Callable, tree: Any) -> Any:
+def _map_groups(fn: Callable, tree: Any, cfg: Config) -> Any:
     """Apply `fn(arrays, dims)` to the arrays outside the layers and to those of each layer."""
 
-    def of_layer(w: Any) -> Any:
-        return fn(w, dims=fused_weights.layer_dims(w))
+    def of_layer(layer: Layer, w: Any) -> Any:
+        return fn(w, dims=fused_weights.layer_dims(w, layer, cfg.model))
 
-    layers = fused_weights.map_layers(of_layer, tree["layers"])
+    layers = with_layers(of_layer, cfg, tree["layers"])
     top = tree["top"]
-    return {"top": fn(top, dims=fused_weights.top_dims(top)), "layers": layers}
+    return {"top": fn(top, dims=fused_weights.top_dims(top, cfg.model)), "layers": layers}

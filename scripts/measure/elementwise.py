@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.feed_forward import Glu
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels import float8, softmax, swiglu
 from jaxpar.kernels.float8 import quantize_transpose
@@ -109,7 +110,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", feed_forward.glu_of(m).hidden, gate, up)
+    yield from both("SwiGLU", feed_forward.kernel_of(Glu(d_ff=m.d_ff)).hidden, gate, up)
 
 
 def pieces_of_kernels(tokens: int) -> Iterator[Piece]:

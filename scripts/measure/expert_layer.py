@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpar.components.flags import experts_of
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
@@ -91,7 +92,7 @@ def programs_of(cfg: Config):
         return out, *pullback(d_out)
 
     def load(w, x):
-        ids = router.route(x, w, m).experts // (m.num_experts // cfg.parallel.expert)
+        ids = router.route(x, w, experts_of(m)).experts // (m.num_experts // cfg.parallel.expert)
         return lax.psum(jnp.bincount(ids.reshape(-1), length=cfg.parallel.expert), EXPERT)
 
     def over(fn, inputs, outputs):

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import reference
-from jaxpar.model.layer import EXPERTS
+from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
 from tests.convert import tiny
@@ -61,7 +62,7 @@ def layer() -> tuple[jnp.ndarray, dict]:
 
 def test_the_router_chooses_and_weighs_as_transformers():
     x, w = layer()
-    found = router.route(x, w, MODEL)
+    found = router.route(x, w, experts_of(MODEL))
     order = np.argsort(found.experts[0], axis=-1)
     ids, weights = (
         np.take_along_axis(np.asarray(a[0]), order, -1) for a in (found.experts, found.weights)
@@ -75,15 +76,16 @@ def test_bias_and_groups_change_the_choice():
     x, w = layer()
     for fields in ({"router_bias": False}, {"router_groups": 1, "router_groups_per_token": 1}):
         m = replace(Config(model=MODEL), **{f"model.{n}": v for n, v in fields.items()}).model
-        found = np.sort(router.route(x, w, m).experts[0])
+        found = np.sort(router.route(x, w, experts_of(m)).experts[0])
         assert np.mean(np.any(found != GOLDEN["experts"], axis=-1)) > 0.05
 
 
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL))
-    context = SimpleNamespace(loss_weight=None, rows=None, probes=(), feeds=())
-    found = EXPERTS.function(Received(x, x), w, context, ex).partial
+    of = model_of(MODEL).layers[-1]
+    context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
+    found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial
     plain = reference._experts(x, w, MODEL)
     largest = np.abs(GOLDEN["out"]).max()
     for out in (found, plain):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, ModelConfig
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import reference
-from jaxpar.model.layer import EXPERTS
+from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
 from jaxpar.sharding.mesh import make_mesh
@@ -60,7 +61,7 @@ X, D_OUT = (jnp.asarray(TENSORS[name][None]) for name in ("x", "d_out"))
 
 
 def test_the_router_chooses_and_weighs_as_transformers():
-    found = router.route(X, WEIGHTS, MODEL)
+    found = router.route(X, WEIGHTS, experts_of(MODEL))
     order = np.argsort(found.experts[0], axis=-1)
     ids, weights = (
         np.take_along_axis(np.asarray(a[0]), order, -1) for a in (found.experts, found.weights)
@@ -78,13 +79,13 @@ def test_a_part_of_gate_and_up_is_beyond_the_limit():
 
 def as_trained(w: dict, x: jax.Array) -> jax.Array:
     """The layer of the trained model, on a mesh of one device."""
-    ex, context = (
-        execution_of(Config(model=MODEL)),
-        SimpleNamespace(loss_weight=None, rows=None, probes=(), feeds=()),
-    )
+    (layer, *_), ex = model_of(MODEL).layers, execution_of(Config(model=MODEL))
+    empty = {"loss_weight": None, "rows": None, "probes": (), "feeds": ()}
+    context = SimpleNamespace(layer=layer, **empty)
+    *_, branch = branches(layer, MODEL)
 
     def local(w, x):
-        return EXPERTS.function(Received(x, None), w, context, ex).partial
+        return branch.function(Received(x, None), w, context, ex).partial
 
     mesh, whole = make_mesh(Config().parallel, jax.devices()[:1]), PartitionSpec()
     return jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(w, x)

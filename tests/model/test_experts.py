@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.components.flags import experts_of
 from jaxpar.config import ModelConfig, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
@@ -20,12 +21,14 @@ from tests.expert_sums import expert_sums
 def test_a_token_takes_its_likeliest_experts():
     m = ModelConfig(num_experts=4, experts_per_token=2)
     w, h = {"router": jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))}, jnp.ones((1, 1, 1))
-    found = router.route(h, w, m)
+    found = router.route(h, w, experts_of(m))
     np.testing.assert_array_equal(found.experts[0, 0], [1, 3])
     np.testing.assert_allclose(found.weights[0, 0], [2 / 3, 1 / 3], rtol=1e-6)
     np.testing.assert_array_equal(found.counts[0], [0, 1, 0, 1])
     as_is = ModelConfig(num_experts=4, experts_per_token=2, normalize_experts=False)
-    np.testing.assert_allclose(router.route(h, w, as_is).weights[0, 0], [0.5, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(
+        router.route(h, w, experts_of(as_is)).weights[0, 0], [0.5, 0.25], rtol=1e-6
+    )
 
 
 def test_experts_not_taken_do_not_count_as_flops():
@@ -45,14 +48,14 @@ def test_biases_of_experts_not_taken_do_not_count_either():
 
 
 def choices(m: ModelConfig, scores) -> list:
-    return np.sort(router.choose(jnp.asarray(scores, jnp.float32), m)).tolist()
+    return np.sort(router.choose(jnp.asarray(scores, jnp.float32), experts_of(m))).tolist()
 
 
 def test_a_bias_enters_the_choice_alone():
     m = ModelConfig(num_experts=4, router_score="sigmoid", router_bias=True, router_scale=2.5)
     logits, bias = jnp.array([0.0, 1.0, -1.0, 2.0]), jnp.array([0.0, 0.0, 5.0, 0.0])
     w = {"router": logits[None], "router_bias": bias}
-    found = router.route(jnp.ones((1, 1, 1)), w, m)
+    found = router.route(jnp.ones((1, 1, 1)), w, experts_of(m))
     np.testing.assert_array_equal(found.experts[0, 0], [2, 3])
     scores = 1 / (1 + np.exp(-np.asarray(logits)[[2, 3]]))
     np.testing.assert_allclose(found.weights[0, 0], 2.5 * scores / scores.sum(), rtol=1e-6)
@@ -146,7 +149,8 @@ def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
     plan, d_out = plan_rows(chosen, 3, 4), draw(64, 32)
 
     def run(dtype, expert_dim):
-        how = experts.products_of(dataclasses.replace(m, matmul_dtype=dtype), expert_dim)
+        how_m = dataclasses.replace(m, matmul_dtype=dtype)
+        how = experts.products_of(experts_of(m).expert, how_m, expert_dim)
 
         def layer(x, weights, w, biases):
             if expert_dim == 1:

@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.flags import model_of
 from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
 from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import attention, embedding, feed_forward, rope
@@ -128,7 +130,7 @@ def test_rope_scores_depend_on_distance_alone():
 
 def test_swiglu_and_its_gradient():
     gate, up, d = normal(2, 3, 4) * 2, normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2)
-    found, vjp = jax.vjp(feed_forward.glu_of(ModelConfig()).hidden, gate, up)
+    found, vjp = jax.vjp(feed_forward.kernel_of(Glu(d_ff=4)).hidden, gate, up)
     opened = 1 / (1 + np.exp(-gate))
     np.testing.assert_allclose(found, gate * opened * up, rtol=1e-5, atol=1e-6)
     d_gate, d_up = vjp(d)
@@ -149,9 +151,9 @@ def test_project_qkv_takes_heads_apart_in_order(bias, devices):
     b = np.zeros(32, np.float32)
     if bias:
         b = w["bqkv"] = normal(32, seed=3)
-    P = PartitionSpec
+    P, a = PartitionSpec, model_of(m).layers[0].mixer
     run = jax.shard_map(
-        lambda h, w: attention.qkv(NormOutput(h), w, m), mesh=mesh, in_specs=P(), out_specs=P()
+        lambda h, w: attention.qkv(NormOutput(h), w, a, m), mesh=mesh, in_specs=P(), out_specs=P()
     )
     q, k, v = run(h, w)
     np.testing.assert_allclose(q, (h @ wq + b[:16]).reshape(2, 3, 4, 4), rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.components.flags import experts_of
 from jaxpar.config import ModelConfig, ParallelConfig
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
@@ -87,7 +88,8 @@ def layer(by, slack, devices, *, keeps=True):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     w = ExpertWeights(draw(E, D, F), draw(E, D, F), draw(E, F, D))
-    how = products_of(ModelConfig(num_experts=E, experts_per_token=k), 0)
+    m = ModelConfig(num_experts=E, experts_per_token=k)
+    how = products_of(experts_of(m).expert, m, 0)
 
     def both(chosen, x, weights, w, d_out):
         plan = plan_rows(chosen, E, TILE, slack, by)

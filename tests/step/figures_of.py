@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import Any
 
 import jax
 
+from jaxpar.components.flags import layer_of_modules, model_of
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import flops, fused_weights, lora
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs, specs_of
 from jaxpar.planning.predict.attention import projections, widths
@@ -108,7 +111,7 @@ def layout(cfg: Config) -> Entries:
     for part, of_part in zip(("trainable", "frozen"), split(shards, tree), strict=True):
         if of_part:
             fused = jax.eval_shape(lambda p: fused_weights.fuse(p, ex), of_part)
-            found |= {f"{part}/{name}": value for name, value in _fused(fused).items()}
+            found |= {f"{part}/{name}": value for name, value in _fused(fused, one).items()}
     return found
 
 
@@ -123,21 +126,30 @@ def _shard(spec: ParamSpec, sizes: dict[str, int]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def _fused(tree: Any) -> Entries:
-    top = tree["top"]
-    found = _arrays("top", top, fused_weights.top_dims(top))
+def _fused(tree: Any, cfg: Config) -> Entries:
+    top, m = tree["top"], cfg.model
+    found = _arrays("top", top, fused_weights.top_dims(top, m), _rounded(cfg))
     seen: list[Entries] = []
-    layers = (layer for chunk in tree["layers"] for layer in chunk)
-    for number, layer in enumerate(layers):
-        one = _arrays("", layer, fused_weights.layer_dims(layer))
+    layers = [w for chunk in tree["layers"] for w in chunk]
+    of_each = itertools.cycle(layers_of_chunk(cfg))
+    for number, (w, layer) in enumerate(zip(layers, of_each, strict=False)):
+        one = _arrays("", w, fused_weights.layer_dims(w, layer, m), _rounded(cfg))
         if one not in seen:
             seen.append(one)
             found |= {f"layer {number}{name}": value for name, value in one.items()}
     return found
 
 
-def _arrays(prefix: str, arrays: dict, dims: Any) -> Entries:
-    in_float8 = lambda name: " float8" * (name in fused_weights.IN_FLOAT8)  # noqa: E731
+def _rounded(cfg: Config) -> set[str]:
+    """The matrices that `model.matmul_dtype` applies to, of all layers."""
+    model, m = model_of(cfg.model), cfg.model
+    layers = [*model.layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
+    of_each = (fused_weights.matrices_of(layer, model).items() for layer in layers)
+    return {name for matrices in of_each for name, w in matrices if w.float8}
+
+
+def _arrays(prefix: str, arrays: dict, dims: Any, rounded: set[str]) -> Entries:
+    in_float8 = lambda name: " float8" * (name in rounded)  # noqa: E731
     adapter = lambda name: " adapter" * lora.is_adapter(name)  # noqa: E731
     return {
         f"{prefix}/{name}": f"{'x'.join(map(str, a.shape))} {dims[name]}"

@@ -81,8 +81,9 @@ def make_programs(
     """Make the `SpeculativePrograms` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
     plain = PartitionSpec()
-    of_cache = decode.cache_specs(cfg.model), decode.cache_specs(modules.as_layers(cfg.model))
-    rows = SpeculativeRows(*of_cache, plain, plain, plain, plain, plain)  # type: ignore[arg-type]
+    cache = decode.cache_specs(cfg.model, slots)
+    of_modules = decode.cache_specs(modules.as_layers(cfg.model), slots)
+    rows = SpeculativeRows(cache, of_modules, plain, plain, plain, plain, plain)  # type: ignore[arg-type]
     weights = PartitionSpec(TENSOR)
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
     rounds = max(CHUNK // (cfg.model.mtp_depth + 1), 1)
@@ -124,11 +125,11 @@ def _read_by_modules(
     weights, h: jax.Array, text, lengths, held: decode.Cache, cfg: Config
 ) -> decode.Cache:
     """Return the cache of the modules after complete texts, from the model's hidden states."""
-    x, layers, first = h, held.layers(), lengths * 0
+    x, first = h, lengths * 0
     for k in range(cfg.model.mtp_depth):
         after = text[:, k + 1 : k + 1 + h.shape[1]]
-        x, layers[k] = modules.step(weights, k, x, after, first, layers[k], cfg, lengths)
-    return decode.Cache.of_layers(layers)
+        x, held = modules.step(weights, k, x, after, first, held, cfg, lengths)
+    return held
 
 
 def _with_angles(weights, rows: SpeculativeRows, last, cfg: Config) -> SpeculativeRows:
@@ -203,17 +204,17 @@ def _drafted(weights, rows: SpeculativeRows, cfg: Config, how: Sampling, vocab_s
 
     Returns:  (the text with the drafts; their chances, [B, D, V]; the cache of the modules).
     """
-    x, text, p, held = rows.hidden, rows.text, rows.position, rows.modules.layers()
+    x, text, p, held = rows.hidden, rows.text, rows.position, rows.modules
     first, proposed = _first_of_window(p, cfg), []
     length = _length_of_angles(p, cfg)
     for k in range(cfg.model.mtp_depth):
         tokens = _slices(text, first + k + 1, _window(cfg))
-        x, held[k] = modules.step(weights, k, x, tokens, first, held[k], cfg, None, length)
+        x, held = modules.step(weights, k, x, tokens, first, held, cfg, None, length)
         h = jnp.take_along_axis(x, (p - 1 - first)[:, None, None], axis=1)[:, 0]
         q = chances(decode.logits(weights, h, cfg.model), how, vocab_size)
         text = _put(text, _sampled(q, _keys(how, p + k + 1, DRAFT)), p + k + 1)
         proposed.append(q)
-    return text, jnp.stack(proposed, 1), decode.Cache.of_layers(held)
+    return text, jnp.stack(proposed, 1), held
 
 
 def _window(cfg: Config) -> int:

@@ -13,7 +13,7 @@ from jaxpar.model.layer import Weights, branches_with_weights
 
 def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
     """Apply a layer whose branches read the same residual stream. As `layer` otherwise."""
-    branches = branches_with_weights(w)
+    branches = branches_with_weights(w, context.layer, ex.cfg.model)
     norms = []
     for branch, vectors, _ in branches:
         with jax.named_scope(branch.name):
@@ -22,7 +22,7 @@ def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Exec
             norms.append(h)
     for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
         with jax.named_scope(branch.name):
-            h = branch.receive(h, matrices, branch.norm, ex)
+            h = branch.receive(h, matrices, branch.norm, context, ex)
             out = branch.function(h, matrices, context, ex)
             out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
             out = probes.observe(branch.output_point, out, w, context, ex.cfg)

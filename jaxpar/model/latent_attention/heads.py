@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA), as a branch of a layer. H counts one tensor rank's heads.
 
-    c_q   = norm(h W_qa)                     query latent; without `model.q_lora_rank`, h itself
+    c_q   = norm(h W_qa)                     query latent; without `q_lora_rank`, h itself
     c, k  = h W_kva                          key-value latent and rotary key, of all heads
     q     = c_q W_qb                         [N | R] dims of each head, of which R are rotated
     k, v  = norm(c) W_kvb                    [N | I] dims of each head
@@ -19,25 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import lora, probes
 from jaxpar.model import rope as model_rope
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
-
-#: Names in the fused weight layout of the matrices that are used on this rank's own tokens.
-OF_OWN_TOKENS = ("wq_a", "wkv_a")
-
-#: All names in the fused weight layout.
-WEIGHTS = (*OF_OWN_TOKENS, "q_a_norm", "kv_a_norm", "wq", "wq_b", "wkv_b", "wo")
 
 
 @flax.struct.dataclass
@@ -52,31 +46,33 @@ class Latents:
     """[B, T, R], the key that all heads share, before RoPE."""
 
 
-def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Shards:
+def received(
+    h: NormOutput, w: Weights, name: str, context: AttentionContext, ex: Execution
+) -> Shards:
     """Make the latents of this rank's tokens, and gather them over TENSOR.
 
     Args:     name: remat name of the gathered norm's output, which queries need without a latent.
     Communication: gathers of (Rq + Rkv + R) values of a token, or of D + Rkv + R.
     """
-    m = ex.cfg.model
-    parts = latents(h, w, m)
-    if m.q_lora_rank is None:
+    a = component(context, LatentAttention)
+    parts = latents(h, w, a)
+    if a.q_lora_rank is None:
         query = _gathered_norm(h, name, ex)
         kv = Shards.gather(jnp.concatenate(parts, -1), in_shards=ex.collective_matmul)
         pairs = zip(query.parts, kv.parts, strict=True)
-        return Shards(tuple(_split(query, part, m) for query, part in pairs))
+        return Shards(tuple(_split(query, part, a) for query, part in pairs))
     together = Shards.gather(jnp.concatenate(parts, -1), in_shards=ex.collective_matmul)
-    first_of_kv = m.q_lora_rank
+    first_of_kv = a.q_lora_rank
 
     def split(part: jax.Array) -> Latents:
         query, kv = jnp.split(part, [first_of_kv], axis=-1)
-        return _split(NormOutput(named(query, "latent_norms")), kv, m)
+        return _split(NormOutput(named(query, "latent_norms")), kv, a)
 
     return together.each(split)
 
 
-def _split(query: NormOutput, kv: jax.Array, m: ModelConfig) -> Latents:
-    kv, rope_key = jnp.split(named(kv, "latent_norms"), [m.kv_lora_rank], axis=-1)
+def _split(query: NormOutput, kv: jax.Array, a: LatentAttention) -> Latents:
+    kv, rope_key = jnp.split(named(kv, "latent_norms"), [a.kv_lora_rank], axis=-1)
     return Latents(query, kv, rope_key)
 
 
@@ -88,19 +84,19 @@ def _gathered_norm(h: NormOutput, name: str, ex: Execution) -> Shards:
 
 
 @jax.named_scope("latents")
-def latents(h: NormOutput, w: Weights, m: ModelConfig) -> list[jax.Array]:
+def latents(h: NormOutput, w: Weights, a: LatentAttention) -> list[jax.Array]:
     """Compute the query latent if there is one, the key-value latent and the rotary key.
 
     Returns:  [B, T, Rq], [B, T, Rkv] and [B, T, R]. The latents are normalized.
     """
-    names = OF_OWN_TOKENS if m.q_lora_rank else OF_OWN_TOKENS[1:]
+    names = ("wq_a", "wkv_a") if a.q_lora_rank else ("wkv_a",)
     found = products(h.operand, [w[name] for name in names], "attn_norm")
     found = [lora.add(y, h.operand, w, name) for y, name in zip(found, names, strict=True)]
     *query, kv = (named(y, "latents") for y in found)
-    kv, rope_key = jnp.split(kv, [m.kv_lora_rank], axis=-1)
+    kv, rope_key = jnp.split(kv, [a.kv_lora_rank], axis=-1)
     with jax.named_scope("norm"):
-        query = [rms_norm(c, w["q_a_norm"], m.latent_norm_eps) for c in query]
-        kv = rms_norm(kv, w["kv_a_norm"], m.latent_norm_eps)
+        query = [rms_norm(c, w["q_a_norm"], a.norm_eps) for c in query]
+        kv = rms_norm(kv, w["kv_a_norm"], a.norm_eps)
     return [*query, kv, rope_key]
 
 
@@ -109,10 +105,10 @@ def heads(c: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
     Communication: that of `context_attention` over SEQUENCE.
     """
-    m = ex.cfg.model
-    parts = c.map(up_projections, w, m).in_order()
-    q, k_nope, v, rope_key = (named(a, "qkv") for a in parts)
-    q, k = positioned(q, k_nope, rope_key, context.rope, m)
+    m, a = ex.cfg.model, component(context, LatentAttention)
+    parts = c.map(up_projections, w, a).in_order()
+    q, k_nope, v, rope_key = (named(y, "qkv") for y in parts)
+    q, k = positioned(q, k_nope, rope_key, context.rope, a)
     q = probes.observe("queries", q, w, context, ex.cfg, k=k)
     out = context_attention(
         *(q, k, v, context.mask),
@@ -125,44 +121,44 @@ def heads(c: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
 
 @jax.named_scope("qkv")
-def up_projections(c: Latents, w: Weights, m: ModelConfig) -> list[jax.Array]:
+def up_projections(c: Latents, w: Weights, a: LatentAttention) -> list[jax.Array]:
     """Compute queries, keys without position and values from the latents.
 
     Returns:  q [B, T, H, K], k [B, T, H, N], v [B, T, H, I], and the rotary key [B, T, 1, R].
     """
-    q = query_of(c, w, m)
+    q = query_of(c, w, a)
     (kv,) = products(c.kv, [w["wkv_b"]], "latent_norms")
-    kv = _by_head(lora.add(kv, c.kv, w, "wkv_b"), m)
-    k, v = jnp.split(kv, [m.qk_nope_head_dim], axis=-1)
+    kv = _by_head(lora.add(kv, c.kv, w, "wkv_b"), a)
+    k, v = jnp.split(kv, [a.qk_nope_head_dim], axis=-1)
     return [q, k, v, c.rope_key[:, :, None]]
 
 
-def query_of(c: Latents, w: Weights, m: ModelConfig) -> jax.Array:
+def query_of(c: Latents, w: Weights, a: LatentAttention) -> jax.Array:
     """Compute queries [B, T, H, K], before RoPE."""
-    matrix, name = ("wq_b", "latent_norms") if m.q_lora_rank else ("wq", "attn_norm")
+    matrix, name = ("wq_b", "latent_norms") if a.q_lora_rank else ("wq", "attn_norm")
     (q,) = products(c.query.operand, [w[matrix]], name)
-    return _by_head(lora.add(q, c.query.operand, w, matrix), m)
+    return _by_head(lora.add(q, c.query.operand, w, matrix), a)
 
 
-def _by_head(y: jax.Array, m: ModelConfig) -> jax.Array:
-    return y.reshape(*y.shape[:2], m.num_heads // lax.axis_size(TENSOR), -1)
+def _by_head(y: jax.Array, a: LatentAttention) -> jax.Array:
+    return y.reshape(*y.shape[:2], a.num_heads // lax.axis_size(TENSOR), -1)
 
 
 def positioned(
-    q: jax.Array, k_nope: jax.Array, rope_key: jax.Array, rope: Any, m: ModelConfig
+    q: jax.Array, k_nope: jax.Array, rope_key: jax.Array, rope: Any, a: LatentAttention
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate the last R dims of queries, and the rotary key, which then joins the key of each head.
 
     Args:     as `up_projections` returns them. rope: `Tables`, or None in layers without RoPE.
     Returns:  q and k, [B, T, H, K]. Queries are multiplied by `score_factor`.
     """
-    k = join_rope_key(k_nope, rotated_key(rope_key, rope, m))
-    return named(rotated(q, rope, m), "qk"), named(k, "qk")
+    k = join_rope_key(k_nope, rotated_key(rope_key, rope, a))
+    return named(rotated(q, rope, a), "qk"), named(k, "qk")
 
 
-def rotated_key(rope_key: jax.Array, rope: Any, m: ModelConfig) -> jax.Array:
+def rotated_key(rope_key: jax.Array, rope: Any, a: LatentAttention) -> jax.Array:
     """Rotate the key that all heads share, [B, T, 1, R]."""
-    return rope_key if rope is None else model_rope.rope(rope_key, rope, m.rope_layout)
+    return rope_key if a.rope is None else model_rope.rope(rope_key, rope, a.rope.layout)
 
 
 def join_rope_key(k_nope: jax.Array, rope_key: jax.Array) -> jax.Array:
@@ -171,10 +167,10 @@ def join_rope_key(k_nope: jax.Array, rope_key: jax.Array) -> jax.Array:
     return jnp.concatenate((k_nope, shared), axis=-1)
 
 
-def rotated(q: jax.Array, rope: Any, m: ModelConfig) -> jax.Array:
+def rotated(q: jax.Array, rope: Any, a: LatentAttention) -> jax.Array:
     """Rotate the last R dims of queries, and multiply all by `score_factor`."""
-    if rope is not None:
-        nope, last = jnp.split(q, [m.qk_nope_head_dim], axis=-1)
-        q = jnp.concatenate((nope, model_rope.rope(last, rope, m.rope_layout)), axis=-1)
-    factor = model_rope.score_factor(m.rope_scaling)
+    if a.rope is not None:
+        nope, last = jnp.split(q, [a.qk_nope_head_dim], axis=-1)
+        q = jnp.concatenate((nope, model_rope.rope(last, rope, a.rope.layout)), axis=-1)
+    factor = model_rope.score_factor(a.rope.scaling if a.rope else None)
     return q if factor == 1 else q * factor

@@ -28,13 +28,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.experts import Experts
+from jaxpar.components.feed_forward import Glu
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.feed_forward import hidden_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
@@ -49,8 +50,6 @@ type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down", "w_shared_router")
-OF_ROUTER = ("router", "b_router", "router_bias")
-WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
 
 class ExpertWeights(NamedTuple):
@@ -129,7 +128,7 @@ class Summed:
     """[B, T/sequence, D]: partial sums over TENSOR, of split experts and shared ones."""
 
 
-def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
+def received(h: NormOutput, w: Weights, name: str, _: AttentionContext, ex: Execution) -> Received:
     """Gather a norm's output over TENSOR: the `receive` of experts.
 
     Spread experts need this device's tokens alone. Shared experts, which are split over TENSOR,
@@ -146,12 +145,6 @@ def received(h: NormOutput, w: Weights, name: str, ex: Execution) -> Received:
     return Received(own, named(whole, name))
 
 
-def whole(h: NormOutput, w: Weights) -> Received:
-    """Return what `received` does, of a norm that each rank of TENSOR has complete."""
-    tokens = h.array()
-    return Received(tokens, tokens if SHARED[2] in w else None)
-
-
 @jax.named_scope("experts")
 def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution) -> SentTokens:
     """Route tokens, and send them to the devices of their experts.
@@ -159,15 +152,15 @@ def dispatched(h: Received, w: Weights, context: AttentionContext, ex: Execution
     Args:     w: router [D, E]; w_gate [E/n, D, F], if n devices share the experts.
     Communication: over `group_axes`, as `Dispatch.out`.
     """
-    m, p, x = ex.cfg.model, ex.cfg.parallel, h.tokens
-    routing = router.route(x, w, m, context)
+    of, p, x = component(context, Experts), ex.cfg.parallel, h.tokens
+    routing = router.route(x, w, of, context)
     _, D, F = w["w_up"].shape
     ids, tile = _by_token(routing.experts), kernels.tile_rows(D, F, x.dtype)
     how = p.expert_slack, ex.expert_dispatch, group_axes(p)
-    plan = named_plan(plan_rows(ids, m.num_experts, tile, *how))
+    plan = named_plan(plan_rows(ids, of.num_experts, tile, *how))
     weights = router.observed(routing, plan.further_rounds, w, context, ex.cfg)
     to_experts, of_sums = x, weights
-    if m.router_scales_input:  # a token has one expert, and so one weight
+    if of.router.scales_input:  # a token has one expert, and so one weight
         to_experts, of_sums = (x * weights).astype(x.dtype), jnp.ones_like(weights)
     sent = jax.tree.map(lambda a: named(a, "moe_tokens"), plan.out(_by_token(to_experts)))
     sent_weights = named_plan(plan.pairs_out(_by_token(of_sums)))
@@ -183,12 +176,13 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
     """Apply the experts of this device to the tokens that `dispatched` sent.
 
     Args:     w: w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype, if n devices share
-              the experts. With `model.expert_bias`, float32: b_gate and b_up [E/n, F], b_down
+              the experts. With `Experts.expert.bias`, float32: b_gate and b_up [E/n, F], b_down
               [E, D].
     Returns:  weighted sums of the experts here: partial ones over TENSOR, if experts are split.
     """
     w = buffers_of_use(w, 0)
-    m, how = ex.cfg.model, products_of(ex.cfg.model, 1 if ex.gathers_experts else 0)
+    m, of = ex.cfg.model, component(context, Experts)
+    how = products_of(of.expert, m, 1 if ex.gathers_experts else 0)
     there = [name for name in ("w_gate", "w_up", "w_down") if name in w]
     matrices = {name: _named_matrix(w[name]) for name in there}
     if how.expert_dim == 1:  # undo what the gather did last
@@ -200,7 +194,7 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
     if "b_down" in w:
         once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
         here = _down_biases(d.experts, d.weights, w["b_down"].astype(m.dtype), once)
-    shared = None if d.tokens is None else _shared(d.tokens, w, m)
+    shared = None if d.tokens is None else _shared(d.tokens, w, of.expert)
     return Mixed(partial, here, shared, d.plan, d.shape)
 
 
@@ -228,6 +222,16 @@ def summed(out: Summed) -> jax.Array:
     if out.partial is not None:
         parts.append(Shards((out.partial,)).reduce_scatter())
     return functools.reduce(jnp.add, parts)
+
+
+def decode(h: NormOutput, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
+    """Compute a tensor rank's partial sum of new tokens, which each rank has complete."""
+    tokens = h.array()
+    received = Received(tokens, tokens if SHARED[2] in w else None)
+    sent = dispatched(received, w, context, ex)
+    partial = collected(mixture(sent, w, context, ex)).partial
+    assert partial is not None
+    return partial
 
 
 def _named_matrix(w: Any) -> Any:
@@ -258,10 +262,10 @@ def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array, once: 
 
 
 @jax.named_scope("shared_experts")
-def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
+def _shared(x: jax.Array, w: Weights, of: Glu) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
     into = products(x, [w[name] for name in SHARED[:2] if name in w], "mlp_norm")
-    out = row_parallel(hidden_of(m, *into), w, SHARED[2], "mlp_hidden")
+    out = row_parallel(hidden_of(of, *into), w, SHARED[2], "mlp_hidden")
     return out * _gate_of_shared(x, w[SHARED[3]]) if SHARED[3] in w else out
 
 

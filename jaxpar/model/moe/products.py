@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components import feed_forward
 from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
@@ -24,7 +25,7 @@ from jaxpar.kernels.activation import Activation
 from jaxpar.kernels.glu import Glu, SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.api import Biases
-from jaxpar.model.feed_forward import glu_of, plain_activation
+from jaxpar.model.feed_forward import kernel_of, plain_activation
 from jaxpar.parallel.expert.dispatch import Dispatch
 
 #: gate and up of each row [R, F], or up alone.
@@ -73,13 +74,13 @@ class Products(Protocol):
         """Return matrices to multiply, given arrays: in a step, `weights.gather` makes them."""
 
 
-def products_of(model: ModelConfig, expert_dim: int) -> Products:
-    """Return the products by `model.matmul_dtype`."""
-    if model.matmul_dtype == "float8":
-        return InFloat8(glu_of(model), expert_dim, model.float8_scaling)
-    if not model.mlp_gate:
-        return WithoutGate(expert_dim, plain_activation(model))
-    return InComputeDtype(expert_dim, glu_of(model))
+def products_of(expert: feed_forward.Glu, m: ModelConfig, expert_dim: int) -> Products:
+    """Return the products of experts by `model.matmul_dtype`."""
+    if m.matmul_dtype == "float8":
+        return InFloat8(kernel_of(expert), expert_dim, m.float8_scaling)
+    if isinstance(expert, feed_forward.Mlp):
+        return WithoutGate(expert_dim, plain_activation(expert))
+    return InComputeDtype(expert_dim, kernel_of(expert))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     sigmoid   independent scores; the k largest of score plus bias, weighted by the scores
               (DeepSeek-V3, GLM-4.5).
 
-With `router_groups`, experts are in groups, and a token chooses groups before experts. Everything
+With `Router.groups`, experts are in groups, and a token chooses groups before experts. Everything
 is float32. The ranks of TENSOR have complete sequences, and compute the same; or, if experts are
 spread over them, each has some tokens. Gradients flow through the weights; the choice has none.
 """
@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.components.experts import Experts
+from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.execution.remat import named_plan
 from jaxpar.model import probes
+from jaxpar.model.attention_context import component
 from jaxpar.model.linear import add_bias
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
@@ -46,48 +48,50 @@ class Routing:
 
 
 @jax.named_scope("router")
-def route(h: jax.Array, w: dict[str, Any], m: ModelConfig, context: Any = None) -> Routing:
+def route(h: jax.Array, w: dict[str, Any], of: Experts, context: Any = None) -> Routing:
     """Choose the experts of each token.
 
     Args:     h: [B, T, D], compute dtype. w: router [D, E]; float32 [E]: b_router if
-              `model.router_linear_bias`, router_bias if `model.router_bias`. context: for feeds.
+              `Router.linear_bias`, router_bias if `Router.balancing_bias`. context: for feeds.
     Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
               2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
     """
+    r = of.router
     logits = jnp.dot(h, w["router"], preferred_element_type=jnp.float32)
     logits = add_bias(logits, w.get("b_router"))
-    if m.router_score == "softmax":
+    if r.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
         probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    bias = w["router_bias"] if m.router_bias else 0.0
-    chosen = choose(lax.stop_gradient(scores + bias), m)
+    bias = w["router_bias"] if r.balancing_bias else 0.0
+    chosen = choose(lax.stop_gradient(scores + bias), of)
     experts = named_plan(chosen if context is None else probes.fed("choice", chosen, w, context))
-    one_hot = jax.nn.one_hot(experts, m.num_experts)  # a product's gradient needs no scatter
+    one_hot = jax.nn.one_hot(experts, of.num_experts)  # a product's gradient needs no scatter
     weights = jnp.sum(one_hot * scores[..., None, :], axis=-1)
-    if m.normalize_experts:
+    if r.normalize:
         weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    if m.router_scale != 1:
-        weights *= m.router_scale
+    if r.scale != 1:
+        weights *= r.scale
     counts = jnp.sum(one_hot, axis=(1, 2)).astype(jnp.int32)
     log_partition = jax.scipy.special.logsumexp(logits, axis=-1)
     return Routing(weights, experts, counts, probabilities, log_partition)
 
 
-def choose(scores: jax.Array, m: ModelConfig) -> jax.Array:
+def choose(scores: jax.Array, of: Experts) -> jax.Array:
     """Return the k experts with the largest scores, int32 [..., k], from float32 [..., E].
 
-    With groups, only experts of the `router_groups_per_token` best groups are chosen. The score of
+    With groups, only experts of the `Router.groups_per_token` best groups are chosen. The score of
     a group is the sum of its two best experts.
     """
-    if m.router_groups > 1:
-        groups = scores.reshape(*scores.shape[:-1], m.router_groups, -1)
+    r = of.router
+    if r.groups > 1:
+        groups = scores.reshape(*scores.shape[:-1], r.groups, -1)
         best = jnp.sum(lax.top_k(groups, min(2, groups.shape[-1]))[0], axis=-1)
-        allowed = lax.top_k(best, m.router_groups_per_token)[1]
-        is_allowed = jnp.any(jax.nn.one_hot(allowed, m.router_groups, dtype=bool), axis=-2)
+        allowed = lax.top_k(best, r.groups_per_token)[1]
+        is_allowed = jnp.any(jax.nn.one_hot(allowed, r.groups, dtype=bool), axis=-2)
         scores = jnp.where(is_allowed[..., None], groups, -jnp.inf).reshape(scores.shape)
-    return lax.top_k(scores, m.experts_per_token)[1]
+    return lax.top_k(scores, of.experts_per_token)[1]
 
 
 @jax.named_scope("router_losses")
@@ -108,7 +112,10 @@ def observed(
         return r.weights
     # All ranks of TENSOR have the same tokens, unless experts are spread over them.
     once = spreads_experts(cfg.parallel) or lax.axis_index(TENSOR) == 0
-    balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
+    balance, z = (
+        balance_loss(r, component(context, Experts), cfg),
+        jnp.sum(r.log_partition**2, axis=1),
+    )
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
     return probes.observe(
         "routing",
@@ -124,7 +131,7 @@ def observed(
     )
 
 
-def balance_loss(r: Routing, cfg: Config) -> jax.Array:
+def balance_loss(r: Routing, of: Experts, cfg: Config) -> jax.Array:
     """Compute the balance loss of each row: float32 [B], summed over the local tokens.
 
     Of a set of tokens, E * sum over experts of (share of the rows) * (mean probability): 1 if
@@ -144,7 +151,7 @@ def balance_loss(r: Routing, cfg: Config) -> jax.Array:
     axes = (*axes, TENSOR) if spreads_experts(cfg.parallel) else axes
     devices *= lax.axis_size(axes)
     share = psum(lax.stop_gradient(counts), axes).astype(jnp.float32) / (k * T * devices)
-    return cfg.model.num_experts * jnp.sum(share * jnp.sum(r.probabilities, axis=1), axis=1)
+    return of.num_experts * jnp.sum(share * jnp.sum(r.probabilities, axis=1), axis=1)
 
 
 def loss_weight_of(tokens: jax.Array, scale: jax.Array | float, num_microbatches: int) -> jax.Array:

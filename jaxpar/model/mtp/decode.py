@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 
+from jaxpar.components.flags import layer_of_modules
 from jaxpar.config import Config, ModelConfig
 from jaxpar.model import decode, norm
+from jaxpar.model.attention_context import context_of_layer
 from jaxpar.model.fused_weights import outside_layer
+from jaxpar.model.held import NewTokens
 from jaxpar.model.mtp.module import joined, of_layer
 from jaxpar.model.mtp.parameters import prefix
 
 type Tree = dict[str, Any]
-type Held = tuple[Any, Any, Any]
 
 
 def as_layers(m: ModelConfig) -> ModelConfig:
@@ -31,25 +33,26 @@ def step(
     x: jax.Array,
     tokens: jax.Array,
     first: jax.Array,
-    held: Held,
+    cache: decode.Cache,
     cfg: Config,
     lengths: jax.Array | None = None,
     of_text: jax.Array | None = None,
-) -> tuple[jax.Array, Held]:
+) -> tuple[jax.Array, decode.Cache]:
     """Run a module on some positions of each row.
 
     Args:     weights: of the model, fused, with its modules. k: from 0. x: [B, T, D], hidden states
               of the module before; of the final norm, for the first. tokens: int32 [B, T], those at
-              k + 1 positions after x. first: int32 [B], positions of the first of x. held: of the
-              module, from `Cache.layers`. lengths: as in `decode.layer`.
-              of_text: `length` of `decode.step`.
-    Returns:  (hidden states for the head and for the next module, [B, T, D]; held).
+              k + 1 positions after x. first: int32 [B], positions of the first of x. cache: of all
+              modules. lengths: as `NewTokens.lengths`. of_text: `length` of `decode.step`.
+    Returns:  (hidden states for the head and for the next module, [B, T, D]; the cache).
     Communication: two all-reduces over TENSOR, and one for the embedding.
     """
     m, w = cfg.model, outside_layer(weights["top"], prefix(k))
     if of_text is None:
         of_text = first + tokens.shape[1] if lengths is None else lengths
-    positions, context = decode.context_of(tokens, first, of_text, held[0].shape[1], cfg)
+    positions, context = decode.context_of(tokens, first, of_text, cache.slots, cfg)
+    context = context_of_layer(context, layer_of_modules(m))
     x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
-    x, held = decode.layer(x, of_layer(w), context, held, first, cfg, lengths)
-    return norm.norm(x, w["out_norm"], m), held
+    held, new = list(cache.held), NewTokens(first, positions, lengths)
+    x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)
+    return norm.norm(x, w["out_norm"], m), decode.Cache(tuple(held), cache.slots)

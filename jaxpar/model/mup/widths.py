@@ -19,17 +19,11 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxpar.components.flags import model_of
 from jaxpar.config import ModelConfig, MupConfig
-from jaxpar.config.layout.layer_kinds import STACKS
 from jaxpar.sharding.params import ParamSpec
 
 type Tree = dict[str, Any]
-
-#: Parameters of layers that map the residual stream to a number of outputs that does not grow.
-_READOUTS = ("router", "w_shared_router")
-
-#: The stacks of layers whose outputs `base_depth` scales.
-_STACKS = {"dense_layers", *STACKS.values()}
 
 
 def ratios(m: ModelConfig) -> dict[str, float]:
@@ -51,12 +45,13 @@ def scaled(m: ModelConfig, specs: Tree) -> Tree:
     """Return the specs of the model's parameters in µP; without µP, `specs`."""
     if m.mup is None:
         return specs
-    of_axis = ratios(m)
+    # `base_depth` scales the outputs of layers, and not those of modules (MTP).
+    of_axis, stacks = ratios(m), model_of(m).stacks
 
-    def one(name: str, spec: ParamSpec, *, in_layers: bool) -> ParamSpec:
+    def one(spec: ParamSpec, *, in_layers: bool) -> ParamSpec:
         steeper = m.width_multiplier * (m.depth_multiplier if in_layers else 1.0)
         spec = dataclasses.replace(spec, gradient=1 / steeper)
-        if name in _READOUTS:
+        if spec.readout:
             width = m.width_multiplier
             return dataclasses.replace(spec, std=spec.std / width, widths=(width, 1.0))
         if not spec.columns:
@@ -70,8 +65,8 @@ def scaled(m: ModelConfig, specs: Tree) -> Tree:
 
     def of_stack(stack: str, tree: Any) -> Any:
         if not isinstance(tree, dict):
-            return one(stack, tree, in_layers=False)
-        return {n: one(n, spec, in_layers=stack in _STACKS) for n, spec in tree.items()}
+            return one(tree, in_layers=False)
+        return {n: one(spec, in_layers=stack in stacks) for n, spec in tree.items()}
 
     return {name: of_stack(name, tree) for name, tree in specs.items()}
 

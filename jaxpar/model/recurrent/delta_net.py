@@ -17,27 +17,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.recurrent import GatedDeltaNet
+from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import lora
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
+from jaxpar.model.held import (
+    HeldSize,
+    NewTokens,
+    State,
+    empty_state,
+    later,
+    latest,
+    within,
+)
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
-from jaxpar.model.recurrent.delta_rule import delta_rule
+from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
 from jaxpar.model.recurrent.heads import delta_heads
-from jaxpar.model.recurrent.parameters import DELTA_PROJECTIONS
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
-
-#: Names in the fused weight layout.
-WEIGHTS = (
-    *("delta_in", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_norm", "delta_out"),
-    *DELTA_PROJECTIONS,  # only adapters of these
-)
 
 
 class DeltaNetProjections(NamedTuple):
@@ -57,13 +60,15 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 
     Communication: over SEQUENCE, that of `causal_convolution` and `delta_rule`.
     """
-    m, positions = ex.cfg.model, context.positions
+    a, positions = component(context, GatedDeltaNet), context.positions
     assert positions is not None, "made with the context of a model that has such layers"
-    projected = split(named(h.map(project, w).in_order(), "qkv"), m)
-    q, k, v = heads(causal_convolution(projected.mixed, w["delta_conv"], positions), m)
-    rates = gates(projected, w, m)
-    out, _ = delta_rule(q, k, v, *rates, positions == 0, m.recurrent_chunk, m.recurrent_backend)
-    out = named(gated(out, projected.gate, w, m), "attn_out")
+    projected = split(named(h.map(project, w).in_order(), "qkv"), a)
+    q, k, v = heads(
+        causal_convolution(projected.mixed, w["delta_conv"], positions), a, projected.mixed.dtype
+    )
+    rates = gates(projected, w, a)
+    out, _ = delta_rule(q, k, v, *rates, positions == 0, a.chunk, ex.cfg.model.recurrent_backend)
+    out = named(gated(out, projected.gate, w, a), "attn_out")
     return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
 
 
@@ -71,57 +76,92 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 def project(h: NormOutput, w: Weights) -> jax.Array:
     """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
     (y,) = products(h.operand, [w["delta_in"]], "attn_norm")
-    return lora.add_side_by_side(h.scaled(y), h.operand, w, DELTA_PROJECTIONS)
+    return lora.add_side_by_side(h.scaled(y), h.operand, w, GatedDeltaNet.inputs)
 
 
-def split(y: jax.Array, m: ModelConfig) -> DeltaNetProjections:
+def split(y: jax.Array, a: GatedDeltaNet) -> DeltaNetProjections:
     """Split the result of `project`."""
-    sizes = column_sizes(m, lax.axis_size(TENSOR))
+    sizes = column_sizes(a, lax.axis_size(TENSOR))
     mixed = sum(sizes[:3])
     ends = [mixed, mixed + sizes[3], mixed + sizes[3] + sizes[4]]
     mixed_y, gate, rate, step = jnp.split(y, ends, axis=-1)
-    gate = gate.reshape(*gate.shape[:-1], -1, m.linear_value_head_dim)
+    gate = gate.reshape(*gate.shape[:-1], -1, a.value_head_dim)
     return DeltaNetProjections(mixed_y, gate, rate, step)
 
 
-def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
+def column_sizes(a: GatedDeltaNet, tensor: int) -> tuple[int, ...]:
     """Return a rank's columns of `delta_in`: queries, keys, values, gate, rate and step."""
-    keys = m.linear_num_key_heads * m.linear_key_head_dim // tensor
-    heads = m.linear_num_value_heads // tensor
-    values = heads * m.linear_value_head_dim
+    keys = a.num_key_heads * a.key_head_dim // tensor
+    heads = a.num_value_heads // tensor
+    values = heads * a.value_head_dim
     return keys, keys, values, values, heads, heads
 
 
-def heads(mixed: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+def heads(mixed: jax.Array, a: GatedDeltaNet, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries, keys [B, T, G, K] and values [B, T, H, V] from the convolution's output.
 
-    Args:     mixed: float32 [B, T, C].
-    Returns:  in the compute dtype.
+    Args:     mixed: float32 [B, T, C]. dtype: of the result, the compute dtype.
     """
-    return delta_heads(mixed, column_sizes(m, lax.axis_size(TENSOR))[0], m)
+    return delta_heads(mixed, column_sizes(a, lax.axis_size(TENSOR))[0], a, dtype)
 
 
 def gates(
-    projected: DeltaNetProjections, w: Weights, m: ModelConfig
+    projected: DeltaNetProjections, w: Weights, a: GatedDeltaNet
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the decay, and the rate, of each token and head: float32 [B, T, H].
 
     Source:   Gu & Dao 2023 (2312.00752), section 3.2, for the decay; Grazzi et al. 2024
               (2411.12537), for rates of up to 2.
     """
-    rate, step = (a.astype(jnp.float32) for a in (projected.rate, projected.step))
+    rate, step = (x.astype(jnp.float32) for x in (projected.rate, projected.step))
     log_decay = -jnp.exp(w["delta_a_log"]) * jax.nn.softplus(step + w["delta_dt_bias"])
     rate = jax.nn.sigmoid(rate)
-    return log_decay, 2 * rate if m.linear_allow_neg_eigval else rate
+    return log_decay, 2 * rate if a.allow_neg_eigval else rate
 
 
 @jax.named_scope("gated_norm")
-def gated(out: jax.Array, gate: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
+def gated(out: jax.Array, gate: jax.Array, w: Weights, a: GatedDeltaNet) -> jax.Array:
     """Normalize each head and multiply by the gate: the heads side by side, in the gate's dtype.
 
     Args:     out: float32 [B, T, H, V]. gate: [B, T, H, V].
     Returns:  [B, T, H V].
     """
-    normalized = rms_norm(out, w["delta_norm"], m.delta_norm_eps)
+    normalized = rms_norm(out, w["delta_norm"], a.norm_eps)
     gated = normalized * jax.nn.silu(gate.astype(jnp.float32))
     return gated.astype(gate.dtype).reshape(*gate.shape[:2], -1)
+
+
+# --------------------------------------------------------------------------------- generation
+
+
+def held(a: GatedDeltaNet, size: HeldSize) -> State:
+    """Return the state before the first token."""
+    shape = a.num_value_heads // size.tensor, a.key_head_dim, a.value_head_dim
+    channels = sum(column_sizes(a, size.tensor)[:3])
+    return empty_state(shape, a.conv_kernel_size, channels, size)
+
+
+def decode(
+    h: NormOutput, w: Weights, context: AttentionContext, held: State, new: NewTokens, cfg: Config
+) -> tuple[jax.Array, State]:
+    """Compute the heads of complete prompts, or of one more token each, and the state after them.
+
+    Returns:  (this tensor rank's partial sum [B, T, D]; the state). Padding leaves it as it is.
+    """
+    a, positions, lengths = component(context, GatedDeltaNet), new.positions, new.lengths
+    projected = split(project(h, w), a)
+    tail = None if lengths is not None else held.tail
+    mixed = causal_convolution(projected.mixed, w["delta_conv"], positions, tail)
+    q, k, v = heads(mixed, a, projected.mixed.dtype)
+    log_decay, rate = gates(projected, w, a)
+    if lengths is not None:
+        log_decay, rate = (within(positions, lengths, x) for x in (log_decay, rate))
+        begins, backend = positions == 0, cfg.model.recurrent_backend
+        out, matrix = delta_rule(q, k, v, log_decay, rate, begins, a.chunk, backend)
+        held = State(matrix, latest(projected.mixed, lengths, a.conv_kernel_size))
+    else:
+        q, k, v, log_decay, rate = (x[:, 0] for x in (q, k, v, log_decay, rate))
+        out, matrix = delta_step(q, k, v, log_decay, rate, held.matrix)
+        out, held = out[:, None], State(matrix, later(held, projected.mixed))
+    out = gated(out, projected.gate, w, a)
+    return row_parallel(out, w, "delta_out", "attn_out"), held

@@ -17,27 +17,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.recurrent import Mamba2
+from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import lora
-from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.attention_context import AttentionContext, component
+from jaxpar.model.held import (
+    HeldSize,
+    NewTokens,
+    State,
+    empty_state,
+    later,
+    latest,
+    within,
+)
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
-from jaxpar.model.recurrent.parameters import MAMBA_PROJECTIONS
-from jaxpar.model.recurrent.state_space import state_space
+from jaxpar.model.recurrent.state_space import state_space, state_space_step
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
-
-#: Names in the fused weight layout.
-WEIGHTS = (
-    *("mamba_in", "mamba_conv", "mamba_conv_bias", "mamba_a_log", "mamba_dt_bias"),
-    *("mamba_d", "mamba_norm", "mamba_out"),
-    *MAMBA_PROJECTIONS,  # only adapters of these
-)
 
 
 class MambaProjections(NamedTuple):
@@ -74,13 +76,13 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 
     Communication: over SEQUENCE, that of `causal_convolution` and `state_space`.
     """
-    m, positions = ex.cfg.model, context.positions
+    a, positions = component(context, Mamba2), context.positions
     assert positions is not None, "made with the context of a model that has such layers"
-    projected = split(named(h.map(project, w).in_order(), "qkv"), m)
-    x = inputs(projected, causal_convolution(projected.mixed, w["mamba_conv"], positions), w, m)
+    projected = split(named(h.map(project, w).in_order(), "qkv"), a)
+    x = inputs(projected, causal_convolution(projected.mixed, w["mamba_conv"], positions), w, a)
     recurrence = x.queries, x.keys, x.written, x.log_decay
-    out, _ = state_space(*recurrence, positions == 0, m.recurrent_chunk, m.recurrent_backend)
-    out = named(gated(out, x.values, projected.gate, w, m), "attn_out")
+    out, _ = state_space(*recurrence, positions == 0, a.chunk, ex.cfg.model.recurrent_backend)
+    out = named(gated(out, x.values, projected.gate, w, a), "attn_out")
     return h.split(out).map(row_parallel, w, "mamba_out", "attn_out")
 
 
@@ -88,49 +90,81 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
 def project(h: NormOutput, w: Weights) -> jax.Array:
     """Compute all projections of the input by one column-parallel matmul, [B, T, columns]."""
     (y,) = products(h.operand, [w["mamba_in"]], "attn_norm")
-    return lora.add_side_by_side(h.scaled(y), h.operand, w, MAMBA_PROJECTIONS)
+    return lora.add_side_by_side(h.scaled(y), h.operand, w, Mamba2.inputs)
 
 
-def split(y: jax.Array, m: ModelConfig) -> MambaProjections:
+def split(y: jax.Array, a: Mamba2) -> MambaProjections:
     """Split the result of `project`."""
-    gate, *mixed, _ = column_sizes(m, lax.axis_size(TENSOR))
+    gate, *mixed, _ = column_sizes(a, lax.axis_size(TENSOR))
     return MambaProjections(*jnp.split(y, [gate, gate + sum(mixed)], axis=-1))
 
 
-def column_sizes(m: ModelConfig, tensor: int) -> tuple[int, ...]:
+def column_sizes(a: Mamba2, tensor: int) -> tuple[int, ...]:
     """Return a rank's columns of `mamba_in`: gate, values, keys, queries and step."""
-    heads = m.mamba_num_heads // tensor
-    values, keys = heads * m.mamba_head_dim, m.mamba_num_groups // tensor * m.mamba_state_size
+    heads = a.num_heads // tensor
+    values, keys = heads * a.head_dim, a.num_groups // tensor * a.state_size
     return values, values, keys, keys, heads
 
 
-def inputs(
-    projected: MambaProjections, mixed: jax.Array, w: Weights, m: ModelConfig
-) -> MambaInputs:
+def inputs(projected: MambaProjections, mixed: jax.Array, w: Weights, a: Mamba2) -> MambaInputs:
     """Compute what the recurrence reads.
 
     Args:     mixed: float32 [B, T, C], the convolution's output, without its bias.
     """
-    _, values, keys, _, _ = column_sizes(m, lax.axis_size(TENSOR))
+    _, values, keys, _, _ = column_sizes(a, lax.axis_size(TENSOR))
     mixed = jax.nn.silu(mixed + w["mamba_conv_bias"])
     v, k, q = jnp.split(mixed, [values, values + keys], axis=-1)
-    by = lambda a, dim: a.reshape(*a.shape[:2], -1, dim)  # noqa: E731
-    q, k = (by(a, m.mamba_state_size).astype(m.dtype) for a in (q, k))
+    by = lambda x, dim: x.reshape(*x.shape[:2], -1, dim)  # noqa: E731
+    q, k = (by(x, a.state_size).astype(projected.mixed.dtype) for x in (q, k))
     step = jax.nn.softplus(projected.step.astype(jnp.float32) + w["mamba_dt_bias"])
-    step = jnp.maximum(step, m.mamba_min_step)
-    return MambaInputs(q, k, by(v, m.mamba_head_dim), step, -jnp.exp(w["mamba_a_log"]) * step)
+    step = jnp.maximum(step, a.min_step)
+    return MambaInputs(q, k, by(v, a.head_dim), step, -jnp.exp(w["mamba_a_log"]) * step)
 
 
 @jax.named_scope("gated_norm")
-def gated(
-    out: jax.Array, values: jax.Array, gate: jax.Array, w: Weights, m: ModelConfig
-) -> jax.Array:
+def gated(out: jax.Array, values: jax.Array, gate: jax.Array, w: Weights, a: Mamba2) -> jax.Array:
     """Add the values, multiply by the gate, and normalize each group: [B, T, H P], gate's dtype.
 
     Args:     out, values: float32 [B, T, H, P]. gate: [B, T, H P].
     """
     out = (out + w["mamba_d"][:, None] * values).reshape(gate.shape)
     out = out * jax.nn.silu(gate.astype(jnp.float32))
-    groups = out.reshape(*out.shape[:2], m.mamba_num_groups // lax.axis_size(TENSOR), -1)
-    scale = lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + m.norm_eps)
+    groups = out.reshape(*out.shape[:2], a.num_groups // lax.axis_size(TENSOR), -1)
+    scale = lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + a.norm_eps)
     return ((groups * scale).reshape(out.shape) * w["mamba_norm"]).astype(gate.dtype)
+
+
+# --------------------------------------------------------------------------------- generation
+
+
+def held(a: Mamba2, size: HeldSize) -> State:
+    """Return the state before the first token."""
+    shape = a.num_heads // size.tensor, a.state_size, a.head_dim
+    channels = sum(column_sizes(a, size.tensor)[1:4])
+    return empty_state(shape, a.conv_kernel_size, channels, size)
+
+
+def decode(
+    h: NormOutput, w: Weights, context: AttentionContext, held: State, new: NewTokens, cfg: Config
+) -> tuple[jax.Array, State]:
+    """Compute the heads of complete prompts, or of one more token each, and the state after them.
+
+    Returns:  (this tensor rank's partial sum [B, T, D]; the state). Padding leaves it as it is.
+    """
+    a, positions, lengths = component(context, Mamba2), new.positions, new.lengths
+    projected = split(project(h, w), a)
+    tail = None if lengths is not None else held.tail
+    mixed = causal_convolution(projected.mixed, w["mamba_conv"], positions, tail)
+    x = inputs(projected, mixed, w, a)
+    if lengths is not None:
+        step, log_decay = (within(positions, lengths, y) for y in (x.step, x.log_decay))
+        x = x._replace(step=step, log_decay=log_decay)
+        how = positions == 0, a.chunk, cfg.model.recurrent_backend
+        out, matrix = state_space(x.queries, x.keys, x.written, x.log_decay, *how)
+        held = State(matrix, latest(projected.mixed, lengths, a.conv_kernel_size))
+    else:
+        q, k, v, log_decay = (y[:, 0] for y in (x.queries, x.keys, x.written, x.log_decay))
+        out, matrix = state_space_step(q, k, v, log_decay, held.matrix)
+        out, held = out[:, None], State(matrix, later(held, projected.mixed))
+    out = gated(out, x.values, projected.gate, w, a)
+    return row_parallel(out, w, "mamba_out", "attn_out"), held

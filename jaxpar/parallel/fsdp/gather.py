@@ -9,7 +9,7 @@ the leading dimension reads only the small shard. The matmul absorbs the transpo
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -42,6 +42,12 @@ type Dims = Mapping[str, Dim | None]
 
 def _split(dim: Dim) -> Split:
     return dim if isinstance(dim, Split) else Split(dim)
+
+
+def dim_of(dim: Dim | None) -> int:
+    """Return the dimension that is split. Args:     dim: of a matrix, and so not None."""
+    assert dim is not None
+    return _split(dim).dim
 
 
 def is_whole(dim: Dim | None) -> bool:
@@ -160,23 +166,14 @@ gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
 
 
 @jax.named_scope("float8_scales")
-def float8_scales(
-    tree: Any, dims_of: Callable[[dict], Mapping[str, tuple[int, ...]]], dtype: Any
-) -> Any:
+def float8_scales(largest: Any) -> Any:
     """Compute the e4m3 scale of each matrix: a power of two, from its largest magnitude.
 
-    Args:     tree: tuples or lists of dicts of shards. dims_of: returns the arrays of a dict to
-              scale, by name, with the dims that share a scale. dtype: compute dtype.
-    Returns:  dicts of float32 arrays without those dims, the same on each device of FSDP_AXES.
+    Args:     largest: a tree of the largest magnitudes of this device's shards.
+    Returns:  the same tree of float32 scales, the same on each device of FSDP_AXES.
     Communication: one all-reduce over FSDP_AXES for all layers, of one value per matrix.
     """
-
-    def largest(w: Any) -> Any:
-        if isinstance(w, (tuple, list)):
-            return type(w)(map(largest, w))
-        return {n: float8.max_magnitude(w[n].astype(dtype), d) for n, d in dims_of(w).items()}
-
-    numbers, restore = ravel_pytree(largest(tree))
+    numbers, restore = ravel_pytree(largest)
     whole = restore(pmax(numbers, FSDP_AXES))
     return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 

@@ -107,7 +107,7 @@ class IndexedChunks:
         return fn(take(self.stacked, c), c)
 
     def backward(self, sums, vjps, g, context, chunk, c):
-        d_chunk, dx = vjp_segments.pull_back(self.model, chunk, vjps[0], g, context)
+        d_chunk, dx = vjp_segments.pull_back(self.model, 0, chunk, vjps[0], g, context)
         add = lambda total, part: total.at[c].add(part.astype(jnp.float32))  # noqa: E731
         return add_gradients(sums, d_chunk, add), dx
 

@@ -135,8 +135,9 @@ def _empty_factors(step: slots.Step) -> list[Any]:
     types: list[Any] = []
 
     def note() -> None:
-        for segment in step.model.segments(step.chunks.first):
-            attached = vjp_segments.factors_of(step.model.attach(segment))
+        for i, segment in enumerate(step.model.segments(step.chunks.first)):
+            attached = step.model.attach(segment, i * step.model.layers_per_vjp)
+            attached = vjp_segments.factors_of(attached)
             types.append(jax.tree.map(jax.typeof, attached))
 
     jax.eval_shape(note)

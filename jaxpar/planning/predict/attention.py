@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
+from jaxpar.components.flags import model_of
+from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
     ATTENTIONS,
-    DELTA_NET,
     FEED_FORWARDS,
     GLOBAL,
-    MAMBA,
     has_kda,
     is_recurrent,
     kinds,
@@ -39,9 +39,17 @@ def widths(m: ModelConfig, tensor: int) -> Widths:
     if m.layer_pattern in FEED_FORWARDS:
         return Widths(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if is_recurrent(m):
-        of_kind = {DELTA_NET: delta_net, MAMBA: mamba}.get(m.layer_pattern, kimi_delta)
-        columns = of_kind.column_sizes(m, tensor)
-        values = columns[0] if m.layer_pattern == MAMBA else columns[2]
+        match model_of(m).layers[0].mixer:
+            case Mamba2() as mixer:
+                columns = mamba.column_sizes(mixer, tensor)
+                values = columns[0]
+            case GatedDeltaNet() as mixer:
+                columns = delta_net.column_sizes(mixer, tensor)
+                values = columns[2]
+            case mixer:
+                assert isinstance(mixer, KimiDeltaAttention)
+                columns = kimi_delta.column_sizes(mixer, tensor)
+                values = columns[2]
         return Widths(0.0, 0.0, sum(columns), values, sum(columns), 0.0)
     H, G = m.num_heads / tensor, m.num_kv_heads / tensor
     rotary = m.qk_rope_head_dim if m.kv_lora_rank else 0

@@ -86,7 +86,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     (x, weights, (w, b), d_out), experts_of = draw(key)
 
     def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
-        how = experts.products_of(m, expert_dim)
+        how = experts.products_of(experts_of(m).expert, m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
         names = (NAMES if m.mlp_gate else WITHOUT_GATE) + (OF_BIASES if m.expert_bias else ())
         found = _run(how, E, parts, x_w_d, (weights, b), experts_of)

@@ -1,0 +1,113 @@
+"""Softmax attention with grouped queries."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxpar.components.component import Mixer
+from jaxpar.components.model import Model
+from jaxpar.components.weight import Weight, matrix, vector
+from jaxpar.config import RopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary position embedding."""
+
+    theta: float = 500_000.0
+    """Base of the frequencies."""
+    scaling: RopeScaling | None = None
+    """Scaling of the frequencies to a longer context."""
+    fraction: float = 1.0
+    """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5)."""
+    layout: Literal["halves", "interleaved"] = "halves"
+    """Which dims are rotated together. halves: one of the first half with one of the second.
+    interleaved: neighbors (Helium, ERNIE 4.5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QkNorm:
+    """RMSNorm over queries and keys."""
+
+    over: Literal["head", "all"] = "head"
+    """head: each head, with one gain for all heads (Qwen3). all: the heads of a token together,
+    each with a gain of its own (OLMoE)."""
+    gain: bool = True
+    """False: none, and only in layers with a rotary embedding (Llama 4)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries times 1 + beta * log(1 + floor((position + 1) / span)) (Llama 4)."""
+
+    beta: float
+    span: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Mixer):
+    """Softmax attention: num_heads queries share num_kv_heads keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = Rope()
+    """None: no rotary embedding (NoPE)."""
+    window: int | None = None
+    """Latest keys that a query attends to, its own included. None: all."""
+    chunk: int | None = None
+    """Attend within chunks of this many tokens of a document (Llama 4). None: no chunks."""
+    bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """Bias on the output projection."""
+    qk_norm: QkNorm | None = None
+    value_norm: bool = False
+    """RMSNorm without a gain over each head's values (Gemma 4)."""
+    gate: bool = False
+    """Multiply the heads' outputs by the sigmoid of a projection of the input (Qwen3-Next)."""
+    sinks: bool = False
+    """A learned score per head in the softmax's denominator, without a value (gpt-oss)."""
+    keys_as_values: bool = False
+    """Values are the projected keys, before their norm and rotary embedding (Gemma 4)."""
+    scale: float | None = None
+    """Factor of the scores, in place of 1 / sqrt(head_dim) (Granite)."""
+    scale_dim: int | None = None
+    """Divide the scores by the square root of this, in place of head_dim (Gemma)."""
+    softcap: float | None = None
+    """Cap the magnitude of the scores (Gemma 2: 50)."""
+    growth: QueryGrowth | None = None
+    """Of queries, in layers without a rotary embedding."""
+    function: str = "softmax"
+    """softmax, or the name of a registered attention function."""
+
+    output_bias: ClassVar[str] = "bo"
+    points: ClassVar[tuple[str, ...]] = ("queries",)
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        D, H, G, K = model.d_model, self.num_heads, self.num_kv_heads, self.head_dim
+        of_q, of_kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        into = "wqk" if self.keys_as_values else "wqkv"
+
+        def projection(heads: int, axes: tuple[str, ...], target: str) -> Weight:
+            shape = (D, heads, K)
+            return matrix(shape, ("embed", *axes), columns=2, into=into, adapter=target)
+
+        found = {"wq": projection(H, of_q, "q_proj"), "wk": projection(G, of_kv, "k_proj")}
+        if not self.keys_as_values:
+            found["wv"] = projection(G, of_kv, "v_proj")
+        if self.gate:
+            found["w_attn_gate"] = matrix((D, H, K), ("embed", *of_q), columns=2)
+        found["wo"] = matrix((H, K, D), (*of_q, "embed"), to_stream=True, adapter="o_proj")
+        if self.qk_norm and self.qk_norm.gain:
+            for name, heads, by in (("q_norm", H, of_q), ("k_norm", G, of_kv)):
+                all_heads = self.qk_norm.over == "all"
+                shape, axes = ((heads, K), by) if all_heads else ((K,), by[1:])
+                found[name] = vector(shape, axes, model.norm.init)
+        if self.sinks:
+            found["sinks"] = vector((H,), ("heads",), "normal")
+        if self.bias:
+            for name, heads, by in (("bq", H, of_q), ("bk", G, of_kv), ("bv", G, of_kv)):
+                found[name] = vector((heads, K), by, into="bqkv", rank=1)
+        if self.out_bias:
+            found["bo"] = vector((D,), ("norm",))
+        return found

@@ -1,0 +1,79 @@
+"""Mixture of experts: several feed-forwards, of which each token uses a few.
+
+Source:   Shazeer et al. 2017 (1701.06538), section 2.1.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxpar.components.component import FeedForward
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.model import Model
+from jaxpar.components.weight import Weight, matrix, vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Which experts a token is sent to, with which weights."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
+    normalize: bool = True
+    """Normalize the weights of a token's experts to sum to 1."""
+    linear_bias: bool = False
+    """Bias on the logits, trained like any weight (gpt-oss)."""
+    balancing_bias: bool = False
+    """A bias on the scores by which experts are chosen, which a step changes by the experts' loads
+    (DeepSeek-V3)."""
+    groups: int = 1
+    """Groups of neighboring experts; a token uses groups_per_token of them (DeepSeek-V3)."""
+    groups_per_token: int = 1
+    scale: float = 1.0
+    """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
+    scales_input: bool = False
+    """Multiply the input of a token's expert by its weight, in place of the output (Llama 4)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(FeedForward):
+    """Experts of which a router chooses some for each token."""
+
+    expert: Glu
+    """One expert: a `Glu` or an `Mlp`."""
+    num_experts: int
+    experts_per_token: int
+    router: Router = Router()
+    num_shared_experts: int = 0
+    """Experts that every token uses: one feed-forward of this many times the width."""
+    shared_expert_gate: bool = False
+    """Multiply their output by the sigmoid of a number for each token (Qwen3-Next)."""
+
+    points: ClassVar[tuple[str, ...]] = ("choice", "routing")
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        D, E, F, into = model.d_model, self.num_experts, self.expert.d_ff, self.expert.into
+        axes, by_expert = ("experts", "expert_embed", "mlp"), ("router",)
+        late = {"converts_late": True}
+        of_router = {"columns": 0, "rank": 0, "readout": True}
+        found = {"router": matrix((D, E), ("embed", "router"), **of_router)}
+        if self.router.linear_bias:
+            found["b_router"] = vector((E,), by_expert)
+        if self.router.balancing_bias:
+            found["router_bias"] = vector((E,), by_expert, trainable=False)
+        if shared := self.num_shared_experts * F:
+            for n in into:
+                found[f"w_shared_{n}"] = matrix((D, shared), ("embed", "mlp"))
+            found["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), to_stream=True)
+            if self.shared_expert_gate:
+                gate = vector((D,), ("norm",), "normal", readout=True)
+                found["w_shared_router"] = dataclasses.replace(gate, decay=True)
+        for n in into:
+            found[f"w_{n}"] = matrix((E, D, F), axes, adapter=f"{n}_proj", **late)
+        down = ("experts", "mlp", "expert_embed")
+        found["w_down"] = matrix((E, F, D), down, to_stream=True, adapter="down_proj", **late)
+        if self.expert.bias:
+            found |= {f"b_{n}": vector((E, F), ("experts", "mlp")) for n in into}
+            # Every device adds those of its tokens, whichever device has the experts.
+            found["b_down"] = vector((E, D), ("router", "norm"))
+        return found

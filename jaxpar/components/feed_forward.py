@@ -1,0 +1,54 @@
+"""Dense feed-forwards: gated linear units, and two-matrix perceptrons.
+
+Source:   Shazeer 2020 (2002.05202), equation 5; Vaswani et al. 2017 (1706.03762), section 3.3.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxpar.components.component import FeedForward
+from jaxpar.components.model import Model
+from jaxpar.components.weight import Weight, matrix, vector
+
+type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedSwiglu:
+    """gate * sigmoid(alpha * gate) * (up + 1), both clamped to limit (gpt-oss)."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glu(FeedForward):
+    """act(h W_gate) * (h W_up), times W_down."""
+
+    d_ff: int
+    activation: Activation | ClampedSwiglu = "silu"
+    """gelu: the tanh approximation, as in GeGLU (Gemma)."""
+    bias: bool = False
+
+    output_bias: ClassVar[str] = "b_down"
+    into: ClassVar[tuple[str, ...]] = ("gate", "up")
+    """The projections of the input."""
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        D, F, axes, late = model.d_model, self.d_ff, ("embed", "mlp"), {"converts_late": True}
+        fused = {"into_optional": "w_gate_up" if len(self.into) == 2 else ""}
+        found = {
+            f"w_{n}": matrix((D, F), axes, adapter=f"{n}_proj", **fused, **late) for n in self.into
+        }
+        found["w_down"] = matrix((F, D), axes[::-1], to_stream=True, adapter="down_proj", **late)
+        if self.bias:
+            found |= {f"b_{n}": vector((F,), ("mlp",)) for n in self.into}
+            found["b_down"] = vector((D,), ("norm",))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp(Glu):
+    """act(h W_up) W_down, of two matrices (GPT-3, Nemotron 3)."""
+
+    into: ClassVar[tuple[str, ...]] = ("up",)

@@ -1,0 +1,80 @@
+"""Multi-head latent attention (MLA).
+
+Source:   DeepSeek-AI 2024 (2405.04434), section 2.1.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxpar.components.attention import Rope
+from jaxpar.components.component import Mixer
+from jaxpar.components.model import Model
+from jaxpar.components.weight import Weight, matrix, vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Mixer):
+    """Attention whose keys and values are computed from a latent. The fields have the names of
+    published configs."""
+
+    num_heads: int
+    qk_nope_head_dim: int
+    """Dims of a query or key that are not rotated."""
+    qk_rope_head_dim: int
+    """Dims that are, after the others. Their key is shared by all heads."""
+    v_head_dim: int
+    """Width of a head's values."""
+    kv_lora_rank: int
+    """Width of the latent of keys and values (DeepSeek: 512)."""
+    q_lora_rank: int | None = None
+    """Width of the latent of queries (DeepSeek-V3: 1536). None: queries are projections of the
+    residual stream (DeepSeek-V2-Lite)."""
+    rope: Rope | None = Rope()  # noqa: RUF009
+    window: int | None = None
+    """Latest keys that a query attends to, its own included. None: all."""
+    chunk: int | None = None
+    """Attend within chunks of this many tokens of a document. None: no chunks."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in the RMSNorms of both latents."""
+
+    points: ClassVar[tuple[str, ...]] = ("queries",)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        # The matrices that make latents are complete on each tensor rank, since all heads read
+        # them. Those that read latents are split by heads, and FSDP-sharded along the latent.
+        D, H, K, V, R = (
+            model.d_model,
+            self.num_heads,
+            self.head_dim,
+            self.v_head_dim,
+            self.q_lora_rank,
+        )
+        by_head, kv = ("heads", "head_dim"), self.kv_lora_rank
+
+        def make(rank: int, target: str) -> Weight:
+            return matrix((D, rank), ("embed", "rank"), adapter=target, inputs="own_tokens")
+
+        def read(rank: int, width: int, target: str) -> Weight:
+            return matrix((rank, H, width), ("latent", *by_head), columns=2, adapter=target)
+
+        def gain(rank: int) -> Weight:
+            return vector((rank,), ("norm",), model.norm.init)
+
+        found = {
+            "wkv_a": make(kv + self.qk_rope_head_dim, "kv_a_proj_with_mqa"),
+            "kv_a_norm": gain(kv),
+        }
+        if R is None:
+            axes = ("embed", *by_head)
+            found["wq"] = matrix((D, H, K), axes, columns=2, adapter="q_proj")
+        else:
+            found |= {"wq_a": make(R, "q_a_proj"), "q_a_norm": gain(R)}
+            found["wq_b"] = read(R, K, "q_b_proj")
+        found["wkv_b"] = read(kv, self.qk_nope_head_dim + V, "kv_b_proj")
+        found["wo"] = matrix((H, V, D), (*by_head, "embed"), to_stream=True, adapter="o_proj")
+        return found

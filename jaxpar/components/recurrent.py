@@ -1,0 +1,159 @@
+"""Mixers with a state that tokens carry on: Gated DeltaNet, Kimi Delta Attention and Mamba-2.
+
+Key heads are split over the tensor axis, and with each the value heads that it serves. Matrices are
+FSDP-sharded as those of attention. What is small is not. Decays start between those of a rate of 1
+and of 16, and time steps between 0.001 and 0.1.
+
+Source:   Dao & Gu 2024 (2405.21060), for the initial decays and time steps.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxpar.components.component import Mixer
+from jaxpar.components.model import Model
+from jaxpar.components.weight import Weight, conv_kernel, matrix, vector
+
+_BY_HEAD = ("heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Mixer):
+    """A recurrence after a short convolution over tokens. Its state is a matrix for each head."""
+
+    recurrent: ClassVar[bool] = True
+
+    conv_kernel_size: int = 4
+    """Tokens of the convolution, the latest included; at least 2."""
+    chunk: int = 64
+    """Tokens that are processed at a time, in matmuls. It does not change what is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet(Recurrent):
+    """The gated delta rule, with a decay for each head (Yang et al. 2024, 2412.06464)."""
+
+    num_key_heads: int
+    """Heads of queries and keys. They serve equal numbers of value heads."""
+    num_value_heads: int
+    """Heads of values, each with a state [key_head_dim, value_head_dim]."""
+    key_head_dim: int
+    value_head_dim: int
+    allow_neg_eigval: bool = False
+    """Rates of a write of up to 2 instead of 1, so that a state may change its sign along a key
+    (OLMo Hybrid)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in the RMSNorm of a head's output."""
+
+    inputs: ClassVar[tuple[str, ...]] = tuple(f"delta_{n}" for n in "qkvzba")
+    """Projections of the input: queries, keys, values, gates, rates and time steps."""
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        D, H, G = model.d_model, self.num_value_heads, self.num_key_heads
+        K, V, served = self.key_head_dim, self.value_head_dim, H // G
+        fused = {"into": "delta_in", "adapter": "in_proj", "columns": 2}
+        found: dict[str, Weight] = {}
+        for n, size in zip(
+            self.inputs, (K, K, served * V, served * V, served, served), strict=True
+        ):
+            found[n] = matrix((D, G, size), ("embed", *_BY_HEAD), **fused)
+        for n, size in {"q": K, "k": K, "v": served * V}.items():
+            shape = (G, size, self.conv_kernel_size)
+            found[f"delta_conv_{n}"] = conv_kernel(shape, "delta_conv")
+        found["delta_a_log"] = vector((H,), ("heads",), "decay_rate")
+        found["delta_dt_bias"] = vector((H,), ("heads",), "time_step")
+        found["delta_norm"] = vector((V,), ("head_dim",), "ones")
+        axes = (*_BY_HEAD, "embed")
+        found["delta_out"] = matrix((H, V, D), axes, to_stream=True, adapter="out_proj")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaAttention(Recurrent):
+    """A delta rule with a decay for each channel of a key (Kimi Team 2025, 2510.26692)."""
+
+    num_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    """Width of a value, and of the two latents of decays and output gates."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in the RMSNorm of a head's output."""
+
+    inputs: ClassVar[tuple[str, ...]] = tuple(f"kda_{n}" for n in "qkv")
+    """Projections of the input: queries, keys and values."""
+    gates: ClassVar[tuple[str, ...]] = ("kda_f_a", "kda_g_a", "kda_b")
+    """And of the input too: latents of decays and of output gates, and rates."""
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        # Decays and output gates are products of two matrices each. The first, to a latent, is
+        # complete on each tensor rank. The second is FSDP-sharded along the latent.
+        D, H, K, V = model.d_model, self.num_heads, self.key_head_dim, self.value_head_dim
+        sizes, width = {"q": K, "k": K, "v": V}, self.conv_kernel_size
+        gates = {"into": "kda_gates", "float8": False, "adapter": "in_proj"}
+        after_latent = {"columns": 2, "float8": False, "inputs": "sequence"}
+        fused = {"columns": 2, "into": "kda_in", "adapter": "in_proj"}
+        found: dict[str, Weight] = {}
+        for n, size in zip(self.inputs, sizes.values(), strict=True):
+            found[n] = matrix((D, H, size), ("embed", *_BY_HEAD), **fused)
+        *latents, rate = self.gates
+        for n in latents:
+            found[n] = matrix((D, V), ("embed", "rank"), **gates)
+        found[rate] = matrix((D, H), ("embed", "heads"), **gates)
+        for n, size in sizes.items():
+            found[f"kda_conv_{n}"] = conv_kernel((H, size, width), "kda_conv")
+        for n, size in {"f": K, "g": V}.items():
+            found[f"kda_{n}_b"] = matrix((V, H, size), ("latent", *_BY_HEAD), **after_latent)
+        found["kda_a_log"] = vector((H,), ("heads",), "decay_rate")
+        found["kda_dt_bias"] = vector((H, K), _BY_HEAD, "time_step")
+        found["kda_norm"] = vector((V,), ("head_dim",), "ones")
+        axes = (*_BY_HEAD, "embed")
+        found["kda_out"] = matrix((H, V, D), axes, to_stream=True, adapter="out_proj")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Recurrent):
+    """A state space model. Published code calls values x, keys B and queries C."""
+
+    num_heads: int
+    """Heads, each with a state [state_size, head_dim]."""
+    head_dim: int
+    """Width of a value."""
+    state_size: int
+    """Width of a query or key."""
+    num_groups: int = 1
+    """Groups of heads, which share queries and keys, and the norm of the output."""
+    min_step: float = 0.0
+    """The least time step (Nemotron-H: 0.001)."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in the RMSNorm of the output."""
+
+    inputs: ClassVar[tuple[str, ...]] = tuple(f"mamba_{n}" for n in ("z", "x", "b", "c", "dt"))
+    """Projections of the input: gates, values, keys, queries and time steps."""
+
+    def weights(self, model: Model) -> dict[str, Weight]:
+        D, H, P, G, N = (
+            model.d_model,
+            self.num_heads,
+            self.head_dim,
+            self.num_groups,
+            self.state_size,
+        )
+        wide = {"z": (H, P), "x": (H, P), "b": (G, N), "c": (G, N)}
+        fused, (*by_head, step) = {"into": "mamba_in", "adapter": "in_proj"}, self.inputs
+        found: dict[str, Weight] = {}
+        for n, shape in zip(by_head, wide.values(), strict=True):
+            found[n] = matrix((D, *shape), ("embed", *_BY_HEAD), columns=2, **fused)
+        found[step] = matrix((D, H), ("embed", "heads"), **fused)
+        for n in "xbc":
+            kernel = conv_kernel((*wide[n], self.conv_kernel_size), "mamba_conv")
+            found[f"mamba_conv_{n}"] = kernel
+            bias = vector(wide[n], _BY_HEAD, into="mamba_conv_bias", rank=1)
+            found[f"mamba_bias_{n}"] = bias
+        found["mamba_a_log"] = vector((H,), ("heads",), "decay_rate")
+        found["mamba_dt_bias"] = vector((H,), ("heads",), "time_step")
+        found["mamba_d"] = vector((H,), ("heads",), "ones")
+        found["mamba_norm"] = vector((H, P), _BY_HEAD, "ones", rank=1)
+        axes = (*_BY_HEAD, "embed")
+        found["mamba_out"] = matrix((H, P, D), axes, to_stream=True, adapter="out_proj")
+        return found

@@ -1,0 +1,48 @@
+"""The layers of a chunk: what a device executes at once, as the fused layout has it.
+
+A chunk is a tuple with the weights of each layer (`parallel.layer_loop` unroll); or, for scan, the
+stacked weights of equal layers, or a list with those of each layer of a period.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.components.flags import STACK_OF_MODULES, layer_of_modules, model_of
+from jaxpar.components.model import Layer
+from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
+
+
+@functools.lru_cache(maxsize=256)
+def layers_of_chunk(cfg: Config) -> tuple[Layer, ...]:
+    """Return the layer of each slot of a chunk of a stage: the same layers in every chunk."""
+    before = dense_before_stages(cfg.model, cfg.parallel)
+    return model_of(cfg.model).layers[before:][: slots_per_chunk(cfg)]
+
+
+def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
+    """Apply `fn` to each tree in fused layers and the corresponding trees in `rest`."""
+
+    def in_chunk(chunk: Any, *others: Any) -> Any:
+        several = isinstance(chunk, (tuple, list))
+        return type(chunk)(map(fn, chunk, *others)) if several else fn(chunk, *others)
+
+    return tuple(map(in_chunk, layers, *rest))
+
+
+def with_layers(fn: Callable[..., Any], cfg: Config, layers: tuple, *rest: tuple) -> tuple:
+    """`map_layers` of a function that takes the `Layer` first."""
+    declared = layers_of_chunk(cfg)
+
+    def in_chunk(chunk: Any, *others: Any) -> Any:
+        if not isinstance(chunk, (tuple, list)):
+            return fn(declared[0], chunk, *others)
+        return type(chunk)(map(fn, declared, chunk, *others))
+
+    return tuple(map(in_chunk, layers, *rest))
+
+
+def layer_outside(prefix: str, m: ModelConfig) -> Layer:
+    """Return a layer outside the stages. Args:     prefix: what its flat names begin with."""
+    return layer_of_modules(m) if prefix.startswith(STACK_OF_MODULES) else model_of(m).layers[0]
