@@ -105,14 +105,6 @@ class Model:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
 
-    # Models are keys of caches: 61 layers are hashed once.
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.d_model, self.vocab_size, self.layers, self.norm, self.mtp_depth))
-
-    def __hash__(self) -> int:
-        return self._hash
-
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Layer, ...]]:
         """The layers of each name, in the model's order. Their weights are stacked."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 type Gradients = tuple[tuple[Any, Any, Any], tuple[Any, Any]]
 
 
-class Glu(Protocol):
+class GluKernel(Protocol):
     """A gated linear unit: hidden = act(gate) * value(up)."""
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -40,11 +40,11 @@ class SwiGLU:
     """In kernels, one that their compiler supports. Only `gradients` reads it."""
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """`Glu.hidden`."""
+        """`GluKernel.hidden`."""
         return jax.nn.silu(gate) * up
 
     def gradients(self, gate: Any, up: Any, d_hidden: Any, scale: Any) -> Gradients:
-        """`Glu.gradients`."""
+        """`GluKernel.gradients`."""
         sigmoid = self.sigmoid(gate)
         act = gate * sigmoid
         d_gate = d_hidden * scale * up * (sigmoid + act * (1 - sigmoid))
@@ -66,12 +66,12 @@ class ClampedSwiGLU:
     """As `SwiGLU.sigmoid`."""
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """`Glu.hidden`."""
+        """`GluKernel.hidden`."""
         gate, up = self._clamped(gate, up)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
     def gradients(self, gate: Any, up: Any, d_hidden: Any, scale: Any) -> Gradients:
-        """`Glu.gradients`."""
+        """`GluKernel.gradients`."""
         g, u = self._clamped(gate, up)
         sigmoid = self.sigmoid(self.alpha * g)
         act, value, d = g * sigmoid, u + 1, d_hidden * scale
@@ -97,11 +97,11 @@ class GeGLU:
     """
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """`Glu.hidden`."""
+        """`GluKernel.hidden`."""
         return jax.nn.gelu(gate, approximate=True) * up
 
     def gradients(self, gate: Any, up: Any, d_hidden: Any, scale: Any) -> Gradients:
-        """`Glu.gradients`."""
+        """`GluKernel.gradients`."""
         act, pullback = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), gate)
         d = d_hidden * scale
         return (act * up * scale, *pullback(d * up), d * act), (act, up)

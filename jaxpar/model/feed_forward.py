@@ -89,7 +89,7 @@ def plain_activation(of: Mlp) -> Activation:
     return of.activation
 
 
-def kernel_of(of: Glu) -> kernels.Glu:
+def kernel_of(of: Glu) -> kernels.GluKernel:
     """Return the kernel of a gated linear unit's activation."""
     if isinstance(of.activation, ClampedSwiglu):
         return kernels.ClampedSwiGLU(of.activation.limit, of.activation.alpha)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.flags import experts_of
+from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model.layer import EXPERTS
+from jaxpar.model.layer import branches
 from jaxpar.model.moe import experts, router
 from jaxpar.model.parameters import param_specs
 from jaxpar.parallel.tensor.shards import Shards
@@ -79,13 +79,17 @@ def programs_of(cfg: Config):
     made = functools.partial(_arrays, specs, cfg)
     placed = shardings(mesh, (of_weights, BATCH_SPEC, BATCH_SPEC))
     w, x, d_out = jax.jit(made, out_shardings=placed)(jax.random.key(0))
-    context = SimpleNamespace(loss_weight=None)
+    context = SimpleNamespace(layer=model_of(m).layers[0], loss_weight=None)
 
     def converted(w):
-        return {n: a if n in experts.OF_ROUTER else a.astype(m.dtype) for n, a in w.items()}
+        return {
+            n: a if n in ("router", "b_router", "router_bias") else a.astype(m.dtype)
+            for n, a in w.items()
+        }
 
     def apply(w, x):
-        return EXPERTS.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
+        branch = branches(context.layer, m)[-1]
+        return branch.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
 
     def gradients(w, x, d_out):  # those of experts stay in the compute dtype, as in a step
         out, pullback = jax.vjp(apply, converted(w), x)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layer import Layer, Rope
-from .norms import Norm
+from .layer import Rope, TorchLayer
+from .norms import TorchNorm
 from .rope import query_scale, rotate
 
 
@@ -17,7 +17,7 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-class AttentionLayer(Layer):
+class AttentionLayer(TorchLayer):
     """A layer with attention."""
 
     def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
@@ -25,7 +25,7 @@ class AttentionLayer(Layer):
         D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
         wide = (heads, kv) if m.qk_norm_over == "all" else (m.head_dim, m.head_dim)
         gains = m.qk_norm and m.qk_norm_gain
-        norms = (Norm(width, m) if gains else nn.Identity() for width in wide)
+        norms = (TorchNorm(width, m) if gains else nn.Identity() for width in wide)
         self.q_norm, self.k_norm = norms
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")

@@ -13,9 +13,9 @@ from .attention import AttentionLayer, capped
 from .delta_net import DeltaNetLayer
 from .kimi_delta import KimiDeltaLayer
 from .latent_attention import LatentAttentionLayer
-from .layer import FeedForwardLayer, Layer
+from .layer import FeedForwardLayer, TorchLayer
 from .mamba import MambaLayer
-from .norms import LayerNorm, Norm
+from .norms import LayerNorm, TorchNorm
 from .rope import frequencies, rotary_factor
 
 
@@ -44,7 +44,7 @@ def with_heads(m: SimpleNamespace, letter: str) -> SimpleNamespace:
     return SimpleNamespace(**vars(m) | own)
 
 
-def layer(m: SimpleNamespace, i: int) -> Layer:
+def layer(m: SimpleNamespace, i: int) -> TorchLayer:
     """Layer i of the model. In a model with experts, the first or some between may be dense."""
     letter = letter_of(m, i)
     is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
         self.layers = nn.ModuleList(layer(m, i) for i in range(m.num_layers))
-        self.norm = (LayerNorm if m.norm == "layer" else Norm)(m.d_model, m)
+        self.norm = (LayerNorm if m.norm == "layer" else TorchNorm)(m.d_model, m)
         learned = m.positions == "learned"
         self.positions = nn.Embedding(m.max_positions, m.d_model) if learned else None
         self.head = None if m.tie_embeddings else nn.Linear(m.d_model, m.vocab_size, bias=False)

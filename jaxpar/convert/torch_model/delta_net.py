@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .convolution import CausalConvolution
-from .layer import Layer, Rope
+from .layer import Rope, TorchLayer
 
 
-class DeltaNetLayer(Layer):
+class DeltaNetLayer(TorchLayer):
     """A layer whose heads each carry a state [K, V] from token to token."""
 
     def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):

@@ -25,7 +25,7 @@ def activated(x: Tensor, kind: str) -> Tensor:
     return F.gelu(x, approximate="none" if kind == "gelu_exact" else "tanh")
 
 
-class FeedForward(nn.Module):
+class TorchFeedForward(nn.Module):
     """The feed-forward: a gated linear unit, or two matrices without a gate."""
 
     def __init__(self, m: SimpleNamespace):
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         return self.down(gated(self.gate(h), self.up(h), self.m))
 
 
-class Experts(nn.Module):
+class TorchExperts(nn.Module):
     """Mixture of experts: each token uses the experts to which the router gives most."""
 
     def __init__(self, m: SimpleNamespace):
@@ -50,12 +50,12 @@ class Experts(nn.Module):
         self.m = m
         self.router = nn.Linear(m.d_model, m.num_experts, bias=m.router_linear_bias)
         expert = SimpleNamespace(**vars(m) | {"mlp_bias": m.expert_bias})
-        self.experts = nn.ModuleList(FeedForward(expert) for _ in range(m.num_experts))
+        self.experts = nn.ModuleList(TorchFeedForward(expert) for _ in range(m.num_experts))
         if m.router_bias:
             self.router_bias = nn.Parameter(torch.empty(m.num_experts))
         if m.num_shared_experts:
             wide = vars(m) | {"d_ff": m.num_shared_experts * m.d_ff}
-            self.shared = FeedForward(SimpleNamespace(**wide))
+            self.shared = TorchFeedForward(SimpleNamespace(**wide))
         if m.shared_expert_gate:
             self.shared_gate = nn.Linear(m.d_model, 1, bias=False)
 

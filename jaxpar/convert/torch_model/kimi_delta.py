@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from .convolution import CausalConvolution
 from .delta_net import delta_rule, unit
-from .layer import Layer, Rope
+from .layer import Rope, TorchLayer
 
 
-class KimiDeltaLayer(Layer):
+class KimiDeltaLayer(TorchLayer):
     """A layer whose heads each carry a state [K, V], which decays by a number for each channel."""
 
     def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layer import Layer, Rope
-from .norms import Norm
+from .layer import Rope, TorchLayer
+from .norms import TorchNorm
 from .rope import rotate
 
 
-class LatentAttentionLayer(Layer):
+class LatentAttentionLayer(TorchLayer):
     """A layer whose keys and values are projections of a latent, and queries too if they have one.
 
     The last dims of each head are rotated. Their key is shared by all heads.
@@ -27,10 +27,10 @@ class LatentAttentionLayer(Layer):
             self.q = linear(m.d_model, H * m.head_dim)
         else:
             self.q_a = linear(m.d_model, m.q_lora_rank)
-            self.q_a_norm = Norm(m.q_lora_rank, of_latents)
+            self.q_a_norm = TorchNorm(m.q_lora_rank, of_latents)
             self.q_b = linear(m.q_lora_rank, H * m.head_dim)
         self.kv_a = linear(m.d_model, m.kv_lora_rank + m.qk_rope_head_dim)
-        self.kv_a_norm = Norm(m.kv_lora_rank, of_latents)
+        self.kv_a_norm = TorchNorm(m.kv_lora_rank, of_latents)
         self.kv_b = linear(m.kv_lora_rank, H * (self.nope + m.v_head_dim))
         self.o = linear(H * m.v_head_dim, m.d_model)
 

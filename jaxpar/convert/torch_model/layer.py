@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from .feed_forward import Experts, FeedForward
-from .norms import LayerNorm, Norm
+from .feed_forward import TorchExperts, TorchFeedForward
+from .norms import LayerNorm, TorchNorm
 
 #: Cosine and sine; None without positions.
 Rope = tuple[Tensor, Tensor] | None
 
 
-class Layer(nn.Module):
+class TorchLayer(nn.Module):
     """One block: a mixer of tokens, then a feed-forward. A subclass has the mixer's weights."""
 
     mixes = True
@@ -20,15 +20,15 @@ class Layer(nn.Module):
     def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
         super().__init__()
         self.m = m
-        stream = LayerNorm if m.norm == "layer" else Norm
+        stream = LayerNorm if m.norm == "layer" else TorchNorm
         before = lambda: stream(m.d_model, m) if m.pre_norms else nn.Identity()  # noqa: E731
-        after = lambda: Norm(m.d_model, m) if m.post_norms else nn.Identity()  # noqa: E731
+        after = lambda: TorchNorm(m.d_model, m) if m.post_norms else nn.Identity()  # noqa: E731
         self.mlp: nn.Module | None = None
         if self.mixes:
             self.attn_norm, self.attn_post_norm = before(), after()
         if feeds_forward:
             self.mlp_norm, self.mlp_post_norm = None if m.shared_norm else before(), after()
-            self.mlp = Experts(m) if m.num_experts else FeedForward(m)
+            self.mlp = TorchExperts(m) if m.num_experts else TorchFeedForward(m)
         if m.layer_scale:
             self.layer_scale = nn.Parameter(torch.empty(1))
 
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         raise NotImplementedError
 
 
-class FeedForwardLayer(Layer):
+class FeedForwardLayer(TorchLayer):
     """A layer with a feed-forward alone."""
 
     mixes = False

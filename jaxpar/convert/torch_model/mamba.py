@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .convolution import CausalConvolution
-from .layer import Layer, Rope
+from .layer import Rope, TorchLayer
 
 
-class MambaLayer(Layer):
+class MambaLayer(TorchLayer):
     """A layer whose heads each carry a state [N, P] from token to token.
 
     The paper calls values x, keys B and queries C.

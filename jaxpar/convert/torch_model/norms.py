@@ -18,7 +18,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), shape, *w, self.eps).to(x.dtype)
 
 
-class Norm(nn.Module):
+class TorchNorm(nn.Module):
     """Root-mean-square norm over the last dim, in float32."""
 
     def __init__(self, width: int, m: SimpleNamespace):

@@ -10,7 +10,7 @@ the tiles in use are neither read nor defined.
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.glu import GeGLU, Glu
+from jaxpar.kernels.glu import GeGLU, GluKernel
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, moves_rows, refusal
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
@@ -82,7 +82,7 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def glu_hidden(
-    glu: Glu,
+    glu: GluKernel,
     gate: jax.Array,
     up: jax.Array,
     scale: jax.Array,
@@ -101,7 +101,7 @@ def glu_hidden(
 
 
 def glu_backward(
-    glu: Glu,
+    glu: GluKernel,
     gate: jax.Array,
     up: jax.Array,
     d_hidden: jax.Array,

@@ -22,7 +22,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.activation import Activation
-from jaxpar.kernels.glu import Glu, SwiGLU
+from jaxpar.kernels.glu import GluKernel, SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.api import Biases
 from jaxpar.model.feed_forward import kernel_of, plain_activation
@@ -114,7 +114,7 @@ class _OfArrays:
 class InComputeDtype(_OfArrays):
     """Products of GLUs in the compute dtype."""
 
-    glu: Glu
+    glu: GluKernel
 
     def hidden(self, gu: Inner, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
         gate, up = gu
@@ -155,7 +155,7 @@ class InFloat8:
     `model.float8_scaling` row.
     """
 
-    glu: Glu
+    glu: GluKernel
     expert_dim: int
     scaling: Literal["tensor", "row"]
     """`model.float8_scaling`."""

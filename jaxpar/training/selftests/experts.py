@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.flags import experts_of
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
@@ -83,13 +84,13 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     parts = math.gcd(expert_ways(cfg.parallel), TOKENS) if cfg.parallel.pipeline == 1 else 1
     draw = jax.jit(functools.partial(_inputs, cfg, E), compiler_options=_QUICKLY)
     key = jax.device_put(jax.random.key(cfg.train.seed), jax.local_devices()[0])
-    (x, weights, (w, b), d_out), experts_of = draw(key)
+    (x, weights, (w, b), d_out), chosen = draw(key)
 
     def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
         how = experts.products_of(experts_of(m).expert, m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
         names = (NAMES if m.mlp_gate else WITHOUT_GATE) + (OF_BIASES if m.expert_bias else ())
-        found = _run(how, E, parts, x_w_d, (weights, b), experts_of)
+        found = _run(how, E, parts, x_w_d, (weights, b), chosen)
         return dict(zip(names, found, strict=True))
 
     in_float32 = lambda a: a.astype(m.dtype).astype(jnp.float32)  # noqa: E731

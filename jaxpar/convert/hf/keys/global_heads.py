@@ -11,7 +11,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.config.layout.layer_kinds import ATTENTION, GLOBAL, kinds, of_kind
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.keys.patterns import FULL, SLIDING, period
-from jaxpar.convert.hf.keys.ropes import Rope, read_rope, write_rope
+from jaxpar.convert.hf.keys.ropes import RopeKeys, read_rope, write_rope
 
 #: The fields of ModelConfig that these keys set.
 FIELDS = (
@@ -61,7 +61,7 @@ def write(m: ModelConfig) -> Values:
     """Return the keys that `read` reads."""
     own, of_all = of_kind(m, GLOBAL), kinds(m)
     heads = {"head_dim": own.head_dim, "num_key_value_heads": own.num_kv_heads}
-    local = Rope(m.local_rope_theta or m.rope_theta, _local_scaling(m), 1.0)
+    local = RopeKeys(m.local_rope_theta or m.rope_theta, _local_scaling(m), 1.0)
     return {
         "layer_types": [FULL if kind == GLOBAL else SLIDING for kind in of_all],
         "sliding_window": m.sliding_window,
@@ -70,7 +70,7 @@ def write(m: ModelConfig) -> Values:
         BY_LAYER: {str(i): dict(heads) for i, kind in enumerate(of_all) if kind == GLOBAL},
         KEYS_AS_VALUES: m.global_keys_as_values,
         "rope_parameters": {
-            FULL: write_rope(Rope(m.rope_theta, m.rope_scaling, 1.0)),
+            FULL: write_rope(RopeKeys(m.rope_theta, m.rope_scaling, 1.0)),
             SLIDING: write_rope(local),
         },
     }

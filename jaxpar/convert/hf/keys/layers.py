@@ -15,7 +15,7 @@ from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
 from jaxpar.convert.hf.keys.ropes import (
     ORIGINAL,
     PARTIAL,
-    Rope,
+    RopeKeys,
     read_rope,
     write_rope,
     write_scaling,
@@ -296,10 +296,10 @@ def _write_windows(m: ModelConfig) -> Values:
 def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
     """Return the keys that `_read_two_ropes` reads."""
     theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
-    local = Rope(theta, m.rope_scaling if m.local_rope_scaling else None, 1.0)
+    local = RopeKeys(theta, m.rope_scaling if m.local_rope_scaling else None, 1.0)
     return {
         "rope_parameters": {
-            FULL: write_rope(Rope(m.rope_theta, m.rope_scaling, 1.0)),
+            FULL: write_rope(RopeKeys(m.rope_theta, m.rope_scaling, 1.0)),
             SLIDING: write_rope(local),
         },
         local_key: local.theta,
@@ -315,7 +315,7 @@ def _write_one_rope(m: ModelConfig) -> Values:
     s = m.rope_scaling
     beside = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
     return beside | {
-        "rope_parameters": write_rope(Rope(m.rope_theta, s, m.rope_fraction)),
+        "rope_parameters": write_rope(RopeKeys(m.rope_theta, s, m.rope_fraction)),
         "rope_theta": m.rope_theta,
         "rope_scaling": None if s is None else write_scaling(s),
     }

@@ -1,6 +1,6 @@
 """The keys of config.json about a rotary embedding: its base, its dims, and its scaling.
 
-`Rope` is one rotary embedding. A file has one for all layers, or one for each kind of layer.
+`RopeKeys` is one rotary embedding. A file has one for all layers, or one for each kind of layer.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ MROPE = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeKeys:
     """A rotary embedding."""
 
     theta: float
@@ -57,7 +57,7 @@ class Rope:
     fraction: float
 
 
-def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
+def read_rope(rope: Values, values: Values, key: str = THETA) -> RopeKeys:
     """Read a rotary embedding.
 
     Args:     rope: `rope_parameters`, or the older `rope_scaling`; its `rope_type` was once `type`.
@@ -77,8 +77,8 @@ def read_rope(rope: Values, values: Values, key: str = THETA) -> Rope:
         raise refuse(PARTIAL, fraction, rule, CORRECT)
     scaling = _scaling(rope, values)
     if scaling is not None and scaling.kind == "proportional":
-        return Rope(float(theta), dataclasses.replace(scaling, turning=float(fraction)), 1.0)
-    return Rope(float(theta), scaling, float(fraction))
+        return RopeKeys(float(theta), dataclasses.replace(scaling, turning=float(fraction)), 1.0)
+    return RopeKeys(float(theta), scaling, float(fraction))
 
 
 def _scaling(rope: Values, values: Values) -> RopeScaling | None:
@@ -215,7 +215,7 @@ def without_mrope(rope: Values, values: Values) -> Values:
     return {key: value for key, value in rope.items() if key not in MROPE}
 
 
-def read_null(values: Values) -> Rope | None:
+def read_null(values: Values) -> RopeKeys | None:
     """Return the rotary embedding of a model that has none, or None if it has one.
 
     A base of null says that there is none, and so does a `rope_type` of null.
@@ -231,7 +231,7 @@ def read_null(values: Values) -> Rope | None:
     if not none and THETA not in values:
         fix = f'write {{"{THETA}": null}} for none, or its base'
         raise refuse(key, rope, "does not say whether there are rotary embeddings", fix)
-    return Rope(ModelConfig().rope_theta, None, 0.0)
+    return RopeKeys(ModelConfig().rope_theta, None, 0.0)
 
 
 def write_null() -> Values:
@@ -263,7 +263,7 @@ def write_scaling(s: RopeScaling | None) -> Values:
     return found
 
 
-def write_rope(rope: Rope) -> Values:
+def write_rope(rope: RopeKeys) -> Values:
     """Return the keys of a rotary embedding, as `read_rope` reads them."""
     partial = {} if rope.fraction == 1 else {PARTIAL: rope.fraction}
     return write_scaling(rope.scaling) | {THETA: rope.theta} | partial

@@ -1,0 +1,66 @@
+"""What components declare: the fused layout, points, and nothing of JAX."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from jaxpar.components.experts import Experts
+from jaxpar.components.flags import layer_of_modules, model_of
+from jaxpar.components.weight import either_way, fused, spread
+from jaxpar.config.config_file import load_config
+from jaxpar.model.fused_weights import dims_of, matrices_of
+from jaxpar.sharding.axes import RULES
+from tests.step.figures_of import names
+
+SHIPPED = names()
+
+
+def layers_of(name: str):
+    m = load_config(name).model
+    modules = [layer_of_modules(m)] if m.mtp_depth else []
+    return model_of(m), [*dict.fromkeys(model_of(m).layers), *modules]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_weights_of_shipped_configs(name):
+    """Each is in one array of the fused layout, has an axis for each dim, and all arrays of one
+    fused array are alike."""
+    model, layers = layers_of(name)
+    for layer in layers:
+        weights = layer.weights(model)
+        for w in map(spread, weights.values()):
+            assert len(w.shape) == len(w.axes) and set(w.axes) <= RULES.keys()
+        for gate_up in (False, True):
+            arrays = fused(weights, gate_up=gate_up)
+            assert sorted(n for a in arrays.values() for n, _ in a.parts) == sorted(weights)
+            assert arrays.keys() <= either_way(weights).keys()
+            for array in arrays.values():
+                same = ("inputs", "float8", "to_stream", "converts_late", "rank")
+                for _, w in array.parts:
+                    assert [getattr(w, f) for f in same] == [getattr(array.first, f) for f in same]
+        dims = dims_of(layer, model)
+        assert all(dims[n] is not None for n in matrices_of(layer, model))
+
+
+def test_layers_of_one_name_have_the_same_weights():
+    for name in SHIPPED:
+        model, _ = layers_of(name)
+        for stack in model.stacks.values():
+            assert all(layer.weights(model) == stack[0].weights(model) for layer in set(stack))
+
+
+def test_points_are_those_of_the_components():
+    model, (layer,) = layers_of("qwen3_30b_a3b")
+    assert all(map(layer.has_point, ("queries", "choice", "routing", "layer", "mixer_output")))
+    assert isinstance(layer.feed_forward, Experts)
+    alone = dataclasses.replace(layer, mixer=None)
+    assert alone.has_point("routing") and not alone.has_point("queries")
+    assert not alone.has_point("mixer_input")
+    assert "wqkv" not in dims_of(alone, model)
+
+
+def test_components_import_no_jax():
+    code = "import sys, jaxpar.components.flags; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
