@@ -24,7 +24,7 @@ from jaxpar.inference.generation import config_for_sampling, weights_for_samplin
 from jaxpar.inference.load import LoadedModel
 from jaxpar.inference.options import Sampling
 from jaxpar.inference.texts import continuations
-from jaxpar.monitoring import startup
+from jaxpar.monitoring import goodput
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import RunLock
 from jaxpar.runtime.processes import peers, rendezvous
@@ -63,7 +63,7 @@ class Trainer:
         """
         fix = 'jaxpar.load_config("quickstart")'
         require_type("cfg", cfg, Config, "a Config", fix)
-        startup.begin_now()
+        goodput.begin_now()
         cfg = with_paths(fill_batch(with_vocabulary(cfg)))
         check(cfg)
         self._environment: list[str] = []
@@ -260,7 +260,7 @@ class Trainer:
         ]
         cfg = replace(self._asked, **{"train.callbacks": (*others, *callbacks)})
         check(cfg)
-        startup.begin_now()
+        goodput.begin_now()
         _of_thread.trains = True
         try:
             code = run_to_end(cfg, self._environment)

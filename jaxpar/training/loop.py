@@ -6,10 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.monitoring.goodput import Recorder, goodput, read_events
-from jaxpar.monitoring.hlo.collective_order import collective_order
-from jaxpar.monitoring.host_losses import described, host_losses
-from jaxpar.monitoring.restarts import RESTORED, restarts
+from jaxpar.monitoring.goodput import (
+    RESTORED,
+    Recorder,
+    described,
+    goodput,
+    host_losses,
+    read_events,
+    restarts,
+)
+from jaxpar.monitoring.hlo import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage

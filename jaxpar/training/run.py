@@ -29,9 +29,9 @@ from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.memory_checkpoint.finding import FoundCopy
 from jaxpar.memory_checkpoint.restoring import restore
 from jaxpar.memory_checkpoint.room import CopyPlan
+from jaxpar.monitoring.goodput import StartUp
 from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import require_packages
-from jaxpar.monitoring.startup import StartUp
 from jaxpar.parallel.context import order_of
 from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.processes import peers

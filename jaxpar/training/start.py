@@ -13,7 +13,7 @@ from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.memory_checkpoint.finding import find
 from jaxpar.memory_checkpoint.places import place_of
 from jaxpar.memory_checkpoint.room import plan_copies
-from jaxpar.monitoring.profiles.in_run import profile_on_signal
+from jaxpar.monitoring.profiler import profile_on_signal
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers

@@ -37,7 +37,7 @@ from jaxpar.memory_checkpoint.piece_file import (
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.monitoring import routing
 from jaxpar.monitoring.metric_names import TABLE_FILE, Described, MetricTable, read_table
-from jaxpar.monitoring.profiles.folder import ProfileFacts, read_facts, write_facts
+from jaxpar.monitoring.profile_folder import ProfileFacts, read_facts, write_facts
 from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import run_lock

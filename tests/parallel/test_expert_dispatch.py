@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import ModelConfig, ParallelConfig
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.parallel.expert.dispatch import plan_rows
 from jaxpar.parallel.expert.rows import capacity
 from jaxpar.sharding.mesh import make_mesh

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.integrity import FILES
-from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.monitoring.goodput import EVENTS_FILE
+from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.monitoring.samples import SAMPLES_FILE
 from jaxpar.stores import parts, steps
 from jaxpar.stores.lease import Lease

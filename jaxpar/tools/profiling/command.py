@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.monitoring.profiles.folder import profiles_of
+from jaxpar.monitoring.hlo import collective_bytes
+from jaxpar.monitoring.profile_folder import profiles_of
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.files.outputs import check_file

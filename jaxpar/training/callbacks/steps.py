@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
-from jaxpar.monitoring.profiles.in_run import RunProfiler
+from jaxpar.monitoring.profiler import RunProfiler
 from jaxpar.monitoring.sinks import open_sinks
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.processes import peers

@@ -18,10 +18,9 @@ from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
 from jaxpar.config.serialize import to_json
 from jaxpar.config.values import to_values
 from jaxpar.model.flops import num_params
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.monitoring.metrics import peak_memory_gib
-from jaxpar.monitoring.mfu import mfu
-from jaxpar.monitoring.profiles.facts import facts_of
+from jaxpar.monitoring.hlo import collective_bytes
+from jaxpar.monitoring.metrics import mfu, peak_memory_gib
+from jaxpar.monitoring.profiler import facts_of
 from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime.files import json_output

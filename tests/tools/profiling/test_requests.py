@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpar.config import Config, replace
-from jaxpar.monitoring.profiles import in_run
+from jaxpar.monitoring import profiler as requests
 
 
 class Board:
@@ -37,11 +37,11 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
     rng = random.Random(seed)
     count, every = rng.choice([2, 3, 5]), rng.choice([1, 3, 10])
     board = Board(count)
-    monkeypatch.setattr(in_run, "peers", board)
+    monkeypatch.setattr(requests, "peers", board)
     cfg = replace(
         Config(), **{"train.log_every": every, "profile.num_steps": rng.choice([1, 2, 45])}
     )
-    ranks = [in_run.RunProfiler(cfg, tmp_path, None, "", str) for _ in range(count)]
+    ranks = [requests.RunProfiler(cfg, tmp_path, None, "", str) for _ in range(count)]
     begun: list[list[int]] = [[] for _ in ranks]
     for own, profiler in zip(begun, ranks, strict=True):
 
@@ -60,22 +60,22 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
         board.current = rank
         if rank in waiting or (rank, steps[rank]) in asked:
             waiting.discard(rank)
-            in_run._signals.append(10)
+            requests._signals.append(10)
         ranks[rank].before(steps[rank], None, lambda: None, lambda *args, **more: None)
-        waiting |= {rank} if in_run._signals else set()
-        in_run._signals.clear()  # it is this process's alone
+        waiting |= {rank} if requests._signals else set()
+        requests._signals.clear()  # it is this process's alone
         steps[rank] += 1
     assert begun[0] and all(own == begun[0] for own in begun)
-    first = [step for step in begun[0] if step - in_run.MAX_PROFILED_STEPS not in begun[0]]
+    first = [step for step in begun[0] if step - requests.MAX_PROFILED_STEPS not in begun[0]]
     assert all((step - 1) % every == 0 for step in first)
 
 
 def traced(tmp_path, monkeypatch, last: int, **fields) -> list[tuple[int, int]]:
     """First and last step of each trace of a run of `last` steps, without a profiler."""
     cfg = replace(Config(), **{f"profile.{name}": value for name, value in fields.items()})
-    profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
+    profiler = requests.RunProfiler(cfg, tmp_path, None, "", str)
     found = []
-    monkeypatch.setattr(in_run, "capture", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(requests, "capture", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(
         profiler, "_keep", lambda: found.append((profiler._first, profiler._latest))
     )
@@ -105,9 +105,9 @@ def test_a_trace_that_fails_does_not_end_the_repeats(tmp_path, monkeypatch):
         return contextlib.nullcontext()
 
     cfg = replace(Config(), **{"profile.start": 2, "profile.num_steps": 30, "profile.every": 40})
-    profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
+    profiler = requests.RunProfiler(cfg, tmp_path, None, "", str)
     begun = []
-    monkeypatch.setattr(in_run, "capture", fails_once)
+    monkeypatch.setattr(requests, "capture", fails_once)
     monkeypatch.setattr(profiler, "_keep", lambda: begun.append(profiler._first))
     with profiler:
         for step in range(1, 60):
@@ -116,22 +116,22 @@ def test_a_trace_that_fails_does_not_end_the_repeats(tmp_path, monkeypatch):
 
 
 def test_requests_are_looked_for_once_a_second(monkeypatch, tmp_path):
-    profiler = in_run.RunProfiler(Config(), tmp_path, None, "", str)
-    request, now = tmp_path / in_run.REQUEST_FILE, [100.0]
-    monkeypatch.setattr(in_run.time, "monotonic", lambda: now[0])
+    profiler = requests.RunProfiler(Config(), tmp_path, None, "", str)
+    request, now = tmp_path / requests.REQUEST_FILE, [100.0]
+    monkeypatch.setattr(requests.time, "monotonic", lambda: now[0])
     assert not profiler._is_asked_for()
     request.touch()
     assert not profiler._is_asked_for() and request.exists()
-    now[0] += in_run.LOOK_SECONDS
+    now[0] += requests.LOOK_SECONDS
     assert profiler._is_asked_for() and not request.exists()
-    in_run._signals.append(10)
+    requests._signals.append(10)
     assert profiler._is_asked_for() and not profiler._is_asked_for()
 
 
 def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
     said: list[str] = []
-    profiler = in_run.RunProfiler(Config(), Path(tmp_path), None, "", said.append)
-    profiler._taken = in_run.MAX_PROFILES
+    profiler = requests.RunProfiler(Config(), Path(tmp_path), None, "", said.append)
+    profiler._taken = requests.MAX_PROFILES
     profiler._begin(7)
     assert "has taken its maximum of" in said[0] and profiler._first == 0
     assert not (tmp_path / "profiles").exists()
@@ -140,12 +140,12 @@ def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
 def test_the_command_that_reads_a_profile_works_as_written(monkeypatch, tmp_path):
     said: list[str] = []
     run = tmp_path / "my run"
-    profiler = in_run.RunProfiler(Config(), run, None, "", said.append)
+    profiler = requests.RunProfiler(Config(), run, None, "", said.append)
     profiler._first = profiler._latest = 7
     profiler._steps = SimpleNamespace(cfg=None, program=SimpleNamespace(as_text=str))
     profiler._scratch().mkdir(parents=True)
-    monkeypatch.setattr(in_run, "facts_of", lambda *_: None)
-    monkeypatch.setattr(in_run.folder, "write_facts", lambda *_: None)
+    monkeypatch.setattr(requests, "facts_of", lambda *_: None)
+    monkeypatch.setattr(requests.profile_folder, "write_facts", lambda *_: None)
     profiler._keep()
     command = said[0].partition("to read it: ")[2]
     assert shlex.split(command)[2:] == ["jaxpar.profile", str(run), "--step", "7"]

@@ -26,11 +26,45 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS, MAX_PROFILES
-from jaxpar.monitoring.profiles import folder
-from jaxpar.monitoring.profiles.capture import capture
-from jaxpar.monitoring.profiles.facts import facts_of
+from jaxpar.model.flops import attention_kernel_flops, train_flops_per_token
+from jaxpar.monitoring import profile_folder
+from jaxpar.monitoring.profile_folder import ProfileFacts
+from jaxpar.runtime import provenance
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
+
+
+@contextlib.contextmanager
+def capture(folder: str | Path) -> Iterator[None]:
+    """Trace the code in this context to a folder, without Python calls."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # tens of thousands of events, which slow the host
+    with jax.profiler.trace(folder, profiler_options=options):
+        yield
+
+
+def facts_of(cfg: Config, program: Any, mesh: str, first: int, num_steps: int) -> ProfileFacts:
+    """Return the facts of a profile that begins with step `first`.
+
+    Args:     program: the compiled step. mesh: a description.
+    """
+    tokens = cfg.train.global_batch_size * cfg.data.seq_len
+    memory = program.memory_analysis()
+    attention = attention_kernel_flops(cfg.model, cfg.data.seq_len)
+    return ProfileFacts(
+        first_step=first,
+        num_steps=num_steps,
+        processes=peers.world_size(),
+        devices=jax.device_count(),
+        device_kind=jax.devices()[0].device_kind,
+        mesh=mesh,
+        tokens=tokens,
+        flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
+        attention_flops=None if attention is None else tokens * attention,
+        memory={n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")},
+        versions=provenance.versions(),
+    )
+
 
 #: Creating this file in the run folder requests a profile.
 REQUEST_FILE = "profile.request"
@@ -174,7 +208,7 @@ class RunProfiler:
 
     def _scratch(self) -> Path:
         """This process's scratch folder: the profiler names files by host, which may be shared."""
-        return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
+        return profile_folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
         self._taken += 1
@@ -215,8 +249,8 @@ class RunProfiler:
     def _keep(self) -> None:
         """Move the trace to its folder, along with the HLO and facts needed to read it."""
         first, last = self._first, self._latest
-        where = folder.folder_of(self._dir, first)
-        traces = folder.trace_folder(where)
+        where = profile_folder.folder_of(self._dir, first)
+        traces = profile_folder.trace_folder(where)
         traces.mkdir(parents=True, exist_ok=True)
         for file in sorted(self._scratch().rglob("*.*")):
             for ending in (".xplane.pb", ".trace.json.gz"):
@@ -225,10 +259,10 @@ class RunProfiler:
         shutil.rmtree(self._scratch())
         if peers.rank() == 0:
             cfg, program = self._steps.cfg, self._steps.program
-            folder.write_hlo(where, program.as_text())
+            profile_folder.write_hlo(where, program.as_text())
             facts = facts_of(cfg, program, self._mesh, first, last - first + 1)
-            folder.write_facts(where, facts)
-            size = folder.num_bytes(where) / 1e6
+            profile_folder.write_facts(where, facts)
+            size = profile_folder.num_bytes(where) / 1e6
             self._log(
                 f"profile    steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
