@@ -36,12 +36,12 @@ from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks.callback import Callback
-from jaxpar.training.evaluating.evaluation import Evaluation
+from jaxpar.training.chosen import choose_together, to_json
+from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
-from jaxpar.training.frozen.chosen import choose_together, to_json
+from jaxpar.training.programs import StepPrograms
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
-from jaxpar.training.step_programs import StepPrograms
 from jaxpar.training.vocabulary import with_vocabulary
 
 #: Whether `Trainer.train` is under way in this thread.

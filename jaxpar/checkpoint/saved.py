@@ -112,7 +112,7 @@ class Saved:
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
     weights_from: dict[str, WeightsEntry] = field(default_factory=dict)
-    """The weights that the run takes from other runs (`training/frozen/chosen.py`), by field."""
+    """The weights that the run takes from other runs (`training/chosen.py`), by field."""
     callbacks: dict[str, str] = field(default_factory=dict)
     """The state of each callback (`training/callbacks/`) by its key, as JSON."""
 

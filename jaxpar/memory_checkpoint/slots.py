@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxpar.memory_checkpoint import piece_file
-from jaxpar.memory_checkpoint.layout import ProcessPieces
 from jaxpar.memory_checkpoint.places import OWN, PARTIAL, Group, PieceFile
+from jaxpar.memory_checkpoint.plan import ProcessPieces
 from jaxpar.runtime.gpus.host_copies import (
     CudaError,
     PinnedMemory,

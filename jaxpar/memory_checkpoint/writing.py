@@ -18,8 +18,7 @@ from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.saving import metadata_of_run
 from jaxpar.config import Config, declared
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.client import HostLost
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Limits
+from jaxpar.memory_checkpoint.client import LIMITS_FILE, HostLost, Limits
 from jaxpar.memory_checkpoint.places import (
     MIRRORED,
     OWN,
@@ -28,7 +27,7 @@ from jaxpar.memory_checkpoint.places import (
     delete_files,
     read_name,
 )
-from jaxpar.memory_checkpoint.room import AT_A_TIME, CopyPlan, free_bytes
+from jaxpar.memory_checkpoint.plan import AT_A_TIME, CopyPlan, free_bytes
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.messages import warn

@@ -383,7 +383,7 @@ _TOPIC = "timing"
 
 
 def compare_hosts(host_seconds: float) -> dict[str, Any]:
-    """Publish this process's host time per step, and compare_hosts; once per logged interval.
+    """Publish this process's host time per step, and compare; once per logged interval.
 
     Args:     host_seconds: of one step, without dispatch and waiting for the devices.
     Returns:  in process 0 of several, fields for the record of the interval; otherwise empty. A

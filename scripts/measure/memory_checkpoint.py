@@ -24,11 +24,10 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.finding import find
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE
+from jaxpar.memory_checkpoint.client import LIMITS_FILE
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
-from jaxpar.memory_checkpoint.restoring import restore
-from jaxpar.memory_checkpoint.room import plan_copies
+from jaxpar.memory_checkpoint.plan import plan_copies
+from jaxpar.memory_checkpoint.restoring import find, restore
 from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.memory_checkpoint.writing import MemoryCheckpointer, limits_of
 from jaxpar.runtime import start as runtime

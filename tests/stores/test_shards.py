@@ -11,17 +11,14 @@ import pytest
 import tensorstore
 
 from jaxpar.checkpoint import integrity
-from jaxpar.checkpoint import store as arrays_of
+from jaxpar.checkpoint import stored_arrays as arrays_of
 from jaxpar.checkpoint.shards import LAYOUT, is_array, join
 from jaxpar.stores import steps
-from jaxpar.stores.finishing import finish, folder_name
+from jaxpar.stores.files import begin_session
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.mirror import Keeping, Mirror
+from jaxpar.stores.mirror import Keeping, Mirror, ShardMirror
 from jaxpar.stores.objects import Altered
-from jaxpar.stores.sessions import begin_session
-from jaxpar.stores.shard_mirror import ShardMirror
-from jaxpar.stores.shards import JoinedShards, ProcessShards
-from tests.stores.folders import MARK
+from jaxpar.stores.shards import JoinedShards, ProcessShards, finish, folder_name
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import soon
 
@@ -155,9 +152,9 @@ def test_threads_of_all_processes_upload_while_the_run_saves(address, store, tmp
     store.write("shards/20/x/1", b"too")
     keeping = Keeping(2, 0, lambda: 0)
     with Lease(made[0]._objects, print, wait=False) as held:
-        mirror = Mirror(made[0]._objects, held, run, keeping, MARK, said.append, made[0])
+        mirror = Mirror(made[0]._objects, held, run, keeping, said.append, made[0])
         assert not store.names("checkpoints/") and not store.names("shards/")
-        others = [ShardMirror(one._objects, one, MARK, print) for one in made[1:]]
+        others = [ShardMirror(one._objects, one, print) for one in made[1:]]
         for rank in (0, 1):
             write_shards(tmp_path / str(rank), rank, 3, 10)
         soon(lambda: len(store.names("shards/10/")) == 2)
@@ -183,7 +180,7 @@ def test_a_step_that_one_process_has_deleted_does_not_stop_later_ones(address, s
     run.mkdir()
     with Lease(made[0]._objects, print, wait=False) as held:
         keeping = Keeping(2, 0, lambda: 0)
-        mirror = Mirror(made[0]._objects, held, run, keeping, MARK, print, made[0])
+        mirror = Mirror(made[0]._objects, held, run, keeping, print, made[0])
         for step in (10, 20):
             write_shards(tmp_path / "0", 0, 2, step)
         soon(lambda: len(store.names("shards/")) == 2)
@@ -209,7 +206,7 @@ def test_a_later_attempt_completes_what_is_on_the_disks(address, store, tmp_path
     if kind == "outdated":
         store.write("complete/30", b"{}")
     with Lease(store, print, wait=False) as held:
-        finish(store, run, held, LAYOUT, MARK, 10.0)
+        finish(store, run, held, LAYOUT, 10.0)
     completed = {"whole": 20, "one lost": 10, "another save": 10}.get(kind)
     assert [step for step in steps.complete_steps(store) if step < 30] == (
         [] if completed is None else [completed]

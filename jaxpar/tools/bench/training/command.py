@@ -36,8 +36,8 @@ from jaxpar.tools.bench.training.routing import RoutingReplay
 from jaxpar.tools.bench.training.steps import cut_short_card, time_steps
 from jaxpar.tools.profiling.options import WARM_UP, BenchOptions
 from jaxpar.training import elastic
+from jaxpar.training.programs import compiled
 from jaxpar.training.run import Run
-from jaxpar.training.step_programs import compiled
 
 
 def measure(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint.integrity import FILES
 from jaxpar.checkpoint.saved import damage
 from jaxpar.checkpoint.shards import LAYOUT
 from jaxpar.config import Config, ConfigError
@@ -17,16 +16,12 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.processes.shared_folder import sharing
 from jaxpar.stores import steps
-from jaxpar.stores.bringing import bring
-from jaxpar.stores.fetching import fetch, fetch_files
-from jaxpar.stores.finishing import finish, folder_name
+from jaxpar.stores.fetching import bring, fetch, fetch_files
+from jaxpar.stores.files import last_session, note
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.mirror import Keeping, Mirror, upload_rest
+from jaxpar.stores.mirror import Keeping, Mirror, NotStored, ShardMirror, upload_rest
 from jaxpar.stores.objects import Objects
-from jaxpar.stores.sessions import last_session, note
-from jaxpar.stores.shard_mirror import ShardMirror
-from jaxpar.stores.shards import JoinedShards, ProcessShards
-from jaxpar.stores.uploading import NotStored
+from jaxpar.stores.shards import JoinedShards, ProcessShards, finish, folder_name
 
 #: Seconds that processes wait for the one that downloads the run.
 WAIT_SECONDS = 86_400.0
@@ -40,7 +35,7 @@ class RunInStore:
 
     If all processes share `run.dir`, process 0 does everything, and the others wait for it.
     Otherwise each folder gets a copy of the checkpoint that the run starts from, and each process
-    saves and uploads its own shards. Without `run.store`, nothing is done.
+    saves and uploads its own shards.
     """
 
     def __init__(self, cfg: Config, stack: contextlib.ExitStack):
@@ -58,18 +53,17 @@ class RunInStore:
         #: Where this process saves its shards; None if it saves to `run.dir` with the others.
         self.own: Path | None = None
         self._bringings = itertools.count()
-        if cfg.run.store:
-            self._folder = absolute(cfg.run.dir)
-            first = sharing("run.dir", self._folder, WAIT_SECONDS)
-            self._num_folders = len(set(first))
-            #: Whether this process does what is done once for each folder.
-            self._leads = first[peers.rank()] == peers.rank()
-            if self._num_folders > 1:
-                self.own = self._folder / folder_name(peers.rank(), peers.world_size())
-            self._is_new = True
-            peers.all_or_none("object store", WAIT_SECONDS, self._open)
-            if self.own is not None:
-                self._open_others()
+        self._folder = absolute(cfg.run.dir)
+        first = sharing("run.dir", self._folder, WAIT_SECONDS)
+        self._num_folders = len(set(first))
+        #: Whether this process does what is done once for each folder.
+        self._leads = first[peers.rank()] == peers.rank()
+        if self._num_folders > 1:
+            self.own = self._folder / folder_name(peers.rank(), peers.world_size())
+        self._is_new = True
+        peers.all_or_none("object store", WAIT_SECONDS, self._open)
+        if self.own is not None:
+            self._open_others()
 
     def _open(self) -> None:
         self._address = read_address(FIELD, self._cfg.run.store)
@@ -79,11 +73,11 @@ class RunInStore:
         self._is_new = not last_session(self._objects)
         self.lease = self._stack.enter_context(Lease(self._objects, log))
         self.lease.leaves_nothing = self._is_new
-        fetch(self._objects, self._folder, FILES, log, checkpoints=self.own is None)
+        fetch(self._objects, self._folder, log, checkpoints=self.own is None)
         if not self._is_new:
             note(self._folder, self.lease.session, self._address)
             if self.own is not None:
-                upload_rest(self._objects, self.lease, self._folder, FILES, log)
+                upload_rest(self._objects, self.lease, self._folder, log)
 
     def _open_others(self) -> None:
         """Bring the run's files and its newest checkpoint to the folders of all hosts."""
@@ -100,7 +94,7 @@ class RunInStore:
         peers.all_or_none("files of the store", WAIT_SECONDS, files)
         if not self._is_new:
             folder = self._folder if self._leads else None
-            finish(self._objects, folder, self.lease, LAYOUT, FILES, WAIT_SECONDS)
+            finish(self._objects, folder, self.lease, LAYOUT, WAIT_SECONDS)
         self._bring()
 
     def _require_no_checkpoint(self) -> None:
@@ -113,15 +107,13 @@ class RunInStore:
     def _bring(self) -> int | None:
         name = f"checkpoint of the store {next(self._bringings)}"
         folder = self._folder if self._leads else None
-        return bring(self._objects, folder, FILES, damage, log, name, WAIT_SECONDS)
+        return bring(self._objects, folder, damage, log, name, WAIT_SECONDS)
 
     def begin(self) -> None:
         """Start to upload, once every process has checked the run.
 
         Raises:   StoreError; ConfigError; in the other processes, PeerFailed.
         """
-        if not self._cfg.run.store:
-            return
         if self.own is not None and self._leads:  # of an earlier attempt, perhaps on another mesh
             shutil.rmtree(self.own.parent, ignore_errors=True)
         session = self.lease.session if self.lease is not None else ""
@@ -135,7 +127,7 @@ class RunInStore:
         if self.lease is None:
             if self.own is not None:
                 shards = ProcessShards(self._objects, self.own, process, session, LAYOUT)
-                self._shards = ShardMirror(self._objects, shards, FILES, log)
+                self._shards = ShardMirror(self._objects, shards, log)
                 self._stack.enter_context(self._shards)
             return
         c, source = self._cfg.checkpoint, None
@@ -147,7 +139,7 @@ class RunInStore:
         log(text)
         keeping = Keeping(c.keep, c.keep_every, lambda: _best(self.own or self._folder))
         self.lease.leaves_nothing = False
-        mirror = Mirror(self._objects, self.lease, self._folder, keeping, FILES, log, source)
+        mirror = Mirror(self._objects, self.lease, self._folder, keeping, log, source)
         self.mirror = self._stack.enter_context(mirror)
 
     def bring_newest(self) -> None:
@@ -177,12 +169,10 @@ class RunInStore:
         uploaders = [one for one in (self.mirror, self._shards) if one is not None]
         late = [one for one in uploaders if not one.drain()]
         # The others stay until all is uploaded.
-        if self._cfg.run.store and peers.any_process(bool(late)):
+        if peers.any_process(bool(late)):
             what = f"not all of the run is in {self._cfg.run.store}"
-            fix = (
-                "fix the cause above, and give the same command on the same hosts, which upload it"
-            )
-            raise NotStored(f"{what}. Fix: {fix}")
+            fix = "fix the cause above, and give the same command on the same hosts"
+            raise NotStored(f"{what}. Fix: {fix}, which upload it")
 
 
 @contextlib.contextmanager

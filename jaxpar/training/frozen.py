@@ -1,10 +1,17 @@
-"""The reference of preference tuning: log probabilities of the responses under the initial weights.
+"""Frozen models beside the one that is trained: the reference of preferences, and a teacher.
 
-They are computed once, in a pass over the pairs before the first step, and kept in the run's folder
-(RUN/reference.train.npz, reference.val.npz). Training then needs no second model in memory. A
-resumed run reads them; one whose files are missing, such as a branch, computes them again.
+The log probabilities of responses under the initial weights are computed once, in a pass over the
+pairs before the first step, and kept in the run's folder (RUN/reference.train.npz,
+reference.val.npz). Training then needs no second model in memory. A resumed run reads them; one
+whose files are missing, such as a branch, computes them again.
+
+A teacher is the model of another run, on the mesh of the student. Before each step, a program of
+its own computes the teacher's likeliest next tokens of the batch. The step receives them beside the
+tokens, and knows nothing of the teacher's model. With `distill.cache`, they come from files
+(`teacher_cache.py`), and there is no teacher.
 """
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -13,25 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.config import Config
+from jaxpar import checkpoint
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.data.pair_loader import PairLoader
 from jaxpar.data.pairs import places_of
-from jaxpar.execution.decisions import Execution
+from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
-from jaxpar.step.forward import make_score_step
+from jaxpar.sharding.batch import Batch
+from jaxpar.step import adapters
+from jaxpar.step.forward import make_score_step, make_teacher_step
+from jaxpar.training.chosen import Chosen, folder_of
 
 
-def file_of(folder: Path, split: str) -> Path:
+def reference_file(folder: Path, split: str) -> Path:
     """Return the file of a split's log probabilities."""
     return folder / f"reference.{split}.npz"
 
 
-def prepare(
+def prepare_reference(
     loaders: list[PairLoader],
     folder: Path,
     ex: Execution,
@@ -50,7 +63,7 @@ def prepare(
     """
     params = None
     for loader in loaders:
-        path = file_of(folder, loader.split)
+        path = reference_file(folder, loader.split)
         identity = _identity(ex.cfg, loader, weights)
         found = _read(path, identity, loader.dataset.num_tokens)
         # Scoring is a collective, and each host may have its own folder.
@@ -109,3 +122,43 @@ def _write(path: Path, identity: str, scores: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, identity=np.array(identity), scores=scores)
     atomic.write(path, buffer.getvalue())
+
+
+class Teacher:
+    """A teacher on a mesh. `attach` gives its likeliest tokens to a batch."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int, chosen: Chosen):
+        """Check the teacher's model; reads no weight.
+
+        Args:     cfg: of the student, resolved for the mesh. chosen: the teacher's checkpoint.
+        Raises:   ConfigError if its model does not fit the student; as `folder_of`.
+        """
+        self._mesh, self.chosen, self._folder = mesh, chosen, folder_of(FIELD, chosen)
+        there = checkpoint.load_config(self._folder, chosen.step)
+        self._lora = there.lora
+        self.cfg = config_of_teacher(cfg, there)
+        d, self._top_k = cfg.distill, cfg.distill.top_k
+        self._program = make_teacher_step(
+            self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
+        )
+        self._params: Any = None
+
+    def __str__(self) -> str:
+        return str(self.chosen)
+
+    def load(self) -> None:
+        """Read the teacher's weights, merged with its adapters."""
+        there = replace(self.cfg, lora=self._lora)
+        params = checkpoint.restore_params(self._folder, there, self._mesh, self.chosen.step)
+        self._params = adapters.merge(params, there, self._mesh)
+
+    def attach(self, batch: Batch) -> Batch:
+        """Add the teacher's likeliest tokens to a batch, which may be abstract."""
+        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
+            shape = (*batch.tokens.shape, self._top_k)
+            of = lambda dtype: batch.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
+            return dataclasses.replace(
+                batch, teacher_ids=of(jnp.int32), teacher_scores=of(jnp.float32)
+            )
+        ids, scores = self._program(self._params, batch)
+        return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)

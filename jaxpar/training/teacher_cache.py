@@ -25,8 +25,8 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
-from jaxpar.training.frozen.chosen import choose_to_keep, of_first_process
-from jaxpar.training.frozen.teacher import Teacher
+from jaxpar.training.chosen import choose_to_keep, of_first_process
+from jaxpar.training.frozen import Teacher
 from jaxpar.training.run import Run
 
 

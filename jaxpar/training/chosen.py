@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import damage
@@ -22,11 +22,11 @@ from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.layout.teacher import FIELD as TEACHER
 from jaxpar.data.teacher_cache.cache import FIELD as CACHE
 from jaxpar.data.teacher_cache.cache import About, read_about
-from jaxpar.memory_checkpoint.finding import FoundCopy
 from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
-from jaxpar.stores.models import find as published_at
-from jaxpar.stores.models import run_at
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.restoring import FoundCopy
 
 #: The field of the initial weights, which are also the reference of preference tuning.
 INITIAL = "run.init_from"
@@ -71,7 +71,7 @@ def choose(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chosen]:
 
 
 def choose_together(
-    cfg: Config, seconds: float, copies: Sequence[FoundCopy] = (), in_folder: bool = True
+    cfg: Config, seconds: float, copies: "Sequence[FoundCopy]" = (), in_folder: bool = True
 ) -> dict[str, Chosen]:
     """`choose` in process 0, for all processes, which call this together.
 
@@ -150,6 +150,8 @@ def folder_of(field: str, chosen: Chosen) -> Path:
 
     Raises:   ConfigError when the step is not there, or has other weights; Damaged; Unreadable.
     """
+    from jaxpar.stores.reading import run_at
+
     folder = run_at(field, chosen.run, step=chosen.step)
     assert folder is not None and chosen.step is not None
     steps = checkpoint.saved_steps(folder)
@@ -256,12 +258,16 @@ def _newest(field: str, named: str) -> Chosen:
         rule, fix = "is not a run with a checkpoint", "use the folder of a run"
         raise ConfigError(field, named, rule, fix)
     if hub.is_name(named):
-        return Chosen(published_at(named, field, ("config.json",), "is no model", "").name)
+        from jaxpar.stores.reading import find_model
+
+        return Chosen(find_model(named, field, ("config.json",), "is no model", "").name)
     return Chosen(named)
 
 
 def _run(field: str, named: str, step: int | None) -> Path | None:
     """As `run_at` with a step, or with the newest if a store does not have that step any more."""
+    from jaxpar.stores.reading import run_at
+
     try:
         return run_at(field, named, step=step)
     except ConfigError as error:

@@ -1,36 +1,59 @@
-"""The train step of a run: a program for each size of steps, compiled before its first use.
+"""The programs of a run, compiled before their first use: its train steps, evaluations and saves.
 
-With DiLoCo, the outer steps that are due belong to the step. With an overlap, a size has some more
-programs: a step may exchange an outer gradient beside its own work (`step/diloco/overlap.py`).
+There is a train step for each size of steps. With DiLoCo, the outer steps that are due belong to
+the step. With an overlap, a size has some more programs: a step may exchange an outer gradient
+beside its own work (`step/diloco/overlap.py`).
 
 A program is compiled between two steps, not beside them: XLA times matmul kernels on the devices,
 and steps would disturb its measurements.
 """
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import jax
+
+from jaxpar import checkpoint
 from jaxpar.config import Config
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
+from jaxpar.monitoring.sinks import import_packages
+from jaxpar.optimizer.schedules import learning_rate, on_host
+from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.compilation import CacheReads
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.diloco.outer import OuterSteps
 from jaxpar.step.diloco.overlap import programs_of_steps, same_program
 from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.identity import identity
 from jaxpar.step.metrics import Metrics
-from jaxpar.step.state import TrainState
+from jaxpar.step.replica_check import ReplicaCheck
+from jaxpar.step.state import (
+    TrainState,
+    abstract_snapshot,
+    compile_averaged,
+    compile_snapshot,
+    without_values,
+)
 from jaxpar.step.train_step import LAYERS, make_train_step
-from jaxpar.training.run import Run
+from jaxpar.training import chosen as weights
+from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.run import Run, Start
 from jaxpar.training.step_guard import require_recorded
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 
 #: The shape of a batch, the fragment whose outer gradient a step exchanges, and whether it measures
 #: layers.
@@ -148,3 +171,85 @@ def compiled(
     log(f"{how}{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The programs that the loop runs, and memory that its saves will need."""
+
+    train_step: StepPrograms
+    evaluation: Evaluation
+    replicas: ReplicaCheck
+    host: checkpoint.HostCopy
+    memory: "MemoryCheckpointer | None"
+    schedule: Callable[[int], float]
+    """The learning rate after a number of updates."""
+    forecast: Forecast | None
+
+
+@contextlib.contextmanager
+def programs_of(run: Run, start: Start, record: Callable[..., None]) -> Iterator[Prepared]:
+    """Compile the train step for the first size, and whatever evaluations, checks and saves run.
+
+    Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
+    The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
+    would disturb each other's measurements. It also reuses what was measured for the train step.
+    Memory for saves is allocated on another thread, which may continue beside the first steps.
+
+    The thread begins when XLA starts: earlier, tracing on it would slow down that of the train
+    step, since Python runs one thread at a time.
+
+    Args:     record: called with events.
+    """
+    cfg, like = run.cfg, jax.tree.map(without_values, start.state)
+    saved = abstract_snapshot(start.state, run.cfg, run.mesh).saved
+    with checkpoint.HostCopy(saved) as host, _memory(run, start, record) as memory:
+        evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
+        train_step, replicas = StepPrograms(run, host.paused), ReplicaCheck(cfg, run.mesh)
+
+        def others() -> tuple[jax.stages.Lowered | None, Callable[[int], float], Forecast | None]:
+            compile_fingerprints(saved)
+            compile_snapshot(like)
+            compile_averaged(like)
+            train_step.outer_steps.compile(like)
+            if cfg.guard.replica_check_every:
+                replicas.compile(like)
+            import_packages(cfg)
+            schedule = on_host(learning_rate(cfg.optimizer, cfg.train.num_steps))
+            return evaluation.lower(like.params), schedule, forecast_here(cfg)
+
+        def beside() -> None:
+            if cfg.checkpoint.every:
+                host.begin()
+            if memory is not None:
+                memory.begin()
+            waiting.append(thread.submit(others))
+
+        waiting: list[Future[Any]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
+            example = run.loader.abstract_batch(start.step or 0)
+            train_step.prepare(start.state, example, beside)
+            with stage("compiling the programs of evaluations and saves"):
+                lowered, schedule, forecast = waiting[0].result()
+                if lowered is not None:
+                    lowered.compile()  # JAX keeps it for calls
+        peers.any_process(False)  # a collective would fail while another process still compiles
+        run.startup.ended("compilation")
+        yield Prepared(train_step, evaluation, replicas, host, memory, schedule, forecast)
+
+
+@contextlib.contextmanager
+def _memory(
+    run: Run, start: Start, record: Callable[..., None]
+) -> Iterator["MemoryCheckpointer | None"]:
+    """Open the run's copies in memory; None if it keeps none."""
+    if run.memory is None:
+        yield None
+        return
+    from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
+
+    restored = start.copy.group if start.copy is not None else None
+    taken = weights.to_json(run.weights_from)
+    with MemoryCheckpointer(run.cfg, run.memory, restored, log, run.asked, taken) as memory:
+        memory.record = record
+        yield memory

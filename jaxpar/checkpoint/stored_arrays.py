@@ -1,4 +1,4 @@
-"""Access to single arrays of a checkpoint by name, chunk by chunk, without Orbax.
+"""Single arrays of a checkpoint, by name and chunk by chunk, without Orbax.
 
 Orbax stores zarr3 arrays in a key-value store of TensorStore: "params/layers/wq" under the key
 "params.layers.wq". Orbax reads full shards. Used directly, TensorStore keeps no more than one chunk
@@ -8,12 +8,14 @@ in memory.
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore
 
+from jaxpar.checkpoint import integrity
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
@@ -81,3 +83,18 @@ def fingerprint_of(array: Any) -> str:
     for box in pieces(array):
         running.add(np.asarray(array[box].read().result()), [part.start for part in box])
     return str(running)
+
+
+def reason(step_folder: Path, error: Exception) -> str:
+    """Summarize an error in one line. Raises:   Unreadable for an error of the machine."""
+    integrity.refuse_trouble(str(step_folder), error)
+    return (str(error) or type(error).__name__).partition("\n")[0][:200]
+
+
+@contextlib.contextmanager
+def reading(place: Path, what: str) -> Iterator[None]:
+    """Convert errors of reading. Raises:   Damaged with a description; or Unreadable."""
+    try:
+        yield
+    except Exception as error:
+        raise integrity.Damaged(str(place), [f"{what} ({reason(place, error)})"]) from error
