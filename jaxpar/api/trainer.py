@@ -26,7 +26,7 @@ from jaxpar.inference.options import Sampling
 from jaxpar.inference.texts import continuations
 from jaxpar.monitoring import goodput
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock
+from jaxpar.runtime.files.lock import RunLock
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch

@@ -33,8 +33,8 @@ from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
 from jaxpar.step.diloco.trainers import num_trainers
 from jaxpar.step.state import (

@@ -24,8 +24,8 @@ from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values
 from jaxpar.config.values import to_values
 from jaxpar.data.skips import Range
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {

@@ -1,7 +1,7 @@
 """Writes a checkpoint that holds only weights, box by box: imported ones, or averages.
 
 Orbax writes the checkpoint and its metadata with a single number for each array. Then each array
-gets its shape and chunks, and TensorStore its values (`store.py`).
+gets its shape and chunks, and TensorStore its values (`stored_arrays.py`).
 """
 
 import json

@@ -37,8 +37,8 @@ from jaxpar.memory_checkpoint.piece_file import (
     StoredPieces,
 )
 from jaxpar.memory_checkpoint.places import Group, MemoryPlace, complete_files, read_name
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import named_leaves
 from jaxpar.sharding.grid import Box, boxes_of, covers, extent, intersection, volume, within
 from jaxpar.step.state import TrainState

@@ -32,9 +32,9 @@ from jaxpar.memory_checkpoint.client import (
     Proof,
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, PARTIAL, complete_files, read_name
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes.children import end_with_parent
 from jaxpar.runtime.processes.token import RunToken
+from jaxpar.runtime.terminal import warn
 
 #: Seconds for a client to prove that it has the token.
 PROOF_SECONDS = 10.0

@@ -53,11 +53,6 @@ class Slot:
         for file in self._files:
             file.allocate(jax.local_devices()[0])
 
-    def wait(self) -> None:
-        """Wait until the memory is there, or has failed."""
-        if self._allocated is not None:
-            self._allocated.exception()
-
     @property
     def ready(self) -> bool:
         """Whether the memory is there."""

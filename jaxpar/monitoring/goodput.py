@@ -5,7 +5,7 @@ monotonic clock. The wall clock is only used for the time between two attempts; 
 in between, that time counts as 0.
 
 Launchers of several hosts record there when a generation takes its first step
-(`runtime/processes/hosts/progress.py`), and which hosts the one before had lost.
+(`runtime/processes/hosts/trainers.py`), and which hosts the one before had lost.
 """
 
 import json
@@ -72,13 +72,13 @@ def process_age() -> float:
 
 EVENTS_FILE = "events.jsonl"
 
-#: An event that launchers of several hosts record (`runtime/processes/hosts/progress.py`).
+#: An event that launchers of several hosts record (`runtime/processes/hosts/trainers.py`).
 GENERATION = "generation"
 
 #: What a process does at any moment. Only "step" counts as goodput.
 PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
-#: The part that each phase of the start-up (`startup.py`) counts as; all others count as "init".
+#: The part that each phase of the start-up (`StartUp`) counts as; all others count as "init".
 OF_STARTUP = {"compilation": "compile", "checkpoint": "restore"}
 
 #: Larger than any duration or time of day: a line with a larger value is damaged.

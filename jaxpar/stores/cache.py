@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxpar.config import ConfigError
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.objects import Altered, Conflict, Missing, Objects, Stamp
 
 #: Errors of a folder that this user may not write to.

@@ -12,8 +12,8 @@ from pathlib import Path
 from jaxpar.config import ConfigError
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.runtime.units import size
 from jaxpar.stores import steps
 from jaxpar.stores.files import (

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import Address
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.objects import Altered, Found, Missing, Objects, can_be_named
 from jaxpar.stores.steps import COMPLETE, SHARDS, STEPS
 

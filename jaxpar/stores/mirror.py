@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from jaxpar.config import ConfigError
 from jaxpar.runtime.exit_codes import EXIT_NOT_STORED, RunError
-from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.files.lock import RunLocked
+from jaxpar.runtime.terminal import warn
 from jaxpar.runtime.units import transfer
 from jaxpar.stores import steps
 from jaxpar.stores.files import GROWING, Changed, Growing, begin_session, last_session, sessions_of
@@ -176,32 +176,6 @@ class Keeping:
         return sorted(complete - kept)
 
 
-class StepSource(Protocol):
-    """The checkpoints that a mirror uploads."""
-
-    folder: Path
-    """Has them in checkpoints/STEP."""
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """Upload a step. Returns:  its bytes; None if it cannot be complete yet.
-
-        Args:     still_ours: as in `steps.upload_step`.
-        Raises:   Altered if it never can; as `steps.upload_step`.
-        """
-
-
-class WholeSteps:
-    """Checkpoints that are whole in a folder, which all processes share."""
-
-    def __init__(self, objects: Objects, folder: Path):
-        """Args:     folder: of the run."""
-        self.folder, self._objects = folder, objects
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """As `StepSource.upload`."""
-        return steps.upload_step(self._objects, self.folder, step, still_ours)
-
-
 class Mirror(Uploader):
     """Uploads a run's folder. Use as a context manager, in process 0 only."""
 
@@ -212,18 +186,20 @@ class Mirror(Uploader):
         folder: Path,
         keeping: Keeping,
         log: Callable[[str], None],
-        source: StepSource | None = None,
+        shards: ProcessShards | None = None,
     ):
         """Begin a session in the folder and the store, and start the thread.
 
-        Args:     log: called from the thread with a line for each checkpoint. source: the
-                  checkpoints. None: those of the folder.
+        Args:     log: called from the thread with a line for each checkpoint. shards: those of
+                  process 0, if processes share no folder.
         Raises:   StoreError.
         """
         super().__init__(objects, folder, log, "mirror")
         begin_session(objects, folder, lease.session)
         self.lease, self._keeping = lease, keeping
-        self._source = source or WholeSteps(objects, folder)
+        self._shards = shards
+        #: Has the checkpoints that are uploaded.
+        self._place = shards.folder if shards is not None else folder
         self._record: Callable[..., None] | None = None
         self._recording = threading.Lock()
         self._files = Changed(objects, folder)
@@ -232,7 +208,7 @@ class Mirror(Uploader):
         self._began: dict[int, float] = {}
         self._complete: set[int] | None = None
         self._parted = 0.0
-        if source is not None:  # later, it would delete what other processes have begun to upload
+        if shards is not None:  # later, it would delete what other processes have begun to upload
             self._complete = self._first_look()
         self.start()
 
@@ -260,7 +236,7 @@ class Mirror(Uploader):
         finished = self._finished()
         late = [step for step, about in finished.items() if self._sent.get(step) != about]
         num_bytes = sum(one.waiting() for one in self._growing)
-        num_bytes += sum(_size_of(self._source.folder / steps.STEPS / str(step)) for step in late)
+        num_bytes += sum(_size_of(self._place / steps.STEPS / str(step)) for step in late)
         oldest = min((finished[step][0] / 1e9 for step in late), default=time.time())
         return {
             "store_waiting_steps": len(late),
@@ -314,12 +290,12 @@ class Mirror(Uploader):
             warn(str(error))
         for step, signature in local.items():
             with contextlib.suppress(Missing, Altered):
-                if step in complete and steps.is_same(self._objects, self._source.folder, step):
+                if step in complete and steps.is_same(self._objects, self._place, step):
                     self._sent[step] = signature
         return complete
 
     def _finished(self) -> dict[int, tuple[int, int]]:
-        return steps.finished_steps(self._source.folder)
+        return steps.finished_steps(self._place)
 
     def _upload(self, step: int) -> None:
         signature = self._finished().get(step)
@@ -329,7 +305,10 @@ class Mirror(Uploader):
         began = self._began.setdefault(step, time.monotonic())
         self._complete.discard(step)
         try:
-            num_bytes = self._source.upload(step, self._require_lease)
+            if self._shards is not None:
+                num_bytes = self._shards.complete(step, self._require_lease)
+            else:
+                num_bytes = steps.upload_step(self._objects, self._place, step, self._require_lease)
         except FileNotFoundError:  # the run has deleted it meanwhile; so does `look`
             return
         except Altered as error:

@@ -14,9 +14,9 @@ from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.options import OR_ADDRESS
 from jaxpar.config.rules.paths import is_address, is_prefix, local_folder, read_address
 from jaxpar.runtime import hub
-from jaxpar.runtime.files.run_lock import RunLock
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.files.lock import RunLock
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.fetching import fetch
 from jaxpar.stores.files import SESSION, last_session, sessions_of
 from jaxpar.stores.folders import update_copy

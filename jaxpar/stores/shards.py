@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.config.json_reader import read_json
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores import steps
 from jaxpar.stores.files import last_session, sessions_of
 from jaxpar.stores.lease import Lease
@@ -116,21 +116,20 @@ class ProcessShards:
         there = {one.name.rpartition("/")[2] for one in self._objects.names(f"{save}/")}
         return [rank for rank in range(self._count) if str(rank) not in there]
 
-
-class JoinedShards(ProcessShards):
-    """Uploads the shards of process 0, and completes a step that all processes have uploaded."""
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """Upload a step. Returns:  its bytes; None while shards of other processes are missing.
+    def complete(self, step: int, still_ours: Callable[[], None]) -> int | None:
+        """In process 0: upload the shards of a step, and complete it once all are there.
 
         Args:     still_ours: as in `steps.upload_step`.
-        Raises:   as `send` and `complete`.
+        Returns:  its bytes; None while shards of other processes are missing.
+        Raises:   as `send` and `complete_step`.
         """
         self.send(step)
         if self.missing(step):
             return None
         save, scratch = self.save_of(step), self.folder / ".joining"
-        return complete(self._objects, self._layout, save, step, self._count, scratch, still_ours)
+        return complete_step(
+            self._objects, self._layout, save, step, self._count, scratch, still_ours
+        )
 
 
 def save_name(session: str, count: int, identity: str, step: int) -> str:
@@ -142,7 +141,7 @@ def save_name(session: str, count: int, identity: str, step: int) -> str:
     return f"{steps.SHARDS}/{step}/{mark[:24]}"
 
 
-def complete(
+def complete_step(
     objects: Objects,
     layout: ShardLayout,
     save: str,
@@ -274,7 +273,7 @@ def finish(
             return
         save = save_name(session, count, identity, step)
         try:
-            complete(objects, layout, save, step, count, folder / ".joining", lease.check)
+            complete_step(objects, layout, save, step, count, folder / ".joining", lease.check)
         except Altered as error:
             warn(f"step {step} of an earlier attempt cannot be completed: {error}")
             steps.delete_step(objects, step)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.objects import (
     Altered,
     Conflict,

@@ -33,7 +33,7 @@ from jaxpar.training.callbacks.checks import (
     StopRequests,
 )
 from jaxpar.training.callbacks.own import gone, own_callbacks
-from jaxpar.training.callbacks.saves import Checkpoints, MemoryCopies, SaveOnFailure, Store
+from jaxpar.training.callbacks.saves import Checkpoints, MemoryCopies, SaveOnFailure
 from jaxpar.training.callbacks.steps import Compilation, Phases, Profiles, StepClock, StepMetrics
 from jaxpar.training.evaluation import Judge
 from jaxpar.training.manifest import RunRecords
@@ -90,6 +90,9 @@ def train(run: Run, watch: Watchdog, records: RunRecords, store: "RunInStore | N
         contextlib.ExitStack() as until_the_end,
     ):
         phases = Phases(watch, spent, now)
+        if store is not None and store.mirror is not None:
+            store.mirror.record_to(spent.event)
+            until_the_end.callback(store.mirror.record_to, None)
         start = run.start()
         ready = until_the_end.enter_context(programs_of(run, start, spent.event))
         watch.report = lambda: order_of_collectives(ready.train_step)
@@ -201,7 +204,6 @@ def callbacks_of(
         Folder(records),
         metrics,
         *own,
-        *([Store(mirror, record)] if mirror else []),
         Compilation(programs, metrics, phases),
         *replicas,
         Evaluations(ready.evaluation, judge, metrics, phases, own),

@@ -21,7 +21,7 @@ from jaxpar.stores.files import last_session, note
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.mirror import Keeping, Mirror, NotStored, ShardMirror, upload_rest
 from jaxpar.stores.objects import Objects
-from jaxpar.stores.shards import JoinedShards, ProcessShards, finish, folder_name
+from jaxpar.stores.shards import ProcessShards, finish, folder_name
 
 #: Seconds that processes wait for the one that downloads the run.
 WAIT_SECONDS = 86_400.0
@@ -124,22 +124,22 @@ class RunInStore:
         process = peers.rank(), peers.world_size()
         if self.own is not None and self._leads and self.lease is None:
             note(self._folder, session, self._address)
+        shards = None
+        if self.own is not None:
+            shards = ProcessShards(self._objects, self.own, process, session, LAYOUT)
         if self.lease is None:
-            if self.own is not None:
-                shards = ProcessShards(self._objects, self.own, process, session, LAYOUT)
+            if shards is not None:
                 self._shards = ShardMirror(self._objects, shards, log)
                 self._stack.enter_context(self._shards)
             return
-        c, source = self._cfg.checkpoint, None
-        text = f"store      {self._address}, uploaded from {self._folder}"
-        if self.own is not None:
-            source = JoinedShards(self._objects, self.own, process, session, LAYOUT)
+        c, text = self._cfg.checkpoint, f"store      {self._address}, uploaded from {self._folder}"
+        if shards is not None:
             each = f"{self._num_folders} hosts have a folder each"
             text += f". {each}: every process uploads its own shards"
         log(text)
         keeping = Keeping(c.keep, c.keep_every, lambda: _best(self.own or self._folder))
         self.lease.leaves_nothing = False
-        mirror = Mirror(self._objects, self.lease, self._folder, keeping, log, source)
+        mirror = Mirror(self._objects, self.lease, self._folder, keeping, log, shards)
         self.mirror = self._stack.enter_context(mirror)
 
     def bring_newest(self) -> None:

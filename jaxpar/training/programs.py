@@ -9,8 +9,11 @@ and steps would disturb its measurements.
 """
 
 import contextlib
+import functools
 import itertools
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +29,6 @@ from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.sinks import import_packages
 from jaxpar.optimizer.schedules import learning_rate, on_host
 from jaxpar.planning.forecast import Forecast, forecast_here
-from jaxpar.runtime.compilation import CacheReads
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
@@ -129,6 +131,20 @@ def _measures_layers(cfg: Config, done: int) -> bool:
     return len(_variants(cfg)) == 1 or number % cfg.metrics.layers_every == 0 or number == last
 
 
+#: How many programs each thread has read from JAX's compilation cache.
+_cache_reads: Counter[int] = Counter()
+
+
+@functools.cache
+def _count_cache_reads() -> None:
+    """Listen to JAX's events, once: JAX cannot remove a listener."""
+
+    def count(event: str, **_: Any) -> None:
+        _cache_reads[threading.get_ident()] += event == "/jax/compilation_cache/cache_hits"
+
+    jax.monitoring.register_event_listener(count)
+
+
 def compiled(
     run: Run,
     state: TrainState,
@@ -162,12 +178,14 @@ def compiled(
         peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()
-        with CacheReads() as reads:
-            program = lowered.compile()
-    run.startup.from_cache = bool(reads.hits)
+        _count_cache_reads()
+        before = _cache_reads[threading.get_ident()]
+        program = lowered.compile()
+        from_cache = _cache_reads[threading.get_ident()] > before
+    run.startup.from_cache = from_cache
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
-    how = "read from the compilation cache" if reads.hits else "compiled"
+    how = "read from the compilation cache" if from_cache else "compiled"
     log(f"{how}{which} in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

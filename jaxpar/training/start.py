@@ -13,7 +13,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.monitoring.profiler import profile_on_signal
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
+from jaxpar.runtime.files.lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.stages import stage

@@ -40,7 +40,7 @@ from jaxpar.monitoring.metric_names import TABLE_FILE, Described, MetricTable, r
 from jaxpar.monitoring.profile_folder import ProfileFacts, read_facts, write_facts
 from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
-from jaxpar.runtime.files import run_lock
+from jaxpar.runtime.files import lock
 from jaxpar.runtime.processes import children, token
 from jaxpar.runtime.processes.hosts.generations import End, Generation, Host, Over, Restarts, view
 from jaxpar.stores import folders, lease, objects, shards, steps
@@ -213,7 +213,7 @@ def holder_of_lease(text: bytes, _: Path) -> None:
 
 def holder_of_lock(folder: Path) -> None:
     with open(folder / "lock", "rb") as file:
-        run_lock._holder(file.fileno())
+        lock._holder(file.fileno())
 
 
 def sweep(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, HostMemory
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes.sources import LAUNCHED
 from tests import ranks
 from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 

@@ -11,7 +11,7 @@ import pytest
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes.sources import LAUNCHED
 from jaxpar.training.frozen import reference_file
 from tests import ranks
 

@@ -18,7 +18,7 @@ from jaxpar.stores.files import begin_session
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.mirror import Keeping, Mirror, ShardMirror
 from jaxpar.stores.objects import Altered
-from jaxpar.stores.shards import JoinedShards, ProcessShards, finish, folder_name
+from jaxpar.stores.shards import ProcessShards, finish, folder_name
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import soon
 
@@ -57,10 +57,9 @@ def write_shards(folder: Path, rank: int, count: int, step: int, seed: int = 0) 
 
 
 def processes(address, folder: Path, count: int, session: str = "a") -> list[ProcessShards]:
-    kinds = [JoinedShards] + [ProcessShards] * (count - 1)
     return [
-        kind(objects_at(address), folder / str(rank), (rank, count), session, LAYOUT)
-        for rank, kind in enumerate(kinds)
+        ProcessShards(objects_at(address), folder / str(rank), (rank, count), session, LAYOUT)
+        for rank in range(count)
     ]
 
 
@@ -82,10 +81,10 @@ def test_a_step_is_complete_once_all_have_sent_their_shards(address, store, tmp_
     for rank in range(count):
         write_shards(tmp_path / str(rank), rank, count, 10)
     for rank in reversed(range(1, count)):
-        assert made[0].upload(10, lambda: None) is None
+        assert made[0].complete(10, lambda: None) is None
         assert rank in made[0].missing(10) and steps.complete_steps(store) == []
         assert made[rank].send(10) == made[rank].send(10) > 0
-    assert made[0].upload(10, lambda: None) > 0
+    assert made[0].complete(10, lambda: None) > 0
     assert steps.complete_steps(store) == [10] and not store.names("shards/")
     listed = steps.listed(store, 10)
     assert {f"checkpoints/10/{n}" for n in listed} == {o.name for o in store.names("checkpoints/")}
@@ -105,11 +104,11 @@ def test_shards_of_two_saves_are_not_joined(address, store, tmp_path):
     shutil.rmtree(tmp_path / "1")
     write_shards(tmp_path / "1", 1, 2, 10, seed=5)
     made[1].send(10)
-    assert made[0].upload(10, lambda: None) is None and made[0].missing(10) == [1]
+    assert made[0].complete(10, lambda: None) is None and made[0].missing(10) == [1]
     shutil.rmtree(tmp_path / "1")
     write_shards(tmp_path / "1", 1, 2, 10)
     made[1].send(10)
-    assert made[0].upload(10, lambda: None)
+    assert made[0].complete(10, lambda: None)
     steps.download_step(store, tmp_path / "copy", 10)
     np.testing.assert_array_equal(read_whole(tmp_path / "copy", 10, 2), expected(2))
 
@@ -134,7 +133,7 @@ def test_damaged_shards_complete_nothing(address, store, tmp_path, damage):
         content[len(content) // 2] ^= 1
         store.write(list_1, bytes(content))
     with pytest.raises(Altered):
-        made[0].upload(10, lambda: None)
+        made[0].complete(10, lambda: None)
     assert steps.complete_steps(store) == [] and not (tmp_path / "0/.joining").exists()
 
 

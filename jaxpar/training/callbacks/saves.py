@@ -1,7 +1,7 @@
 """Saves: checkpoints, copies in the memory of hosts, and the last step before an exception."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +10,11 @@ import jax
 
 from jaxpar import checkpoint
 from jaxpar.runtime import exit_codes, signals
-from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import end_with
+from jaxpar.runtime.terminal import warn
 from jaxpar.training import chosen as weights
 from jaxpar.training.callbacks.callback import Progress, RunCallback
 from jaxpar.training.callbacks.own import states_of
@@ -26,7 +26,6 @@ from jaxpar.training.run import Run, Start
 
 if TYPE_CHECKING:
     from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
-    from jaxpar.stores.mirror import Mirror
 
 #: Seconds for all processes to meet, each with an exception after the same step. One that fails
 #: alone ends this much later.
@@ -41,20 +40,6 @@ UNSAVED = (
     *(exit_codes.BadNumerics, exit_codes.Spike, RunLocked, checkpoint.SaveFailed, MemoryError),
     *(jax.errors.JaxRuntimeError, peers.PeerFailed, peers.PeersMissing),
 )
-
-
-@dataclass(eq=False)
-class Store(RunCallback):
-    """Records the uploads of a run in an object store."""
-
-    mirror: "Mirror"
-    record: Callable[..., None]
-
-    def prepare(self, at: Progress) -> None:
-        self.mirror.record_to(self.record)
-
-    def close(self, at: Progress, error: BaseException | None) -> None:
-        self.mirror.record_to(None)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -101,12 +100,13 @@ def _test_choice(
     values = random_values(*shape)
     q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
     try:
-        report = check(choice, q, k, v, mask, d_out)
+        errors = check(choice, q, k, v, mask, d_out)
     except WrongKernel as error:
         fix = "use --model.attention-backend reference or another backend, and report the bug"
         name = m.attention_backend
         raise ConfigError("model.attention_backend", name, str(error), fix) from error
-    log(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+    found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    log(f"attention self-test: {found}, {time.perf_counter() - began:.1f} s")
 
 
 #: Tokens in the slice: several blocks of any kernel, with 4 MB of scores per head.
@@ -129,6 +129,7 @@ MIN_RMS = 0.1
 _REFERENCE = Choice("reference", "reference")
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+BOUNDS = {name: LSE_BOUND if name == "lse" else BOUND for name in NAMES}
 
 #: The programs run once. Autotuning them would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -138,19 +139,7 @@ class WrongKernel(Exception):
     """A kernel disagrees with `reference`."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The error of each array, and its bound."""
-
-    errors: dict[str, float]
-    bounds: dict[str, float]
-
-    def __str__(self) -> str:
-        """ "out 2.1e-03, lse 4.0e-07, ..."."""
-        return ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-
-
-def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
+def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> dict[str, float]:
     """Compare the chosen kernels, forward and backward, with `reference` in float32.
 
     Blocks until the result is ready. No other program runs on the device meanwhile
@@ -158,6 +147,7 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
 
     Args:     q: [B, T, H, K]; d_out: [B, T, H, I]; k: [B, S, G, K]; v: [B, S, G, I], all on one
               device.
+    Returns:  the error of each array.
     Raises:   WrongKernel that names each wrong array, its error and its bound.
     """
     got = _run(choice, q, k, v, mask, d_out)
@@ -168,13 +158,11 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     errors = {
         name: (_largest if name == "lse" else _relative)(got[name], wanted[name]) for name in NAMES
     }
-    bounds = {name: LSE_BOUND if name == "lse" else BOUND for name in NAMES}
-    report = Report(errors, bounds)
     # `not <=` rather than `>`: a NaN is wrong, too.
-    wrong = [name for name in NAMES if not errors[name] <= bounds[name]]
+    wrong = [name for name in NAMES if not errors[name] <= BOUNDS[name]]
     if wrong:
-        raise WrongKernel(_describe(choice, report, wrong))
-    return report
+        raise WrongKernel(_describe(choice, errors, wrong))
+    return errors
 
 
 def random_values(
@@ -240,8 +228,8 @@ def _largest(found, wanted) -> float:
     return float(np.abs(found - wanted).max())
 
 
-def _describe(choice: Choice, report: Report, wrong: list[str]) -> str:
-    off = [f"{n} is off by {report.errors[n]:.1e} (at most {report.bounds[n]:.1e})" for n in wrong]
+def _describe(choice: Choice, errors: dict[str, float], wrong: list[str]) -> str:
+    off = [f"{n} is off by {errors[n]:.1e} (at most {BOUNDS[n]:.1e})" for n in wrong]
     kernels = f"forward {choice.forward}, backward {choice.backward}"
     device = jax.local_devices()[0].device_kind
     return f"{kernels} disagree with reference in float32 on {device}: {', '.join(off)}"

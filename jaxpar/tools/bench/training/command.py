@@ -23,9 +23,9 @@ from jaxpar.monitoring.metrics import mfu, peak_memory_gib
 from jaxpar.monitoring.profiler import facts_of
 from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.runtime import exit_codes, provenance
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file, check_folder
-from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.compiled import FirstRunAlone
@@ -185,7 +185,7 @@ def config_of(options: BenchOptions) -> Config:
     """
     cfg = without_schedules(options.config.checked())
     refuse_fields_of_a_run(cfg, options.config.overrides)
-    place = detect.detect(cfg, os.environ)
+    place = rendezvous.detect(cfg, os.environ)
     if (
         place is None or place.process_id == 0
     ):  # only process 0 writes; others may run on other hosts
@@ -237,7 +237,7 @@ def bench(options: BenchOptions) -> int:
     peers.log(summary(result))
     to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
-        json_output.write("--card", options.card, result)
+        outputs.write_json("--card", options.card, result)
     if stopped := result.get("cut_short"):
         running.batches.close()
         interrupted = stopped["by"] == signal.SIGINT.name
@@ -245,5 +245,5 @@ def bench(options: BenchOptions) -> int:
     result |= profiled.profile_steps(running, options.profile_steps, trace, options.profiler)
     peers.log(profiled.in_words(result))
     if to_card:
-        json_output.write("--card", options.card, result)
+        outputs.write_json("--card", options.card, result)
     return 0
