@@ -188,7 +188,8 @@ def exchange_to_load(diloco: Any, saved: Saved, cfg: Config) -> tuple[Any, bool]
 
     Args:     diloco: of a logical state, abstract arrays with shardings; () without.
     """
-    has_any = any(_is_exchange(name) for name in saved.fingerprints)
+    of_exchange = tuple(f"diloco/{part}/" for part in overlap.EXCHANGE)
+    has_any = any(name.startswith(of_exchange) for name in saved.fingerprints)
     if overlap.OUTGOING not in diloco:
         return diloco, has_any
     if has_any and _is_wanted(saved, cfg):
@@ -230,7 +231,3 @@ def _is_wanted(saved: Saved, cfg: Config) -> bool:
     before = replace(cfg, **{path: then[path] for path in SCHEDULE})
     found = schedule.under_way(saved.step, before)
     return found == schedule.under_way(saved.step, cfg)
-
-
-def _is_exchange(name: str) -> bool:
-    return name.startswith(tuple(f"diloco/{part}/" for part in overlap.EXCHANGE))

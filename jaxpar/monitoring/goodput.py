@@ -8,6 +8,7 @@ Launchers of several hosts record there when a generation takes its first step
 (`runtime/processes/hosts/trainers.py`), and which hosts the one before had lost.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -17,9 +18,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 import jax
+import msgspec
+from msgspec import Meta
 
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.files.append import Lines
@@ -199,31 +202,33 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in json_lines.read(run_dir / EVENTS_FILE) if _is_whole(record)]
 
 
+type _Number = Annotated[float, Meta(gt=-MAX_SECONDS, lt=MAX_SECONDS)]
+type _Step = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+#: The fields that are read of every event, and of those of some names.
+OF_ALL = {"event": str, "attempt": int, "age": _Number, "time": _Number}
+OF_SOME: dict[str, dict[str, Any]] = {
+    "time": {"seconds": dict[str, _Number], "steps": tuple[_Step, _Step]},
+    "from": {"step": _Step},
+    "saved": {"step": _Step, "seconds": _Number},
+    "save failed": {"step": _Step, "error": Any},
+    "restored": {"source": str, "repeated": _Step},
+}
+
+
+@functools.cache
+def _shape(name: str) -> type:
+    """Return the type of an event, by its name."""
+    return msgspec.defstruct("Event", [*(OF_ALL | OF_SOME.get(name, {})).items()])
+
+
 def _is_whole(event: dict[str, Any]) -> bool:
     """Whether an event has all fields that are read of events of its name."""
-    name, seconds, steps = event.get("event"), event.get("seconds"), event.get("steps")
-    fine = [isinstance(name, str), isinstance(event.get("attempt"), int)]
-    fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
-    if name == "time":
-        fine.append(isinstance(seconds, dict) and all(map(_is_number, seconds.values())))
-        fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
-    if name in ("from", "saved", "save failed"):
-        fine.append(_is_step(event.get("step")))
-    if name == "restored":
-        fine.append(isinstance(event.get("source"), str) and _is_step(event.get("repeated")))
-    if name == "saved":
-        fine.append(_is_number(seconds))
-    if name == "save failed":
-        fine.append("error" in event)
-    return all(fine)
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31  # an int32
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < MAX_SECONDS
+    name = str(event.get("event"))
+    try:
+        return bool(msgspec.convert(event, _shape(name if name in OF_SOME else "")))
+    except msgspec.ValidationError:
+        return False
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -39,7 +39,8 @@ def checked(cfg: Config) -> Run:
     with stage("planning the layout"):
         laid_out = elastic.choose_layout(cfg, seconds)
     with stage("opening the data and checking the run"):
-        memory, copies = None, cast("list[FoundCopy]", [])
+        memory = None
+        copies: list[FoundCopy] = []
         if laid_out.checkpoint.memory_every:
             from jaxpar.memory_checkpoint.places import place_of
             from jaxpar.memory_checkpoint.plan import plan_copies

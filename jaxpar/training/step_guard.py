@@ -193,19 +193,10 @@ def rewind(
     loader.skipped = skipped.after_rewind(first, last - first + 1)
     if jax.process_index() == 0:
         write_skipped(Path(cfg.run.dir), loader.skipped)
-    state, step = initial_or_saved(cfg, mesh, origin, bool(steps), log)
+    step: int | None = None
+    if steps:
+        state, step = checkpoint.restore_latest(cfg, mesh)
+    else:
+        state = initial_weights.state(cfg, mesh, origin(), log)
     log(f"rewound to step {step or 0}; batches {first} to {last} are skipped")
     return jax.block_until_ready(state), step
-
-
-def initial_or_saved(
-    cfg: Config,
-    mesh: Mesh,
-    origin: Callable[[], initial_weights.Origin | None],
-    saved: bool,
-    log: Callable[[str], None],
-) -> tuple[TrainState, int | None]:
-    """Return the latest intact state and its step; without a checkpoint, the initial and None."""
-    if saved:
-        return checkpoint.restore_latest(cfg, mesh)
-    return initial_weights.state(cfg, mesh, origin(), log), None

@@ -267,7 +267,7 @@ def test_a_launcher_keeps_a_folder_and_deletes_those_of_killed_ones(tmp_path):
         assert memory is None
     with kept_in_memory(ON, env) as memory:
         assert memory is not None
-        place = place_of(ON, memory.environment(["a:1", "b:2"], 1) | TOKEN.environment())
+        place = place_of(ON, memory.variables(["a:1", "b:2"], 1) | TOKEN.environment())
         assert place is not None and (place.folder, place.host) == (memory.folder, 1)
         assert place.peers == ("a:1", "b:2") and place.num_hosts == 2
         killed = [sys.executable, "-c", KILLED_LAUNCHER]

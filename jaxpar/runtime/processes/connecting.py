@@ -206,18 +206,15 @@ def listen_where_peers_connect(
     own = address_towards(cluster.host)
     peers = [address for address in exchange(own or "") if address]
     if own and is_loopback(own) and not is_loopback(cluster.host):
+        others = [address for address in peers if not is_loopback(address)]
         # The coordinator's name is this host's own: the way to a peer is the one peers come by.
-        own = next(filter(None, map(address_towards, _of_other_hosts(peers))), own)
+        own = next(filter(None, map(address_towards, others)), own)
     if interface := os.environ.get(INTERFACE):
         _register(interface=interface)
         return interface
     if own:
         _register(hostname=own)
     return own
-
-
-def _of_other_hosts(addresses: list[str]) -> list[str]:
-    return [address for address in addresses if not is_loopback(address)]
 
 
 def _register(**where: str) -> None:

@@ -25,7 +25,7 @@ from jaxpar.runtime.processes.hosts.generations import Rules
 from jaxpar.runtime.processes.hosts.kv_store import LocalStore, Service, SharedStore, Store
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
-from jaxpar.runtime.processes.hosts.trainers import Copies, CopiesInMemory, MakesServer, Program
+from jaxpar.runtime.processes.hosts.trainers import CopiesInMemory, Program
 from jaxpar.runtime.processes.launch_options import LaunchOptions, ServeOptions
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token, token_of
 
@@ -70,12 +70,11 @@ def run(
     args: list[str],
     cfg: Config,
     memory: CopiesInMemory | None,
-    makes_server: MakesServer,
 ) -> int:
     """Train on this host, with the launchers of others if `--nodes` says so.
 
     Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
-              nowhere. makes_server: serves these to other hosts.
+              nowhere.
     Returns:  the run's exit code.
     Raises:   ConfigError for GPUs that cannot be shared, addresses that the others cannot use, and
               a token that is missing or cannot be read.
@@ -94,7 +93,6 @@ def run(
     own: dict[str, Any] = {"name": asked.host_name or socket.gethostname(), "devices": devices}
     own |= {"processes": count, "address": "127.0.0.1"}
     rules, service = Rules(restarts=asked.restarts), None
-    copies = None if memory is None else Copies(memory)
     store: Store = LocalStore({})
     with contextlib.ExitStack() as until_the_end:
         if asked.nodes:
@@ -112,14 +110,12 @@ def run(
                 until_the_end.callback(service.end)
             own["address"] = _address(asked, stopped)
             if memory is not None:
-                made = makes_server(memory.folder, own["address"], token)
-                server = until_the_end.enter_context(made)
-                copies, own["piece_port"] = Copies(memory, server, token), server.port
+                own["piece_port"] = until_the_end.enter_context(memory.serve(own["address"], token))
             run_name = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
             store = SharedStore(asked.rendezvous, run_name, token, asked.heartbeat_seconds)
         here = Membership(store, own, asked.heartbeat_seconds)
         until_the_end.callback(here.close)
-        agent = Agent(asked, rules, program, here, copies)
+        agent = Agent(asked, rules, program, here, memory)
         children.on_signals(agent.stop)
         if stopped:
             agent.stop(stopped[0])

@@ -29,7 +29,7 @@ from jaxpar.runtime.processes.hosts.generations import (
 from jaxpar.runtime.processes.hosts.kv_store import START_SECONDS, Service
 from jaxpar.runtime.processes.hosts.membership import Membership
 from jaxpar.runtime.processes.hosts.trainers import (
-    Copies,
+    CopiesInMemory,
     HostProgress,
     Program,
     Trainers,
@@ -64,7 +64,7 @@ class Agent:
         rules: Rules,
         program: Program,
         membership: Membership,
-        copies: Copies | None = None,
+        copies: CopiesInMemory | None = None,
         clock: Clock = time,
     ):
         """Args:     copies: of the state, in this host's memory."""
@@ -347,7 +347,9 @@ class Agent:
         own, known = self.here.own, seen.hosts
         if text := self._described(generation, seen):
             report(text)
-        variables = self.copies.variables(generation, own) if self.copies else {}
+        variables = {}
+        if self.copies is not None:
+            variables = self.copies.variables(generation.pieces, generation.members.index(own.name))
         if not self.alone:
             addresses = {known[m].address if m in known else m for m in generation.members}
             variables[NUM_HOSTS] = str(len(addresses))

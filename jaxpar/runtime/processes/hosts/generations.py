@@ -192,11 +192,8 @@ class StoreView:
     def absent(self, generation: Generation) -> list[str]:
         """Return the members that are not alive, or that have started again since."""
         lives = zip(generation.members, generation.lives, strict=True)
-        return [m for m, life in lives if m not in self.alive or self.life_of(m) != life]
-
-    def life_of(self, name: str) -> str:
-        """Return the life of a host; empty if the store has no entry of it."""
-        return self.hosts[name].life if name in self.hosts else ""
+        known = {name: host.life for name, host in self.hosts.items() if name in self.alive}
+        return [m for m, life in lives if known.get(m) != life]
 
     def has_stepped(self, generation: Generation) -> bool:
         """Return whether the first step of a generation is done, as its first host says."""
