@@ -24,22 +24,19 @@ def main(options: LaunchRun | ServeOptions) -> int:
     import os
 
     from jaxpar.memory_checkpoint.places import kept_in_memory
-    from jaxpar.memory_checkpoint.server import PieceServer
     from jaxpar.runtime.gpus import numa
-    from jaxpar.runtime.processes import launcher
-    from jaxpar.runtime.processes.hosts import options as host_options
-    from jaxpar.runtime.processes.hosts import serving
+    from jaxpar.runtime.processes import launch_options, launcher
     from jaxpar.runtime.signals import output_may_be_lost
 
     if isinstance(options, ServeOptions):
-        return serving.serve(options)
+        return launcher.serve(options)
     if options.nodes or options.rendezvous:
-        host_options.check(options)
+        launch_options.check_hosts(options)
     args = launcher.arguments_of(options.config)
     cfg = options.config.checked(None, commands.model_from, commands.with_vocabulary)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     with kept_in_memory(cfg) as memory, output_may_be_lost():
-        return launcher.run(options, args, cfg, memory, PieceServer)
+        return launcher.run(options, args, cfg, memory)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxpar import commands
 from jaxpar.config import Config
 from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.rules.paths import is_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,15 @@ def main(options: TrainOptions) -> int:
     from jaxpar.execution.decisions import explain
     from jaxpar.runtime import exit_codes
     from jaxpar.runtime.processes import peers, rendezvous
-    from jaxpar.stores.fetching import with_local_config
     from jaxpar.training import first_run
     from jaxpar.training.callbacks import own
     from jaxpar.training.start import run_to_end
 
-    arguments = with_local_config(options.config)
+    arguments = options.config
+    if is_address(arguments.name):
+        from jaxpar.stores.reading import with_local_config
+
+        arguments = with_local_config(arguments)
     asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
     own.check(asked)
     cfg, environment = rendezvous.join(asked)

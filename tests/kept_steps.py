@@ -17,8 +17,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config, registry
-from jaxpar.training import step_programs
-from jaxpar.training.evaluating import evaluation
+from jaxpar.training import evaluation, programs
 
 #: Jitted steps in memory.
 MOST = 32
@@ -37,12 +36,12 @@ NOT_READ = ("run", "checkpoint", "evaluation", "profile", "cluster")
 @contextlib.contextmanager
 def steps_kept() -> Iterator[None]:
     """Have runs take steps that an earlier run of this process has traced."""
-    made = step_programs.make_train_step, evaluation.make_eval_step
-    step_programs.make_train_step, evaluation.make_eval_step = map(kept, made)
+    made = programs.make_train_step, evaluation.make_eval_step
+    programs.make_train_step, evaluation.make_eval_step = map(kept, made)
     try:
         yield
     finally:
-        step_programs.make_train_step, evaluation.make_eval_step = made
+        programs.make_train_step, evaluation.make_eval_step = made
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:

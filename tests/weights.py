@@ -25,8 +25,7 @@ from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.training import initial_weights
-from jaxpar.training.frozen import chosen
+from jaxpar.training import chosen, initial_weights
 from jaxpar.verification import traces
 from jaxpar.verification.random_pairs import max_segments
 

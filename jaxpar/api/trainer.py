@@ -24,9 +24,9 @@ from jaxpar.inference.generation import config_for_sampling, weights_for_samplin
 from jaxpar.inference.load import LoadedModel
 from jaxpar.inference.options import Sampling
 from jaxpar.inference.texts import continuations
-from jaxpar.monitoring import startup
+from jaxpar.monitoring import goodput
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock
+from jaxpar.runtime.files.lock import RunLock
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
@@ -36,12 +36,12 @@ from jaxpar.step.metrics import Metrics
 from jaxpar.step.state import TrainState, state_shardings, to_logical
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks.callback import Callback
-from jaxpar.training.evaluating.evaluation import Evaluation
+from jaxpar.training.chosen import choose_together, to_json
+from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.first_run import prepare_quickstart
-from jaxpar.training.frozen.chosen import choose_together, to_json
+from jaxpar.training.programs import StepPrograms
 from jaxpar.training.run import Run
 from jaxpar.training.start import run_to_end
-from jaxpar.training.step_programs import StepPrograms
 from jaxpar.training.vocabulary import with_vocabulary
 
 #: Whether `Trainer.train` is under way in this thread.
@@ -63,7 +63,7 @@ class Trainer:
         """
         fix = 'jaxpar.load_config("quickstart")'
         require_type("cfg", cfg, Config, "a Config", fix)
-        startup.begin_now()
+        goodput.begin_now()
         cfg = with_paths(fill_batch(with_vocabulary(cfg)))
         check(cfg)
         self._environment: list[str] = []
@@ -260,7 +260,7 @@ class Trainer:
         ]
         cfg = replace(self._asked, **{"train.callbacks": (*others, *callbacks)})
         check(cfg)
-        startup.begin_now()
+        goodput.begin_now()
         _of_thread.trains = True
         try:
             code = run_to_end(cfg, self._environment)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint.copies import HostCopy
     from jaxpar.checkpoint.inspection import require_whole
     from jaxpar.checkpoint.integrity import Damaged
-    from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
-    from jaxpar.checkpoint.resumable import check_resumable
+    from jaxpar.checkpoint.loading import check_resumable, restore, restore_latest, restore_params
     from jaxpar.checkpoint.saved import (
         AVERAGED,
         MODEL_FIELDS,
@@ -56,7 +55,7 @@ _MODULES = {
     "TRAINED": "jaxpar.checkpoint.saved",
     "Weights": "jaxpar.checkpoint.saved",
     "changed_fields": "jaxpar.checkpoint.saved",
-    "check_resumable": "jaxpar.checkpoint.resumable",
+    "check_resumable": "jaxpar.checkpoint.loading",
     "first_whole": "jaxpar.checkpoint.saved",
     "folder": "jaxpar.checkpoint.saved",
     "load_config": "jaxpar.checkpoint.saved",

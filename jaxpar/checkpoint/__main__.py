@@ -76,7 +76,7 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
     """Run a subcommand. Returns the exit code."""
     import jax
 
-    from jaxpar.checkpoint import inspection, stored
+    from jaxpar.checkpoint import inspection
     from jaxpar.checkpoint.averaging import average
     from jaxpar.checkpoint.branching import branch
 
@@ -89,13 +89,13 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
     jax.config.update("jax_platforms", "cpu")
     match options:
         case Ls(run=run):
-            rows = stored.rows(run) if is_address(run) else inspection.rows(run)
+            rows = inspection.rows_in_store(run) if is_address(run) else inspection.rows(run)
             for number, row in enumerate(rows):
                 if number == 0:
                     print(inspection.HEAD)
                 print(row, flush=True)
         case Verify(run=run, step=step):
-            verify = stored.verify if is_address(run) else inspection.verify
+            verify = inspection.verify_in_store if is_address(run) else inspection.verify
             if not verify(run, step, log):
                 return exit_codes.EXIT_ERROR
         case BranchOff(run=run, new=new, step=step):

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 import jaxpar
-from jaxpar.checkpoint import integrity, store, weights_alone
+from jaxpar.checkpoint import integrity, weights_alone
 from jaxpar.checkpoint.branching import intact
-from jaxpar.checkpoint.reading import array_names, opened, piece
 from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_whole, saved_steps
+from jaxpar.checkpoint.stored_arrays import array_names, num_bytes, open_array, reading
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.config.values import to_values
@@ -129,11 +129,14 @@ def opened_weights(source: Source, ema: bool) -> Weights:
     Args:     ema: take the moving average of those that have one.
     Raises:   Damaged; Unreadable.
     """
-    names, found = array_names(source.folder), {}
+    found: Weights = {}
+    with reading(source.folder, "its arrays cannot be listed"):
+        names = set(array_names(source.folder))
     for path in sorted(n.removeprefix("params/") for n in names if n.startswith("params/")):
         averaged = f"ema/{path}"
         name = averaged if ema and averaged in names else f"params/{path}"
-        found[path] = name, opened(source.folder, name)
+        with reading(source.folder, f"{name} cannot be opened"):
+            found[path] = name, open_array(source.folder, name)
     return found
 
 
@@ -159,12 +162,12 @@ def write_average(
     shapes = {path: tuple(array.shape) for path, array in first.items()}
     chunks = {path: _chunk(array) for path, array in first.items()}
     made, found = weights_alone.create(run_dir, shapes, chunks, about), {}
-    with meter(sum(store.num_bytes(a) for own in weights for _, a in own.values())) as progress:
+    with meter(sum(num_bytes(a) for own in weights for _, a in own.values())) as progress:
         for path in first:
             of_path = [own[path] for own in weights]
             boxes = grid(shapes[path], chunks[path])
             found[path] = _average(made[path], boxes, sources, of_path, progress)
-        log(f"read {progress.summary(max(map(store.num_bytes, first.values())))}")
+        log(f"read {progress.summary(max(map(num_bytes, first.values())))}")
     weights_alone.seal(run_dir, about, found)
 
 
@@ -180,7 +183,8 @@ def _average(
     for box in boxes:
         origin, total = [part.start for part in box], np.zeros((), np.float64)
         for source, (name, array), sums in zip(sources, arrays, own, strict=True):
-            values = piece(source.folder, name, array, box)
+            with reading(source.folder, f"{name} cannot be read"):
+                values = np.ascontiguousarray(array[box].read().result())
             sums.add(values, origin)
             total = total + values.astype(np.float64)
             progress.advance(values.nbytes)

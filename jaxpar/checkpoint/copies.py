@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpar.runtime.gpus.host_copies import CudaError, PinnedMemory, allocated, copy_to_host
 from jaxpar.runtime.host_memory import host_memory
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.grid import Box, boxes_of, volume
 
 

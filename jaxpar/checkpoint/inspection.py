@@ -1,9 +1,11 @@
-"""Inspects checkpoints: lists them, and verifies them."""
+"""Lists and verifies checkpoints: those in the folder of a run, or in an object store."""
 
 import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,15 +13,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint import integrity, stored_arrays
 from jaxpar.checkpoint.best import Best, of
-from jaxpar.checkpoint.reading import reason
-from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
+from jaxpar.checkpoint.integrity import Damaged, Unreadable
+from jaxpar.checkpoint.saved import METADATA, damage, folder, read_saved, saved_steps
+from jaxpar.checkpoint.stored_arrays import reason
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import local_folder, read_address
 from jaxpar.runtime import tables
 from jaxpar.runtime.progress import meter
 from jaxpar.runtime.units import size
 from jaxpar.sharding.axes import AXES
+from jaxpar.stores import steps
+from jaxpar.stores.objects import Altered, Found, Missing, Objects, StoreError
 
 #: Marks a damaged checkpoint in the output.
 DAMAGED = "DAMAGED"
@@ -112,10 +118,9 @@ def _row(run_dir: str | Path, step: int) -> CheckpointRow:
         check = f"{DAMAGED}: {found[0]}"
     else:
         saved = read_saved(run_dir, step)
-        mesh, check = (
-            mesh_in_words(saved.config["parallel"]),
-            _witnesses(at, len(saved.fingerprints)),
-        )
+        mesh, check = mesh_in_words(saved.config["parallel"]), "no file list"
+        check = "files verified" if integrity.has_file_list(at) else check
+        check += f", {len(saved.fingerprints)} arrays with fingerprints"
     return CheckpointRow(step, date, sum(file.st_size for file in files), mesh, check)
 
 
@@ -128,11 +133,6 @@ def mesh_in_words(parallel: dict[str, Any]) -> str:
     """Describe the mesh that wrote a checkpoint, as `mesh.describe` does."""
     named = [f"{axis}={parallel.get(axis, 1)}" for axis in AXES if parallel.get(axis, 1) != 1]
     return " ".join(named) or "1 device"
-
-
-def _witnesses(step_folder: Path, arrays: int) -> str:
-    files = "files verified" if integrity.has_file_list(step_folder) else "no file list"
-    return f"{files}, {arrays} arrays with fingerprints"
 
 
 def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
@@ -159,9 +159,7 @@ def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) ->
 
 def _verify_one(run_dir: str | Path, at: int, log: Callable[[str], None]) -> bool:
     """Verify a checkpoint. Returns:  whether it is intact. Raises:   Unreadable."""
-    found = damage(run_dir, at)
-    known = {} if found else read_saved(run_dir, at).fingerprints
-    found += _array_damage(folder(run_dir) / str(at), known, log)
+    found = _all_damage(run_dir, at, log)
     if found and not (folder(run_dir) / str(at)).is_dir():
         raise integrity.Unreadable(f"step {at} of {run_dir} went away while it was read")
     for text in found:
@@ -177,37 +175,41 @@ def require_whole(run_dir: str | Path, step: int) -> int:
 
     Raises:   Damaged; Unreadable; ConfigError when there is no such checkpoint.
     """
-    found = damage(run_dir, step)
-    known = {} if found else read_saved(run_dir, step).fingerprints
-    found += _array_damage(folder(run_dir) / str(step), known, lambda _: None)
-    if found:
+    if found := _all_damage(run_dir, step, lambda _: None):
         raise integrity.Damaged(f"the checkpoint of step {step} of {run_dir}", found)
     return step
+
+
+def _all_damage(run_dir: str | Path, step: int, log: Callable[[str], None]) -> list[str]:
+    """Return what is wrong with a checkpoint. Raises:   as `require_whole`, but for Damaged."""
+    found = damage(run_dir, step)
+    known = {} if found else read_saved(run_dir, step).fingerprints
+    return found + _array_damage(folder(run_dir) / str(step), known, log)
 
 
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
     """Return what is wrong with the arrays. Reads all; without `known`, compares none."""
     found, arrays = [], {}
     try:
-        names = store.array_names(step_folder)
+        names = stored_arrays.array_names(step_folder)
     except Exception as error:  # a damaged file can raise any error
         return [f"its arrays cannot be listed ({reason(step_folder, error)})"]
     found += [f"{name} is missing" for name in known if name not in names]
     for name in names:
         try:
-            arrays[name] = store.open_array(step_folder, name)
+            arrays[name] = stored_arrays.open_array(step_folder, name)
         except Exception as error:
             found.append(f"{name} cannot be opened ({reason(step_folder, error)})")
-    with meter(sum(map(store.num_bytes, arrays.values()))) as progress:
+    with meter(sum(map(stored_arrays.num_bytes, arrays.values()))) as progress:
         for name, array in arrays.items():
             try:
-                sums = store.fingerprint_of(array)
+                sums = stored_arrays.fingerprint_of(array)
             except Exception as error:
                 found.append(f"{name} cannot be read ({reason(step_folder, error)})")
                 continue
             found += integrity.describe_differences(known, {name: sums}) if known else []
-            progress.advance(store.num_bytes(array))
-        largest = max(map(store.num_bytes, arrays.values()), default=0)
+            progress.advance(stored_arrays.num_bytes(array))
+        largest = max(map(stored_arrays.num_bytes, arrays.values()), default=0)
         log(f"{step_folder}: read {progress.summary(largest)}")
     return found
 
@@ -226,3 +228,99 @@ def _steps(run_dir: str | Path, step: int | None) -> list[int]:
         held = ", ".join(map(str, steps))
         raise ConfigError("--step", step, f"is not a checkpoint of {run_dir}", f"use one of {held}")
     return [step]
+
+
+#: What is said of a checkpoint without its list of files.
+INCOMPLETE = "incomplete: its upload goes on, or was killed"
+
+
+def rows_in_store(text: str) -> Iterator[CheckpointRow]:
+    """Yield every checkpoint of a run in a store, ascending. Downloads their metadata alone.
+
+    Raises:   ConfigError if the address has none; StoreError.
+    """
+    objects = Objects(read_address("RUN", text), "RUN", patient=False)
+    complete = steps.complete_steps(objects)
+    found = _by_step(objects)
+    if not {*complete, *found}:
+        raise ConfigError("RUN", text, "contains no checkpoint", "use the address of a run")
+    for step in sorted({*complete, *found}):
+        row = _row_in_store(objects, step, found.get(step, {}), step in complete)
+        if row.check != INCOMPLETE and not row.check.startswith(DAMAGED):
+            yield row
+        elif step in steps.complete_steps(objects) or step not in complete:
+            yield row  # otherwise it was deleted meanwhile
+
+
+def _by_step(objects: Objects) -> dict[int, dict[str, Found]]:
+    """Return the objects of each step, by their names below it."""
+    found: dict[int, dict[str, Found]] = {}
+    for one in objects.names(f"{steps.STEPS}/"):
+        number, _, name = one.name.removeprefix(f"{steps.STEPS}/").partition("/")
+        if name and (step := steps.step_of(number)) is not None:
+            found.setdefault(step, {})[name] = one
+    return found
+
+
+def _row_in_store(
+    objects: Objects, step: int, there: dict[str, Found], complete: bool
+) -> CheckpointRow:
+    date = max((one.modified for one in there.values()), default="")
+    size, mesh = sum(one.size for one in there.values()), "?"
+    if not complete:
+        return CheckpointRow(step, date, size, mesh, INCOMPLETE)
+    try:
+        files = steps.listed(objects, step)
+        if wrong := _object_damage(files, there):
+            return CheckpointRow(step, date, size, mesh, f"{DAMAGED}: {wrong}")
+        with tempfile.TemporaryDirectory() as place:
+            name = f"{steps.STEPS}/{step}/{METADATA}"
+            objects.download(name, Path(place, name), files[METADATA])
+            saved = read_saved(place, step)
+    except (Altered, Missing, Damaged) as error:
+        return CheckpointRow(step, date, size, mesh, f"{DAMAGED}: {error}")
+    check = f"{len(files)} files of their sizes, {len(saved.fingerprints)} arrays with fingerprints"
+    return CheckpointRow(step, date, size, mesh_in_words(saved.config["parallel"]), check)
+
+
+def _object_damage(files: dict[str, steps.Content], there: dict[str, Found]) -> str:
+    """Describe the first file that is missing or has another size; empty for none."""
+    for name, content in files.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name].size != content.bytes:
+            return f"{name} has {there[name].size:,} bytes, not {content.bytes:,}"
+    return f"its list of files has no {METADATA}" if METADATA not in files else ""
+
+
+def verify_in_store(text: str, step: int | None, log: Callable[[str], None]) -> bool:
+    """Download and verify every byte of the complete checkpoints of a run, one after another.
+
+    Args, Returns:  as `verify`.
+    Raises:   ConfigError if there is no such checkpoint; Unreadable; StoreError.
+    """
+    address = read_address("RUN", text)
+    objects, folder = Objects(address, "RUN"), local_folder(address, "verify")
+    complete = steps.complete_steps(objects)
+    if not complete:
+        raise ConfigError("RUN", text, "contains no checkpoint", "use the address of a run")
+    if step is not None and step not in complete:
+        held = ", ".join(map(str, complete))
+        raise ConfigError("--step", step, f"is no checkpoint of {text}", f"use one of {held}")
+    whole = True
+    for at in complete if step is None else [step]:
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            steps.download_step(objects, folder, at)
+            whole &= verify(folder, at, log)
+        except Missing:
+            log(f"step {at}: deleted meanwhile")
+        except Altered as error:
+            whole = False
+            log(f"step {at}: {error}")
+            log(f"step {at}: {DAMAGED}")
+        except StoreError as error:
+            raise Unreadable(f"step {at} cannot be read: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return whole

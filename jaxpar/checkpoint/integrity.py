@@ -172,7 +172,8 @@ def write_file_list(
     Args:     elsewhere: files of the checkpoint that are not in the folder: their bytes and sha256.
     """
     files = {name: _entry(step_folder / name) for name in _names(step_folder)}
-    files |= {name: _shortened(entry) for name, entry in elsewhere.items()}
+    for name, entry in elsewhere.items():
+        files[name] = {"bytes": entry["bytes"]} if entry["bytes"] > SMALL else dict(entry)
     content = {"files": files}
     text = json.dumps(seal(content), indent=1, sort_keys=True) + "\n"
     atomic.write(step_folder / FILES, text.encode())
@@ -255,11 +256,6 @@ def _names(step_folder: Path) -> list[str]:
     files = (path for path in sorted(step_folder.rglob("*")) if path.is_file())
     names = (str(path.relative_to(step_folder)) for path in files)
     return sorted(name for name in names if not name.startswith((FILES, f".{FILES}")))
-
-
-def _shortened(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of a file as `_entry` would, given its bytes and sha256."""
-    return {"bytes": entry["bytes"]} if entry["bytes"] > SMALL else dict(entry)
 
 
 def _entry(file: Path) -> dict[str, Any]:

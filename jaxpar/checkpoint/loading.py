@@ -1,4 +1,4 @@
-"""Loads the arrays of a checkpoint onto any mesh, and verifies their fingerprints."""
+"""Loads a checkpoint onto any mesh, if the run may resume from it; verifies fingerprints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +8,13 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint import integrity, of_replicas
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.of_replicas import exchange, feedback, replicas
-from jaxpar.checkpoint.resumable import check_resumable
 from jaxpar.checkpoint.saved import (
     AVERAGED,
     LORA_FIELDS,
     MODEL_FIELDS,
+    NO_DATASET,
     STORAGE_FIELDS,
     TRAINED,
     Saved,
@@ -28,11 +27,14 @@ from jaxpar.checkpoint.saved import (
     require_weights,
     saved_steps,
 )
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.lists.mixture import stages
+from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.values import OF_STEPS, require_code, to_values
+from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
 from jaxpar.step.diloco.trainers import num_trainers
 from jaxpar.step.state import (
@@ -43,6 +45,65 @@ from jaxpar.step.state import (
     initial_extra,
     to_running,
 )
+
+#: Fields that may not change during a run: the meaning of the moments, and the order of the data.
+RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
+
+#: Fields that decide the sizes of steps. A run may change them for steps to come.
+SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
+
+
+def check_resumable(cfg: Config, saved: Saved) -> None:
+    """Refuse another model, optimizer or order of the data. The mesh and all else may change.
+
+    Raises:   ConfigError that names the first field that differs; also for imported weights.
+    """
+    if saved.dataset == NO_DATASET:
+        rule = f"contains imported weights in {saved}, without an optimizer state to resume"
+        raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
+    fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
+    if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
+        fixed += ("train.global_batch_size",)
+    check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
+    _check_sizes(cfg, saved)
+    now = fingerprint(cfg)
+    if now != saved.dataset:
+        rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
+        field = "mixture" if cfg.data.mixture else "path"
+        then = saved.config["data"].get("mixture") or saved.config["data"]["path"]
+        fix = f"use a new run.dir, or set it back to {then}"
+        raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
+    _check_stages(cfg, saved)
+
+
+def _check_sizes(cfg: Config, saved: Saved) -> None:
+    """Raises:   ConfigError if steps before the saved one had another size."""
+    then = by_path(saved.config)
+    fields = {path: then.get(path, default_of(path)) for path in SIZE_FIELDS}
+    batches = saved.step + sum(count for _, count in saved.skipped_batches)
+    past, now = (list(step_sizes(one).until(batches)) for one in (replace(cfg, **fields), cfg))
+    if past != now:
+        changed = [path for path in SIZE_FIELDS if value_of(cfg, path) != fields[path]]
+        path = next((one for one in changed if one in (BATCHES, LENGTHS)), changed[0])
+        rule = f"changes the size of steps before step {saved.step}, after which {saved} continues"
+        before = " ".join(flag(one, fields[one]) for one in changed)
+        fix = f"use {before}, or change only later steps"
+        raise ConfigError(path, value_of(cfg, path), rule, fix)
+
+
+def _check_stages(cfg: Config, saved: Saved) -> None:
+    """Raises:   ConfigError if sources had other weights before the saved step."""
+    path = "data.mixture_schedule"
+    then = saved.config["data"].get("mixture_schedule", "")
+    past, now = (
+        [stage for stage in stages(one) if stage.step < saved.step]
+        for one in (replace(cfg, **{path: then}), cfg)
+    )
+    if past != now:
+        rule = f"changes weights before step {saved.step}, after which {saved} continues"
+        fix = f"use {flag(path, then)}, or change only later steps"
+        raise ConfigError(path, cfg.data.mixture_schedule, rule, fix)
+
 
 #: Bytes that are read ahead and kept on the host until they are on a device, in addition to those
 #: of the largest array.
@@ -124,7 +185,7 @@ def restore_from(
     require_code(cfg, OF_STEPS)
     check_resumable(cfg, saved)
     stored = _with_saved_dtypes(cfg, saved)
-    target = replicas.abstract_saved(stored, mesh, saved).saved
+    target = of_replicas.abstract_saved(stored, mesh, saved).saved
     begins = [name for name in target if name in _own_extra(stored) and not _has(saved, name)]
     for name in begins:
         del target[name]
@@ -132,29 +193,31 @@ def restore_from(
     errors = target.pop("feedback", ())
     more_exchanged = False
     if "diloco" in target:
-        target["diloco"], more_exchanged = exchange.to_load(target["diloco"], saved, cfg)
-    if used := feedback.to_load(errors, saved, cfg):
+        target["diloco"], more_exchanged = of_replicas.exchange_to_load(
+            target["diloco"], saved, cfg
+        )
+    if used := of_replicas.feedback_to_load(errors, saved, cfg):
         target["feedback"] = used
     # What the checkpoint then has in vain.
     gone = {name.partition("/")[0] for name in saved.fingerprints} - target.keys()
     for name in sorted(gone - {"ema", "feedback", "diloco"}):
         peers.log(f"the state of {name} in {saved} is dropped: the run has no such post-update")
     ends = bool(gone)
-    ends = ends or feedback.has_feedback(saved)
-    others = replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
+    ends = ends or of_replicas.has_feedback(saved)
+    others = of_replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
-    loaded["feedback"] = feedback.adapted(loaded.get("feedback", {}), errors, saved, cfg)
+    loaded["feedback"] = of_replicas.adapted(loaded.get("feedback", {}), errors, saved, cfg)
     if (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
         to = jax.tree.map(lambda a: a.sharding, scalars)
-        fresh = jax.device_put(replicas.initial_guard(cfg, saved), to)  # of another scale
+        fresh = jax.device_put(of_replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
-    state = replicas.converted(TrainState.of(loaded), cfg, stored, mesh, saved)
+    state = of_replicas.converted(TrainState.of(loaded), cfg, stored, mesh, saved)
     state = to_running(state, cfg)
-    errors = feedback.completed(state.extra.get("feedback", ()), cfg, mesh)
+    errors = of_replicas.with_feedback(state.extra.get("feedback", ()), cfg, mesh)
     state = state.with_extra(feedback=errors)
-    state = exchange.completed(state, saved, cfg, mesh)
+    state = of_replicas.with_exchange(state, saved, cfg, mesh)
     for name in begins:
         words = {"ema": "the moving average begins with the weights of"}
         peers.log(f"{words.get(name, f'{name} starts anew after')} step {saved.step}")

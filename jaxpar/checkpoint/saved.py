@@ -24,8 +24,8 @@ from jaxpar.config.rules.paths import absolute
 from jaxpar.config.serialize import from_values
 from jaxpar.config.values import to_values
 from jaxpar.data.skips import Range
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {
@@ -112,7 +112,7 @@ class Saved:
     asked: dict[str, Any] = field(default_factory=dict)
     """Values of the command that differ from the config, which holds the values in use."""
     weights_from: dict[str, WeightsEntry] = field(default_factory=dict)
-    """The weights that the run takes from other runs (`training/frozen/chosen.py`), by field."""
+    """The weights that the run takes from other runs (`training/chosen.py`), by field."""
     callbacks: dict[str, str] = field(default_factory=dict)
     """The state of each callback (`training/callbacks/`) by its key, as JSON."""
 

@@ -27,8 +27,8 @@ from jaxpar.config.values import to_values
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.runtime.units import transfer
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot

@@ -18,7 +18,7 @@ import tensorstore
 
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.saved import METADATA
-from jaxpar.checkpoint.store import MANIFEST
+from jaxpar.checkpoint.stored_arrays import MANIFEST
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.stores.objects import Content
 from jaxpar.stores.shards import ShardLayout

@@ -1,7 +1,7 @@
 """Writes a checkpoint that holds only weights, box by box: imported ones, or averages.
 
 Orbax writes the checkpoint and its metadata with a single number for each array. Then each array
-gets its shape and chunks, and TensorStore its values (`store.py`).
+gets its shape and chunks, and TensorStore its values (`stored_arrays.py`).
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint import integrity, stored_arrays
 from jaxpar.checkpoint.saved import METADATA, folder
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.sharding.fingerprint import RunningFingerprint
@@ -42,7 +42,7 @@ def create(
         small = flax.traverse_util.unflatten_dict(ones, sep="/")
         tree = {"step": jnp.int32(STEP), "params": small}
         orbax.save(STEP, tree, force=True, custom_metadata=about)
-    at = store.array_folder(folder(run_dir) / str(STEP))
+    at = stored_arrays.array_folder(folder(run_dir) / str(STEP))
     _tell_shapes(at, shapes, chunks)
     arrays = {}
     for path, shape in shapes.items():
@@ -54,7 +54,7 @@ def create(
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         }
         # Orbax treats a missing chunk as damage, even if all its values are the fill value.
-        spec = store.array_spec(at, f"params/{path}")
+        spec = stored_arrays.array_spec(at, f"params/{path}")
         spec |= {"metadata": metadata, "store_data_equal_to_fill_value": True}
         arrays[path] = tensorstore.open(spec, create=True, delete_existing=True).result()
     return arrays

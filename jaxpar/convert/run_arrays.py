@@ -1,7 +1,7 @@
 """The parameters of a checkpoint, box by box: read from any run, or written into a new one.
 
-Only one box is in memory at a time (`checkpoint/store.py`). The fingerprints of arrays are computed
-while their boxes are read or written.
+Only one box is in memory at a time (`checkpoint/stored_arrays.py`). The fingerprints of arrays are
+computed while their boxes are read or written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxpar
 from jaxpar import checkpoint
-from jaxpar.checkpoint import integrity, store, weights_alone
+from jaxpar.checkpoint import integrity, stored_arrays, weights_alone
 from jaxpar.checkpoint.saved import require_weights
 from jaxpar.config import Config
 from jaxpar.config.values import to_values
@@ -56,7 +56,7 @@ class RunArrays:
         """Read and verify all parameters. Raises as `compare`."""
         for path, array in self.by_path.items():
             if path in self.expected:
-                self.compare(path, store.fingerprint_of(array))
+                self.compare(path, stored_arrays.fingerprint_of(array))
 
     def chunk(self, path: str) -> tuple[int, ...]:
         """Return the shape of a parameter's chunks. A read loads complete chunks."""
@@ -107,7 +107,7 @@ def open_run(
         names[path] = f"{'ema' if averaged else 'params'}/{path}"
         try:
             with integrity.reading_checkpoint(where):
-                arrays[path] = store.open_array(step_folder, names[path])
+                arrays[path] = stored_arrays.open_array(step_folder, names[path])
         except (ValueError, OSError) as error:
             raise integrity.Damaged(where, [f"it does not contain {names[path]}"]) from error
     expected = {path: known[name] for path, name in names.items() if name in known}

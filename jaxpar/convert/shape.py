@@ -14,7 +14,7 @@ from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json,
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys.known import unknown
 from jaxpar.model.flops import num_params
-from jaxpar.stores import models
+from jaxpar.stores import reading
 
 
 def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
@@ -27,7 +27,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     """
     rule = "is not a folder"
     fix = f"use a folder with {CONFIG_FILE}, or org/model of the Hugging Face Hub"
-    found = models.find(named, "model.from", (CONFIG_FILE,), rule, fix)
+    found = reading.find_model(named, "model.from", (CONFIG_FILE,), rule, fix)
     values = read_config_json(Path(found.folder))
     table = family_of(values)
     kind = table.model_type

@@ -19,7 +19,7 @@ def main(options: forms.Options | forms.TeacherOptions) -> None:
     if isinstance(options, forms.TeacherOptions):
         from jaxpar.execution.decisions import explain
         from jaxpar.runtime.processes import rendezvous
-        from jaxpar.training.frozen.keeping import keep
+        from jaxpar.training.teacher_cache import keep
 
         cfg, _ = rendezvous.join(options.config.checked(explain, commands.model_from))
         keep(cfg)

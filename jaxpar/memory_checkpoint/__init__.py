@@ -8,7 +8,7 @@ it onto their mesh, which may be another one.
     places.kept_in_memory, server.PieceServer    for a launcher: the folder of the files, and the
                                                  server from which other hosts read them
     writing.MemoryCheckpointer                   for the training loop: makes copies
-    finding.find, restoring.restore              for a start: the newest copy, and its arrays
+    restoring.find, restoring.restore            for a start: the newest copy, and its arrays
 """
 
 MAY_IMPORT = ("config", "runtime", "sharding", "step", "data", "checkpoint")

@@ -11,12 +11,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpar.config import Config, ConfigError, flag
 from jaxpar.memory_checkpoint.client import PieceClient
 from jaxpar.runtime.files.lock import locked
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.server import PieceServer
 
 #: Variables that a launcher sets for the processes of a run. For the launcher itself, FOLDER is
 #: where it makes the folder, in place of SHARED_MEMORY.
@@ -90,19 +93,34 @@ def delete_files(folder: Path, kind: str, keep: Callable[[PieceFile | None], boo
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
 class HostMemory:
     """The folder of one host, which a launcher keeps for the processes that it starts."""
 
-    folder: Path
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._served: tuple[PieceServer, RunToken] | None = None
 
-    def environment(self, peers: Sequence[str] = (), host: int = 0) -> dict[str, str]:
-        """Return the variables for the processes of this host.
+    @contextlib.contextmanager
+    def serve(self, address: str, token: RunToken) -> Iterator[int]:
+        """Serve the files to other hosts. Args, Raises:   as `PieceServer`. Yields the port."""
+        from jaxpar.memory_checkpoint.server import PieceServer  # imports this module
+
+        with PieceServer(self.folder, address, token) as server:
+            self._served = server, token
+            yield server.port
+
+    def variables(self, peers: Sequence[str] = (), host: int = 0) -> dict[str, str]:
+        """Return the variables for the processes of this host. Starts its server again if need be.
 
         Args:     peers: address of each host's `PieceServer`, as host:port, in the order of the
                   hosts; empty for a run on one host, which needs none. host: index of this one.
         """
-        return {FOLDER: str(self.folder), PEERS: ",".join(peers), HOST: str(host)}
+        found = {FOLDER: str(self.folder), PEERS: ",".join(peers), HOST: str(host)}
+        if self._served is None:
+            return found
+        server, token = self._served
+        server.ensure()
+        return found | token.environment()
 
     def newest_step(self) -> int:
         """Return the latest step of which this host has a piece; -1 without any."""

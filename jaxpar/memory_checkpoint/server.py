@@ -18,12 +18,13 @@ from pathlib import Path
 
 from jaxpar.config import declared
 from jaxpar.config.json_reader import UnreadableJson
-from jaxpar.memory_checkpoint import messages
-from jaxpar.memory_checkpoint.client import PIECE, STALLED_SECONDS
-from jaxpar.memory_checkpoint.messages import (
+from jaxpar.memory_checkpoint import client
+from jaxpar.memory_checkpoint.client import (
     LIMITS_FILE,
     MAX_PROOF,
     MAX_REQUEST,
+    PIECE,
+    STALLED_SECONDS,
     Answer,
     Greeting,
     Limits,
@@ -31,9 +32,9 @@ from jaxpar.memory_checkpoint.messages import (
     Proof,
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, PARTIAL, complete_files, read_name
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes.children import end_with_parent
 from jaxpar.runtime.processes.token import RunToken
+from jaxpar.runtime.terminal import warn
 
 #: Seconds for a client to prove that it has the token.
 PROOF_SECONDS = 10.0
@@ -162,8 +163,8 @@ class _Conversation(socketserver.StreamRequestHandler):
 
     def _proven(self) -> bool:
         """Return whether the client has the token. Reads no more than a proof, and not for long."""
-        nonce = messages.new_nonce()
-        self.connection.sendall(messages.line(Greeting(nonce=nonce)))
+        nonce = client.new_nonce()
+        self.connection.sendall(client.line(Greeting(nonce=nonce)))
         until, line = time.monotonic() + PROOF_SECONDS, b""
         while b"\n" not in line:  # what follows the line makes it no proof
             left = until - time.monotonic()
@@ -176,10 +177,10 @@ class _Conversation(socketserver.StreamRequestHandler):
             line += got
         self.connection.settimeout(self.timeout)
         shown = declared.read(Proof, line)
-        if not messages.is_proven(self.server.token, nonce, shown):
-            self._answer(Answer(error=f"the client {messages.OTHER_TOKEN}"))
+        if not client.is_proven(self.server.token, nonce, shown):
+            self._answer(Answer(error=f"the client {client.OTHER_TOKEN}"))
             return False
-        self._answer(Answer(signature=messages.server_signature(self.server.token, nonce, shown)))
+        self._answer(Answer(signature=client.server_signature(self.server.token, nonce, shown)))
         return True
 
     def _serve(self, request: PieceRequest) -> None:
@@ -196,7 +197,7 @@ class _Conversation(socketserver.StreamRequestHandler):
             raise  # the rest of the conversation would not make sense
 
     def _answer(self, answer: Answer) -> None:
-        self.wfile.write(messages.line(answer))
+        self.wfile.write(client.line(answer))
 
     def _send(self, name: str, begin: int, size: int) -> None:
         file = read_name(name)

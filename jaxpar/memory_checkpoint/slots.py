@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxpar.memory_checkpoint import piece_file
-from jaxpar.memory_checkpoint.layout import ProcessPieces
 from jaxpar.memory_checkpoint.places import OWN, PARTIAL, Group, PieceFile
+from jaxpar.memory_checkpoint.plan import ProcessPieces
 from jaxpar.runtime.gpus.host_copies import (
     CudaError,
     PinnedMemory,
@@ -52,11 +52,6 @@ class Slot:
     def _allocate(self) -> None:
         for file in self._files:
             file.allocate(jax.local_devices()[0])
-
-    def wait(self) -> None:
-        """Wait until the memory is there, or has failed."""
-        if self._allocated is not None:
-            self._allocated.exception()
 
     @property
     def ready(self) -> bool:

@@ -18,8 +18,7 @@ from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.saving import metadata_of_run
 from jaxpar.config import Config, declared
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.client import HostLost
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Limits
+from jaxpar.memory_checkpoint.client import LIMITS_FILE, HostLost, Limits
 from jaxpar.memory_checkpoint.places import (
     MIRRORED,
     OWN,
@@ -28,11 +27,11 @@ from jaxpar.memory_checkpoint.places import (
     delete_files,
     read_name,
 )
-from jaxpar.memory_checkpoint.room import AT_A_TIME, CopyPlan, free_bytes
+from jaxpar.memory_checkpoint.plan import AT_A_TIME, CopyPlan, free_bytes
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.messages import warn
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
 
@@ -108,11 +107,6 @@ class MemoryCheckpointer:
         room = not self._restored or free_bytes(self._folder) >= self._plan.needed
         for slot in self._slots if room else self._slots[:1]:
             slot.begin(self._threads)
-
-    def wait_for_memory(self) -> None:
-        """Wait until the memory that `begin` allocates is there, or has failed."""
-        for slot in self._slots:
-            slot.wait()
 
     def due(self, step: int) -> bool:
         """Whether a copy is due after a step."""

@@ -3,33 +3,85 @@
 Every attempt appends to the file; no line is changed. Time within an attempt is measured with a
 monotonic clock. The wall clock is only used for the time between two attempts; if it was set back
 in between, that time counts as 0.
+
+Launchers of several hosts record there when a generation takes its first step
+(`runtime/processes/hosts/trainers.py`), and which hosts the one before had lost.
 """
 
+import functools
 import json
 import os
+import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeGuard
 
 import jax
+import msgspec
+from msgspec import Meta
 
-from jaxpar.monitoring.startup import process_age
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.files.append import Lines
 
+#: When the start-up began, by `time.perf_counter`, if it was not when this process started.
+_began: float | None = None
+
+
+class StartUp:
+    """The phases of the start-up, in the order in which they ended.
+
+    The first phase covers everything before: Python, imports, and JAX's devices.
+    """
+
+    def __init__(self) -> None:
+        #: Whether the train step was read from the compilation cache.
+        self.from_cache = False
+        self.seconds: dict[str, float] = {"python and devices": process_age()}
+        self._last = time.perf_counter()
+
+    def ended(self, part: str) -> None:
+        """Count the time since the end of the last phase as `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"first step done after {sum(self.seconds.values()):.1f} s: {parts}"
+
+
+def begin_now() -> None:
+    """Let the start-up begin now: for a run in a process that did something else before."""
+    global _began
+    _began = time.perf_counter()
+
+
+def process_age() -> float:
+    """Return the seconds since this process started, or since `begin_now` was called; 0 if the
+    system does not report it."""
+    if _began is not None:
+        return time.perf_counter() - _began
+    try:
+        with open("/proc/self/stat") as file:
+            started = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 EVENTS_FILE = "events.jsonl"
 
-#: An event that launchers of several hosts record (`runtime/processes/hosts/progress.py`).
+#: An event that launchers of several hosts record (`runtime/processes/hosts/trainers.py`).
 GENERATION = "generation"
 
 #: What a process does at any moment. Only "step" counts as goodput.
 PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
-#: The part that each phase of the start-up (`startup.py`) counts as; all others count as "init".
+#: The part that each phase of the start-up (`StartUp`) counts as; all others count as "init".
 OF_STARTUP = {"compilation": "compile", "checkpoint": "restore"}
 
 #: Larger than any duration or time of day: a line with a larger value is damaged.
@@ -150,31 +202,33 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in json_lines.read(run_dir / EVENTS_FILE) if _is_whole(record)]
 
 
+type _Number = Annotated[float, Meta(gt=-MAX_SECONDS, lt=MAX_SECONDS)]
+type _Step = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+#: The fields that are read of every event, and of those of some names.
+OF_ALL = {"event": str, "attempt": int, "age": _Number, "time": _Number}
+OF_SOME: dict[str, dict[str, Any]] = {
+    "time": {"seconds": dict[str, _Number], "steps": tuple[_Step, _Step]},
+    "from": {"step": _Step},
+    "saved": {"step": _Step, "seconds": _Number},
+    "save failed": {"step": _Step, "error": Any},
+    "restored": {"source": str, "repeated": _Step},
+}
+
+
+@functools.cache
+def _shape(name: str) -> type:
+    """Return the type of an event, by its name."""
+    return msgspec.defstruct("Event", [*(OF_ALL | OF_SOME.get(name, {})).items()])
+
+
 def _is_whole(event: dict[str, Any]) -> bool:
     """Whether an event has all fields that are read of events of its name."""
-    name, seconds, steps = event.get("event"), event.get("seconds"), event.get("steps")
-    fine = [isinstance(name, str), isinstance(event.get("attempt"), int)]
-    fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
-    if name == "time":
-        fine.append(isinstance(seconds, dict) and all(map(_is_number, seconds.values())))
-        fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
-    if name in ("from", "saved", "save failed"):
-        fine.append(_is_step(event.get("step")))
-    if name == "restored":
-        fine.append(isinstance(event.get("source"), str) and _is_step(event.get("repeated")))
-    if name == "saved":
-        fine.append(_is_number(seconds))
-    if name == "save failed":
-        fine.append("error" in event)
-    return all(fine)
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31  # an int32
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < MAX_SECONDS
+    name = str(event.get("event"))
+    try:
+        return bool(msgspec.convert(event, _shape(name if name in OF_SOME else "")))
+    except msgspec.ValidationError:
+        return False
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
@@ -233,3 +287,98 @@ def _split(taken: list[tuple[int, int, float]], step: int):
         kept.append((first, min(last, step), spent * share))
         lost += spent * (1 - share)
     return kept, lost
+
+
+#: The event of a start that has restored a state, and the parts of a start that only it needs.
+RESTORED, OF_A_START = "restored", ("init", "compile", "restore")
+
+
+@dataclass(frozen=True)
+class RestartCosts:
+    """The restarts of a run so far."""
+
+    count: int
+    down: float
+    """Seconds between attempts."""
+    starting: float
+    """Seconds of all starts but the first."""
+    repeated: float
+    """Seconds of steps that were repeated, as far as they were recorded."""
+    repeated_steps: int
+    """Steps that were repeated."""
+    sources: dict[str, int]
+    """RestartCosts by where the state was: "memory" or "checkpoint"."""
+
+    @property
+    def seconds(self) -> float:
+        """The time lost."""
+        return self.down + self.starting + self.repeated
+
+    def __str__(self) -> str:
+        counted = "1 restart" if self.count == 1 else f"{self.count} restarts"
+        text = f"{counted} cost {self.seconds:.1f} s: starting {self.starting:.1f}, down "
+        text += f"{self.down:.1f}, repeated steps {self.repeated:.1f} ({self.repeated_steps} steps)"
+        sources = ", ".join(f"{n} from {where}" for where, n in sorted(self.sources.items()))
+        return f"{text}; {sources}" if sources else text
+
+
+def restarts(events: Iterable[dict[str, Any]]) -> RestartCosts | None:
+    """Compute what restarts cost; None for a run without any.
+
+    Args:     events: from `read_events`.
+    """
+    events = list(events)
+    found = goodput(events)
+    if found.attempts < 2:
+        return None
+    first = min(event["attempt"] for event in events)
+    again = [event for event in events if event["attempt"] != first]
+    parts = [event["seconds"] for event in again if event["event"] == "time"]
+    starting = sum(spent.get(name, 0.0) for spent in parts for name in OF_A_START)
+    restored = [event for event in again if event["event"] == RESTORED]
+    return RestartCosts(
+        found.attempts - 1,
+        found.seconds.get("down", 0.0),
+        starting,
+        found.seconds.get("lost work", 0.0),
+        sum(event["repeated"] for event in restored),
+        dict(Counter(event["source"] for event in restored)),
+    )
+
+
+@dataclass(frozen=True)
+class HostLoss:
+    """One loss of hosts."""
+
+    hosts: tuple[str, ...]
+    seconds: float
+    """From the last sign of life of the lost hosts to the end of the next step."""
+    step: int
+    """That step."""
+
+
+def host_losses(events: Iterable[dict[str, Any]]) -> list[HostLoss]:
+    """Return the losses of hosts, in order. Args: events: from `goodput.read_events`."""
+    found = []
+    for event in events:
+        lost, step = event.get("lost"), event.get("step")
+        silent, seconds = event.get("silent"), event.get("seconds")
+        if event["event"] != GENERATION or not isinstance(lost, list) or not lost:
+            continue
+        if isinstance(step, int) and _is_time(silent) and _is_time(seconds):
+            found.append(HostLoss(tuple(map(str, lost)), silent + seconds, step))
+    return found
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def described(losses: list[HostLoss]) -> str:
+    """Describe losses in a line; empty if there were none."""
+    if not losses:
+        return ""
+    seconds = [loss.seconds for loss in losses]
+    times = "once" if len(losses) == 1 else f"{len(losses)} times"
+    text = f"hosts lost {times}: {sum(seconds):.1f} s to the next steps"
+    return text if len(losses) == 1 else f"{text}, median {statistics.median(seconds):.1f} s"

@@ -16,7 +16,7 @@ from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric, metric_of
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 
 TABLE_FILE = "metric_names.json"
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,21 +20,21 @@ import jax
 import numpy as np
 import rich.progress
 
-from jaxpar.config import Config, value_of
+from jaxpar.config import Config, LoraConfig, ModelConfig, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
 from jaxpar.config.metrics import metric_of
 from jaxpar.model.flops import train_flops_per_token
-from jaxpar.monitoring import evaluations, stragglers
-from jaxpar.monitoring.expert_loads import LoadsWriter
+from jaxpar.monitoring import evaluations
 from jaxpar.monitoring.gpus import GpuReader
 from jaxpar.monitoring.metric_names import TableWriter
-from jaxpar.monitoring.mfu import mfu
-from jaxpar.monitoring.routing import RoutingWriter
+from jaxpar.monitoring.routing import LoadsWriter, RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
+from jaxpar.runtime.gpus.peaks import peak_flops
+from jaxpar.runtime.processes import peers
 from jaxpar.runtime.units import duration
 
 #: Schedules of weights, and the metrics that show them.
@@ -172,7 +173,7 @@ class MetricsWriter:
         }
         if self.steps:
             record |= self._speed(size)
-            record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
+            record |= compare_hosts((self.seconds - self.device_wait) / self.steps)
         if self.epochs is not None:
             record["epochs"] = self.epochs(step + 1)
         if self.gpus is not None:
@@ -184,7 +185,7 @@ class MetricsWriter:
         self._clear()
         self.write(record)
         self.screen.step(record, self._steps_left(step))
-        if remark := stragglers.remark(record):
+        if remark := remark_on_hosts(record):
             self.screen.log(remark)
         if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
             self.screen.log(self.forecast.beside(record))
@@ -356,3 +357,57 @@ def _finite(value: Any) -> Any:
 
 def _shown(value: float | None, form: str) -> str:
     return "non-finite" if value is None else format(value, form)
+
+
+def mfu(
+    tokens_per_second: float,
+    model: ModelConfig,
+    seq_len: int,
+    device_kind: str,
+    *,
+    causal: bool,
+    lora: LoraConfig | None = None,
+) -> float | None:
+    """Compute the share of a device's peak FLOP/s from its tokens per second.
+
+    Returns:  None when the peak is unknown.
+    """
+    peak = peak_flops(device_kind)
+    if peak is None:
+        return None
+    flops = train_flops_per_token(model, seq_len, causal=causal, lora=lora)
+    return tokens_per_second * flops / peak
+
+
+_TOPIC = "timing"
+
+
+def compare_hosts(host_seconds: float) -> dict[str, Any]:
+    """Publish this process's host time per step, and compare; once per logged interval.
+
+    Args:     host_seconds: of one step, without dispatch and waiting for the devices.
+    Returns:  in process 0 of several, fields for the record of the interval; otherwise empty. A
+              process that lags behind counts with its previous interval.
+    """
+    if peers.world_size() == 1:
+        return {}
+    peers.publish(_TOPIC, json.dumps(host_seconds))
+    if peers.rank() != 0:
+        return {}
+    times = {i: json.loads(text) for i, text in peers.read_published(_TOPIC).items()}
+    if len(times) < peers.world_size():
+        return {}  # some process has not reached its first interval yet
+    slowest = max(times, key=lambda i: times[i])
+    return {
+        "host_seconds_median": statistics.median_low(times.values()),
+        "host_seconds_slowest": times[slowest],
+        "slowest": peers.process_name(slowest),
+    }
+
+
+def remark_on_hosts(record: dict[str, Any]) -> str | None:
+    """Warn of a process whose host time exceeds a fifth of the step and twice the median."""
+    slow, usual = record.get("host_seconds_slowest", 0.0), record.get("host_seconds_median", 0.0)
+    if slow < 0.2 * record.get("step_seconds", float("inf")) or slow < 2 * usual:
+        return None
+    return f"{record['slowest']} is slow: {slow:.3f} s of host time per step, median {usual:.3f} s"

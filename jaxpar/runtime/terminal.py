@@ -1,4 +1,4 @@
-"""Output streams that show control characters as escapes.
+"""Output streams that show control characters as escapes, and warnings.
 
 Names of tensors, paths and options may come from a stranger. A terminal would obey the escape
 sequences in them: move the cursor, hide text, or set its title. `run_program` therefore replaces
@@ -9,13 +9,19 @@ both standard streams, so that every `print` is safe. What draws with escape seq
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from jaxpar.config.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error."""
+    print(f"WARNING    {text}", file=sys.stderr, flush=True)
+
 
 #: Layout of ordinary output. Progress bars return to the start of their line with \r.
 _LAYOUT = "\n\t\r"
@@ -69,8 +75,6 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
     """Make a rich console, which draws, and shows control characters of texts as escapes."""
     from rich.console import Console
 
-    from jaxpar.runtime.rich_texts import EscapeTexts
-
     stream = sys.stderr if stderr else sys.stdout
     if hasattr(stream, "unescaped"):  # a safe stream, or one that wraps it
         options["file"] = stream.unescaped
@@ -78,7 +82,7 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
         # A notebook: plain lines, and no bar, each of which rich would show as HTML.
         options |= {"force_jupyter": False, "force_terminal": False}
     made = Console(stderr=stderr, **options)
-    made.push_render_hook(EscapeTexts())
+    made.push_render_hook(cast(Any, EscapeTexts()))
     return made
 
 
@@ -87,3 +91,24 @@ def write_generated(text: str) -> None:
     stream = _unescaped(sys.stdout)
     stream.write(printable(text, "\n\t") if stream.isatty() else text)
     stream.flush()
+
+
+class EscapeTexts:
+    """A `RenderHook` of a console that escapes what the console is asked to print."""
+
+    def process_renderables(self, renderables: "Sequence[ConsoleRenderable]") -> list:
+        """Return the renderables with their texts escaped."""
+        return [_Escaped(renderable) for renderable in renderables]
+
+
+class _Escaped:
+    def __init__(self, inner: "ConsoleRenderable"):
+        self.inner = inner
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.segment import Segment
+
+        for segment in console.render(self.inner, options):
+            # rich's own sequences are in segments of control codes.
+            text = segment.text if segment.control else printable(segment.text, "\n\t")
+            yield Segment(text, segment.style, segment.control)

@@ -145,7 +145,8 @@ class Watchdog:
         where = f"in {stacks}"
         try:
             with open(stacks, "a") as file:
-                file.write(f"{_now()} {why}\n")
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                file.write(f"{now} {why}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
         except OSError as error:
@@ -222,7 +223,3 @@ def _start(work: Callable[..., None], *args: Any) -> threading.Thread:
     thread = threading.Thread(target=work, args=args, daemon=True)
     thread.start()
     return thread
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

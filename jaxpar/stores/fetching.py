@@ -1,35 +1,36 @@
-"""Downloads a run from a store: to continue it on this host, or to read it.
+"""Downloads a run from a store: to continue it on this host, or on several that share no folder.
 
 A folder that another session has written since is outdated: then the store's files replace it, and
 checkpoints that only the folder has are moved to RUN/superseded.
 """
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.config.command_line import ConfigArguments
-from jaxpar.config.rules.paths import is_address, is_prefix, local_folder, read_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.files.run_lock import RunLock
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import warn
 from jaxpar.runtime.units import size
 from jaxpar.stores import steps
-from jaxpar.stores.files import download_files
-from jaxpar.stores.objects import Altered, Missing, Objects, OddName
-from jaxpar.stores.parts import GROWING, joined, length, ranges
-from jaxpar.stores.sessions import NAME as SESSION
-from jaxpar.stores.sessions import last_session, note, require_same_run, sessions_of
+from jaxpar.stores.files import (
+    GROWING,
+    download_files,
+    joined,
+    last_session,
+    length,
+    note,
+    ranges,
+    require_same_run,
+    sessions_of,
+)
+from jaxpar.stores.objects import Altered, Missing, Objects
 
 #: Folder of a run for checkpoints that another session's have replaced.
 SUPERSEDED = "superseded"
-
-#: Seconds that a command waits for another one that downloads the same run.
-READERS_SECONDS = 3600.0
 
 
 class StepsDamaged(RunError):
@@ -39,7 +40,6 @@ class StepsDamaged(RunError):
 def fetch(
     objects: Objects,
     folder: Path,
-    mark: str,
     log: Callable[[str], None],
     step: int | None = None,
     reading: bool = False,
@@ -47,10 +47,9 @@ def fetch(
 ) -> None:
     """Bring a run's folder up to date with the store: files, growing files, and one checkpoint.
 
-    Args:     mark: the file of a checkpoint that differs between any two. step: the checkpoint to
-              download. None: the newest that is intact, unless the folder has a newer one that the
-              store's last session wrote. reading: the folder is only a copy of the store.
-              checkpoints: whether to look at them.
+    Args:     step: the checkpoint to download. None: the newest that is intact, unless the folder
+              has a newer one that the store's last session wrote. reading: the folder is
+              only a copy of the store. checkpoints: whether to look at them.
     Raises:   StepsDamaged; ConfigError if there is no such step; StoreError.
     """
     last = last_session(objects)
@@ -67,7 +66,7 @@ def fetch(
         return
     complete = steps.complete_steps(objects)
     if not ours:
-        _supersede(objects, folder, complete, mark, reading)
+        _supersede(objects, folder, complete, reading)
     if step is not None and step not in complete:
         held = ", ".join(map(str, complete)) or "none"
         rule = f"is not a complete checkpoint of {objects.address}"
@@ -95,15 +94,13 @@ def _fetch_growing(objects: Objects, folder: Path, name: str, ours: bool, readin
         atomic.write(folder / name, content)
 
 
-def _supersede(
-    objects: Objects, folder: Path, complete: list[int], mark: str, reading: bool
-) -> None:
+def _supersede(objects: Objects, folder: Path, complete: list[int], reading: bool) -> None:
     """Move the checkpoints of a folder that are not those of the store to RUN/superseded."""
     for place in sorted((folder / steps.STEPS).glob("*")):
         if (step := steps.step_of(place.name)) is None:
             continue
         try:
-            same = step in complete and steps.is_same(objects, folder, step, (mark,))
+            same = step in complete and steps.is_same(objects, folder, step)
         except (Missing, Altered):
             same = False
         if same:
@@ -166,74 +163,85 @@ def _fetch_newest(
         raise StepsDamaged(f"every checkpoint of {objects.address} is damaged: {what}")
 
 
-def for_reading(
-    field: str,
-    text: str,
+def bring(
+    objects: Objects,
+    folder: Path | None,
+    damaged: Callable[[Path, int], list[str]],
     log: Callable[[str], None],
-    step: int | None = None,
-    checkpoints: bool = True,
-) -> Path:
-    """Return a folder of this host with a copy of a run, to read it. Takes no lease.
+    name: str,
+    seconds: float,
+) -> int | None:
+    """Bring the newest intact checkpoint to each folder; any others there are moved away.
 
-    It has the run's files and a checkpoint. Later calls download what has changed.
+    All processes call this together.
 
-    Args:     field: the argument with the address. step: the checkpoint. None: the newest intact
-              one. checkpoints: whether to download any.
-    Raises:   ConfigError for an address without a run; as `fetch`.
+    Args:     folder: of the run, in the first process of those that share it; None in the others.
+              damaged: describes what is wrong with a step of a folder. log: called in process 0.
+              name: of this call, which no other one has. seconds: to wait for other processes.
+    Returns:  its step, the same in all processes; None if there is none.
+    Raises:   StepsDamaged if there are some, but none that all can download; PeerFailed;
+              StoreError.
     """
-    address, folder = read_address(field, text), local_folder(read_address(field, text), "read")
-    objects = Objects(address, field, patient=checkpoints)
-    if not last_session(objects):
-        raise _no_run(field, text)
-    with RunLock(folder, READERS_SECONDS, log):  # another command may be downloading it
-        fetch(objects, folder, steps.MARK, log, step, reading=True, checkpoints=checkpoints)
-    return folder
+    listed = lambda: steps.complete_steps(objects) if peers.rank() == 0 else []  # noqa: E731
+    own = peers.all_or_none(f"{name}: list", seconds, listed)
+    said = peers.exchange(f"{name}: steps", " ".join(map(str, own)), seconds)[0]
+    found: dict[int, str] = {}
+
+    def move_others(kept: int | None) -> None:
+        move = lambda: _move_others(objects, folder, kept)  # noqa: E731
+        peers.all_or_none(f"{name}: others", seconds, move)
+
+    for step in reversed([int(one) for one in said.split()]):
+        try_it = lambda step=step: _brought(objects, folder, step, damaged, log)  # noqa: E731
+        damage = peers.all_or_none(f"{name}: step {step}", seconds, try_it)
+        reports = peers.reports(f"{name}: damage of step {step}", damage or None, seconds)
+        if not reports:
+            move_others(step)
+            return step
+        process, found[step] = min(reports.items())
+        who = peers.process_name(process)
+        log(f"WARNING    step {step} of {objects.address} is damaged, says {who}: {found[step]}")
+    move_others(None)
+    if found:
+        what = "; ".join(f"step {step}: {text}" for step, text in found.items())
+        raise StepsDamaged(f"every checkpoint of {objects.address} is damaged: {what}")
+    return None
 
 
-def runs_at(field: str, text: str, depth: int) -> list[str]:
-    """Return the addresses of the runs at and below an address, in order.
-
-    Args:     depth: of the prefixes that are looked into.
-    Raises:   ConfigError for an address that cannot be used; StoreError.
-    """
-    address = read_address(field, text)
-    objects = Objects(address, field, patient=False)
-
-    def below(folder: str, depth: int) -> list[str]:
-        try:
-            folders, names = objects.level(folder)
-        except OddName as error:
-            if not folder:
-                raise
-            warn(f"{address}/{folder} is left out: it {error.rule}")
-            return []
-        if {f"{folder}config.json", f"{folder}{SESSION}"} <= set(names):
-            return [f"{address}/{folder}".rstrip("/")]
-        if not depth:
-            return []
-        return [run for one in folders if is_prefix(one) for run in below(f"{one}/", depth - 1)]
-
-    return below("", depth)
-
-
-def with_local_config(arguments: ConfigArguments) -> ConfigArguments:
-    """Replace an address as CONFIG by a folder of this host with the config of its run.
-
-    Raises:   ConfigError for an address without a run; StoreError.
-    """
-    if not is_address(arguments.name):
-        return arguments
-    address = read_address("CONFIG", arguments.name)
-    objects, folder = Objects(address, "CONFIG", patient=False), local_folder(address, "runs")
-    last = last_session(objects)
-    if not last:
-        raise _no_run("CONFIG", arguments.name)
-    if last not in sessions_of(folder):
-        for name in ("config.json", "manifest.json"):
-            with contextlib.suppress(Missing):
-                objects.download(name, folder / name)
-    return dataclasses.replace(arguments, name=str(folder))
+def _brought(
+    objects: Objects,
+    folder: Path | None,
+    step: int,
+    damaged: Callable[[Path, int], list[str]],
+    log: Callable[[str], None],
+) -> str:
+    """Bring a step to a folder, unless it is there. Returns:  its damage in the store."""
+    if folder is None:
+        return ""
+    place = folder / steps.STEPS / str(step)
+    try:
+        if place.exists():
+            if steps.is_same(objects, folder, step) and not damaged(folder, step):
+                return ""
+            set_aside(objects, folder, place)
+        log(f"download   step {step} of {objects.address}")
+        log(f"download   step {step}, {size(steps.download_step(objects, folder, step))}, verified")
+    except Missing:
+        return "it was deleted meanwhile"
+    except Altered as error:
+        return str(error)
+    return ""
 
 
-def _no_run(field: str, text: str) -> ConfigError:
-    return ConfigError(field, text, "contains no run", "use the run.dir or run.store of a run")
+def _move_others(objects: Objects, folder: Path | None, kept: int | None) -> None:
+    """Delete the other checkpoints of a folder that are in the store, and set aside the rest."""
+    if folder is None:
+        return
+    for place in sorted((folder / steps.STEPS).glob("*")):
+        if (step := steps.step_of(place.name)) is None or step == kept:
+            continue
+        with contextlib.suppress(Missing, Altered):
+            if steps.is_same(objects, folder, step):
+                shutil.rmtree(place)
+                continue
+        set_aside(objects, folder, place)

@@ -26,15 +26,13 @@ from jaxpar.stores.objects import (
     Content,
     Missing,
     Objects,
-    content_of,
+    list_of_files,
+    read_list,
 )
 from jaxpar.stores.steps import FILES_AT_ONCE
 
 #: The object that lists the files.
 FILES = "stored_files.json"
-
-#: Marks the form of the list of files.
-FORMAT = 1
 
 #: The file of a copy that says which versions of the objects its files are.
 VERSIONS = ".versions.json"
@@ -57,14 +55,14 @@ def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = Fal
         if not replace:
             raise InUse
         objects.delete([last])
-    objects.write(FILES, _list({}))
+    objects.write(FILES, list_of_files({}))
     objects.delete(sorted(there - {last, FILES} - set(names)))
     beside = min(len(names), FILES_AT_ONCE)
     send = lambda name: objects.upload(name, folder / name, beside)  # noqa: E731
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
         others = [name for name in names if name != last]
         contents = dict(zip(others, pool.map(send, others), strict=True))
-    objects.write(FILES, _list(contents))
+    objects.write(FILES, list_of_files(contents))
     content = (folder / last).read_bytes()
     try:
         objects.write_if(last, content, None)
@@ -74,27 +72,15 @@ def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = Fal
     return sum(one.bytes for one in contents.values()) + len(content)
 
 
-def _list(contents: dict[str, Content]) -> bytes:
-    about = {"format": FORMAT, "files": {name: one._asdict() for name, one in contents.items()}}
-    return json.dumps(about, indent=1, sort_keys=True).encode()
-
-
 def listed_files(objects: Objects) -> dict[str, Content]:
     """Return the files that `upload_folder` has recorded; empty if it has not written the folder.
 
     Raises:   Altered if the list is damaged; StoreError.
     """
     try:
-        content, _ = objects.read(FILES)
+        return read_list(objects, FILES)
     except Missing:
         return {}
-    try:
-        about = read_json(content, what="it")
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise ValueError("is no list of files")
-        return dict(content_of(about.get("files")))
-    except ValueError as error:
-        raise Altered(f"{FILES} {error}") from error
 
 
 @contextmanager

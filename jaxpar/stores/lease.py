@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
-from jaxpar.runtime.files.run_lock import RunLocked
+from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.stores.objects import Conflict, Missing, Objects, Stamp, StoreError
 
 #: The object's name.

@@ -1,27 +1,159 @@
-"""The thread that uploads a run's folder while the run trains.
+"""Threads that upload what appears in the folder of a run while it trains.
 
-It looks at the folder every LOOK_SECONDS: files that have changed, new lines of growing files,
-finished checkpoints.
+The training loop never waits for them, except at the end of the run. A store that fails does not
+stop the run: everything is on the host's disk, and is uploaded later. A thread looks at the folder
+every LOOK_SECONDS: files that have changed, new lines of growing files, finished checkpoints.
 """
 
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Self
 
 from jaxpar.config import ConfigError
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.exit_codes import EXIT_NOT_STORED, RunError
+from jaxpar.runtime.files.lock import RunLocked
+from jaxpar.runtime.terminal import warn
 from jaxpar.runtime.units import transfer
 from jaxpar.stores import steps
-from jaxpar.stores.files import Changed
+from jaxpar.stores.files import GROWING, Changed, Growing, begin_session, last_session, sessions_of
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.objects import Altered, Missing, Objects, OddName, StoreError
-from jaxpar.stores.parts import GROWING, Growing
-from jaxpar.stores.sessions import begin_session, last_session, sessions_of
-from jaxpar.stores.uploading import Uploader
+from jaxpar.stores.shards import ProcessShards
+
+#: Seconds between two looks at the folder.
+LOOK_SECONDS = 1.0
+
+#: Seconds before a failed upload is tried again: doubled each time, up to the second.
+PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0
+
+#: Seconds that a run waits at its end for its uploads; after an error of the run.
+DRAIN_SECONDS, DRAIN_AFTER_ERROR_SECONDS = 3600.0, 30.0
+
+#: Seconds for which uploads that fail are tried again at the end, with at most the second between.
+DRAIN_FAILING_SECONDS, DRAIN_PAUSE_SECONDS = 300.0, 15.0
+
+#: Failures in a row between two warnings, after the first.
+WARN_EVERY = 10
+
+#: What is said after a failure.
+GOES_ON = "Training continues, and the upload is tried again"
+
+
+class NotStored(RunError):
+    """A run has ended, and not all of it is in its store."""
+
+    code = EXIT_NOT_STORED
+
+
+class Uploader(ABC):
+    """Calls `look` every LOOK_SECONDS on a thread. A context manager."""
+
+    def __init__(self, objects: Objects, folder: Path, log: Callable[[str], None], name: str):
+        """
+        Args:     folder: what is uploaded, for messages. log: called from the thread. name: of the
+                  thread, which `start` starts.
+        """
+        self._objects, self._folder, self._log = objects, folder, log
+        self._drained, self._failures, self._last_error = False, 0, ""
+        self._ending, self._until = threading.Event(), float("inf")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @abstractmethod
+    def look(self, ending: bool) -> bool:
+        """Upload everything that is new. Called on the thread.
+
+        Args:     ending: of the run: nothing new will appear.
+        Returns:  whether all is uploaded; False if something else must happen first.
+        Raises:   StoreError; ConfigError; OSError: it is called again.
+        """
+
+    @abstractmethod
+    def waiting(self) -> str:
+        """Describe what is not in the store yet; empty for nothing."""
+
+    @abstractmethod
+    def late_steps(self) -> list[int]:
+        """Return the finished checkpoints that are not in the store yet, ascending."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the checkpoints that are finished are in the store, or for some seconds."""
+        until = time.monotonic() + seconds
+        while self.late_steps() and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(min(LOOK_SECONDS, 0.2))
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
+        """Upload what is waiting, and end the thread. Returns:  whether all is in the store."""
+        if self._drained:
+            return not self.waiting()
+        self._until, self._drained = time.monotonic() + seconds, True
+        if waiting := self.waiting():
+            self._log(f"uploading  {waiting}")
+        self._ending.set()
+        self._thread.join(seconds)
+        self._objects.stopped.set()
+        self._thread.join(1.0)
+        waiting = self.waiting()
+        if waiting:
+            why = f" ({self._last_error})" if self._last_error else ""
+            rest = f"is in {self._folder}. Fix the cause; the same command on this host uploads it"
+            warn(f"not in {self._objects.address}{why}: {waiting}. It {rest}")
+        return not waiting
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.drain(DRAIN_SECONDS if error is None else DRAIN_AFTER_ERROR_SECONDS)
+
+    def _run(self) -> None:
+        pause, failing = LOOK_SECONDS, float("inf")
+        while True:
+            ending = self._ending.wait(pause)
+            try:
+                done = self.look(ending)
+            except RunLocked as error:
+                self._last_error = str(error)
+                return
+            except Exception as error:  # whatever it is, the run and later uploads go on
+                done = False
+                self._failures += 1
+                self._last_error = str(error) or type(error).__name__
+                pause = min(PAUSE_SECONDS * 2 ** (self._failures - 1), MAX_PAUSE_SECONDS)
+                if ending:
+                    pause = min(pause, DRAIN_PAUSE_SECONDS)
+                    failing = min(failing, time.monotonic() + DRAIN_FAILING_SECONDS)
+                    if time.monotonic() >= failing:
+                        return
+                if self._failures == 1:
+                    warn(f"{self._last_error}\n           {GOES_ON}")
+                elif self._failures % WARN_EVERY == 0:
+                    text = f"has failed {self._failures} times in a row: {self._last_error}"
+                    warn(f"the upload to {self._objects.address} {text}")
+            else:
+                failing = float("inf")
+                if self._failures:
+                    self._log(f"store      {self._objects.address} works again")
+                    self._last_error = ""
+                pause, self._failures = LOOK_SECONDS, 0
+            if ending and (done or not self._pause_within_limit(pause)):
+                return
+
+    def _pause_within_limit(self, pause: float) -> bool:
+        """Wait before another look at the end of a run. Returns:  False if it would be too late."""
+        if time.monotonic() + min(pause, LOOK_SECONDS) > self._until:
+            return False
+        self._objects.stopped.wait(min(pause, self._until - time.monotonic()))
+        return True
+
 
 #: Seconds between two parts of a growing file.
 PART_SECONDS = 20.0
@@ -44,32 +176,6 @@ class Keeping:
         return sorted(complete - kept)
 
 
-class StepSource(Protocol):
-    """The checkpoints that a mirror uploads."""
-
-    folder: Path
-    """Has them in checkpoints/STEP."""
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """Upload a step. Returns:  its bytes; None if it cannot be complete yet.
-
-        Args:     still_ours: as in `steps.upload_step`.
-        Raises:   Altered if it never can; as `steps.upload_step`.
-        """
-
-
-class WholeSteps:
-    """Checkpoints that are whole in a folder, which all processes share."""
-
-    def __init__(self, objects: Objects, folder: Path):
-        """Args:     folder: of the run."""
-        self.folder, self._objects = folder, objects
-
-    def upload(self, step: int, still_ours: Callable[[], None]) -> int | None:
-        """As `StepSource.upload`."""
-        return steps.upload_step(self._objects, self.folder, step, still_ours)
-
-
 class Mirror(Uploader):
     """Uploads a run's folder. Use as a context manager, in process 0 only."""
 
@@ -79,21 +185,21 @@ class Mirror(Uploader):
         lease: Lease,
         folder: Path,
         keeping: Keeping,
-        mark: str,
         log: Callable[[str], None],
-        source: StepSource | None = None,
+        shards: ProcessShards | None = None,
     ):
         """Begin a session in the folder and the store, and start the thread.
 
-        Args:     mark: the file that a checkpoint has once it is finished. log: called from the
-                  thread with a line for each checkpoint. source: the checkpoints. None: those of
-                  the folder.
+        Args:     log: called from the thread with a line for each checkpoint. shards: those of
+                  process 0, if processes share no folder.
         Raises:   StoreError.
         """
         super().__init__(objects, folder, log, "mirror")
         begin_session(objects, folder, lease.session)
-        self.lease, self._keeping, self._mark = lease, keeping, mark
-        self._source = source or WholeSteps(objects, folder)
+        self.lease, self._keeping = lease, keeping
+        self._shards = shards
+        #: Has the checkpoints that are uploaded.
+        self._place = shards.folder if shards is not None else folder
         self._record: Callable[..., None] | None = None
         self._recording = threading.Lock()
         self._files = Changed(objects, folder)
@@ -102,7 +208,7 @@ class Mirror(Uploader):
         self._began: dict[int, float] = {}
         self._complete: set[int] | None = None
         self._parted = 0.0
-        if source is not None:  # later, it would delete what other processes have begun to upload
+        if shards is not None:  # later, it would delete what other processes have begun to upload
             self._complete = self._first_look()
         self.start()
 
@@ -130,7 +236,7 @@ class Mirror(Uploader):
         finished = self._finished()
         late = [step for step, about in finished.items() if self._sent.get(step) != about]
         num_bytes = sum(one.waiting() for one in self._growing)
-        num_bytes += sum(_size_of(self._source.folder / steps.STEPS / str(step)) for step in late)
+        num_bytes += sum(_size_of(self._place / steps.STEPS / str(step)) for step in late)
         oldest = min((finished[step][0] / 1e9 for step in late), default=time.time())
         return {
             "store_waiting_steps": len(late),
@@ -184,14 +290,12 @@ class Mirror(Uploader):
             warn(str(error))
         for step, signature in local.items():
             with contextlib.suppress(Missing, Altered):
-                if step in complete and steps.is_same(
-                    self._objects, self._source.folder, step, (self._mark,)
-                ):
+                if step in complete and steps.is_same(self._objects, self._place, step):
                     self._sent[step] = signature
         return complete
 
     def _finished(self) -> dict[int, tuple[int, int]]:
-        return steps.finished_steps(self._source.folder, self._mark)
+        return steps.finished_steps(self._place)
 
     def _upload(self, step: int) -> None:
         signature = self._finished().get(step)
@@ -201,7 +305,10 @@ class Mirror(Uploader):
         began = self._began.setdefault(step, time.monotonic())
         self._complete.discard(step)
         try:
-            num_bytes = self._source.upload(step, self._require_lease)
+            if self._shards is not None:
+                num_bytes = self._shards.complete(step, self._require_lease)
+            else:
+                num_bytes = steps.upload_step(self._objects, self._place, step, self._require_lease)
         except FileNotFoundError:  # the run has deleted it meanwhile; so does `look`
             return
         except Altered as error:
@@ -239,9 +346,7 @@ class Mirror(Uploader):
             self._sent.pop(step, None)
 
 
-def upload_rest(
-    objects: Objects, lease: Lease, folder: Path, mark: str, log: Callable[[str], None]
-) -> None:
+def upload_rest(objects: Objects, lease: Lease, folder: Path, log: Callable[[str], None]) -> None:
     """Upload what only a folder has of the store's last session, before other hosts download it.
 
     Args, Raises:   as `Mirror`.
@@ -252,7 +357,7 @@ def upload_rest(
     for name in GROWING:
         Growing(objects, folder, name).upload()
     complete = steps.complete_steps(objects)
-    for step in steps.finished_steps(folder, mark):
+    for step in steps.finished_steps(folder):
         if step not in complete:
             log(f"uploading  step {step}")
             steps.upload_step(objects, folder, step, lease.check)
@@ -265,3 +370,40 @@ def _size_of(folder: Path) -> int:
         with contextlib.suppress(OSError):
             count += file.stat().st_size if file.is_file() else 0
     return count
+
+
+class ShardMirror(Uploader):
+    """Uploads the shards that this process saves. A context manager.
+
+    It holds no lease: what it uploads is in no checkpoint before process 0, which does, says so.
+    """
+
+    def __init__(self, objects: Objects, shards: ProcessShards, log: Callable[[str], None]):
+        """Start the thread."""
+        super().__init__(objects, shards.folder, log, "shards")
+        self._shards = shards
+        self._sent: dict[int, tuple[int, int]] = {}
+        self.start()
+
+    def look(self, ending: bool) -> bool:
+        """As `Uploader.look`."""
+        for step, about in sorted(self._unsent().items(), reverse=True):
+            try:
+                self._shards.send(step)
+            except FileNotFoundError:  # the run has deleted it meanwhile
+                continue
+            self._sent[step] = about
+        return not self._unsent()
+
+    def late_steps(self) -> list[int]:
+        """As `Uploader.late_steps`."""
+        return sorted(self._unsent())
+
+    def waiting(self) -> str:
+        """As `Uploader.waiting`."""
+        late = self.late_steps()
+        return f"shards of steps {', '.join(map(str, late))}" if late else ""
+
+    def _unsent(self) -> dict[int, tuple[int, int]]:
+        found = steps.finished_steps(self._shards.folder)
+        return {step: about for step, about in found.items() if self._sent.get(step) != about}

@@ -11,17 +11,19 @@ import bisect
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import Address
 from jaxpar.runtime.exit_codes import RunError
@@ -90,6 +92,10 @@ PARTS_AT_ONCE = 16
 
 #: Bytes of a download between two writes to the disk.
 CHUNK_BYTES = 8 << 20
+
+
+#: Marks the form of a list of files.
+FORMAT = 1
 
 
 class StoreError(RunError):
@@ -397,6 +403,28 @@ def _difference(name: str, there: Content, expected: Content) -> str:
     if there.bytes != expected.bytes:
         return f"{name} has {there.bytes:,} bytes, not {expected.bytes:,}"
     return f"{name} has different content"
+
+
+def list_of_files(contents: Mapping[str, Content], **more: Any) -> bytes:
+    """Return the content of an object that lists others, for `read_list`."""
+    files = {name: content._asdict() for name, content in contents.items()}
+    about = {"format": FORMAT, "files": files, **more}
+    return json.dumps(about, indent=1, sort_keys=True).encode()
+
+
+def read_list(objects: Objects, name: str) -> dict[str, Content]:
+    """Return what an object of `list_of_files` lists.
+
+    Raises:   Missing; Altered if it is damaged; StoreError.
+    """
+    content, _ = objects.read(name)  # a refusal, which is a ValueError too, is no damage
+    try:
+        about = read_json(content, what="it")
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError("is no list of files")
+        return dict(content_of(about.get("files")))
+    except ValueError as error:
+        raise Altered(f"{name} {error}") from error
 
 
 def content_of(values: Any) -> Iterator[tuple[str, Content]]:

@@ -7,7 +7,6 @@ first object to be deleted.
 
 import contextlib
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
-from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.objects import (
     Altered,
     Conflict,
@@ -27,7 +25,8 @@ from jaxpar.stores.objects import (
     OddName,
     StoreError,
     can_be_named,
-    content_of,
+    list_of_files,
+    read_list,
 )
 
 #: Where the files of a checkpoint are, here and in a store, and where its list of files is.
@@ -46,9 +45,6 @@ _STEP = re.compile("0|[1-9][0-9]{0,17}")
 #: Files of a checkpoint that are sent or received at the same time.
 FILES_AT_ONCE = 8
 
-#: Marks the form of the list of files.
-FORMAT = 1
-
 
 def complete_steps(objects: Objects) -> list[int]:
     """Return the complete checkpoints of a run, ascending. Raises:   StoreError."""
@@ -66,24 +62,13 @@ def listed(objects: Objects, step: int) -> dict[str, Content]:
 
     Raises:   Missing if it is not complete; Altered if the list is damaged; StoreError.
     """
-    name = f"{COMPLETE}/{step}"
-    content, _ = objects.read(name)  # a refusal, which is a ValueError too, is no damage
-    try:
-        about = read_json(content, what="it")
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise ValueError("is no list of files")
-        return dict(content_of(about.get("files")))
-    except ValueError as error:
-        raise Altered(f"{name} {error}") from error
+    return read_list(objects, f"{COMPLETE}/{step}")
 
 
-def finished_steps(folder: Path, mark: str) -> dict[int, tuple[int, int]]:
-    """Return the finished checkpoints of a folder, with what tells two saves of a step apart.
-
-    Args:     mark: the file that a checkpoint has once it is finished.
-    """
+def finished_steps(folder: Path) -> dict[int, tuple[int, int]]:
+    """Return the finished checkpoints of a folder, with what tells two saves of a step apart."""
     found = {}
-    for file in sorted((folder / STEPS).glob(f"*/{mark}")):
+    for file in sorted((folder / STEPS).glob(f"*/{MARK}")):
         if (step := step_of(file.parent.name)) is not None:
             with contextlib.suppress(FileNotFoundError):
                 about = file.stat()
@@ -116,8 +101,7 @@ def upload_step(
     objects.delete([complete])
     contents = {**there, **upload_files(objects, place, step, names)}
     _require_sizes(objects, step, contents)
-    about = {"format": FORMAT, "step": step, "files": {n: c._asdict() for n, c in contents.items()}}
-    content = json.dumps(about, indent=1, sort_keys=True).encode()
+    content = list_of_files(contents, step=step)
     still_ours()
     try:
         # A process whose lease ended after the check, while this was sent again, changes nothing
@@ -223,16 +207,13 @@ def download_step(objects: Objects, folder: Path, step: int) -> int:
     return sum(content.bytes for content in files.values())
 
 
-def is_same(objects: Objects, folder: Path, step: int, names: tuple[str, ...]) -> bool:
-    """Whether the checkpoint of a folder is that of the store, by some of its small files.
+def is_same(objects: Objects, folder: Path, step: int) -> bool:
+    """Whether the checkpoint of a folder is that of the store, by its list of files.
 
-    Args:     names: files whose content differs between any two checkpoints.
     Raises:   Missing; Altered; StoreError.
     """
-    files, place = listed(objects, step), folder / STEPS / str(step)
-    for name in names:
-        if name in files and (place / name).is_file():
-            content = (place / name).read_bytes()
-            if Content(len(content), hashlib.sha256(content).hexdigest()) != files[name]:
-                return False
-    return True
+    files, mark = listed(objects, step), folder / STEPS / str(step) / MARK
+    if MARK not in files or not mark.is_file():
+        return True
+    content = mark.read_bytes()
+    return Content(len(content), hashlib.sha256(content).hexdigest()) == files[MARK]

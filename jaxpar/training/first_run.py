@@ -14,7 +14,7 @@ from jaxpar.data.formats.meta import META_FILE, read_meta
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import prepare
-from jaxpar.monitoring.startup import process_age
+from jaxpar.monitoring.goodput import process_age
 from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.processes import peers

@@ -1,26 +1,33 @@
-"""The initial weights of a run: drawn at random, from another run, or from a published model."""
+"""The initial weights of a run: drawn at random, from another run, or from a published model.
+
+A run may need them again after it has resumed: they are the reference of preferences, and the state
+that a run without a checkpoint returns to.
+"""
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint import Saved
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
-from jaxpar.convert.carried_files import copy_carried
-from jaxpar.convert.hf.config_file import CONFIG_FILE
-from jaxpar.convert.hf.importing import PublishedModel, keep_source, open_source
-from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.runtime import hub
+from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step import adapters
 from jaxpar.step.state import TrainState, init_state, state_of, to_logical
-from jaxpar.stores.models import run_at
-from jaxpar.training.frozen.chosen import INITIAL, Chosen, folder_of, hash_of
+from jaxpar.training import chosen as weights
+from jaxpar.training.chosen import INITIAL, Chosen, folder_of, hash_of
+
+if TYPE_CHECKING:
+    from jaxpar.convert.hf.importing import PublishedModel
+
+# Only a run with `run.init_from` imports what reads published weights.
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Origin:
     folder: Path
     step: int | None
     """The step of a run's checkpoint; None for a published model."""
-    source: PublishedModel | None
+    source: "PublishedModel | None"
     """The published model; None for a run."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     """The adapters in a run's checkpoint."""
@@ -58,6 +65,10 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         folder = folder_of(INITIAL, chosen)
         there = checkpoint.load_config(folder, chosen.step)
         return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
+    from jaxpar.convert.hf.config_file import CONFIG_FILE
+    from jaxpar.convert.hf.importing import open_source
+    from jaxpar.stores.reading import run_at
+
     place = run_at(INITIAL, named)
     published = place is None or (place / CONFIG_FILE).is_file() or hub.is_name(named)
     if not published:
@@ -81,6 +92,8 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     if origin.changes:
         log(f"the model of the initial weights is changed: {origin.changes}")
     if origin.source is not None:
+        from jaxpar.convert.hf.mesh_load import load_params
+
         params = load_params(origin.source, _as_there(cfg, origin.source.config), mesh, log)
     else:
         there = replace(cfg, lora=origin.lora)
@@ -100,6 +113,9 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
 
     Exports and generation then have the tokenizer, chat template and ends of text of the model.
     """
+    from jaxpar.convert.carried_files import copy_carried
+    from jaxpar.convert.hf.importing import keep_source
+
     if origin.source is not None:
         keep_source(origin.source, run_dir)
     elif (origin.folder / CARRIED).is_dir():
@@ -138,3 +154,58 @@ def _flags(path: str, value: Any) -> list[str]:
         fields = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
         return [text for name, inner in fields for text in _flags(name, inner)]
     return [flag(path, value)]
+
+
+class InitialWeights:
+    """The weights that a run began with."""
+
+    def __init__(self, cfg: Config, chosen: dict[str, Chosen], saved: Saved | None):
+        """Find the weights of a new run.
+
+        Args:     chosen: the weights of other runs, which is completed here. saved: the state that
+                  the run resumes from; None for a new run.
+        Raises:   ConfigError as `find`.
+        """
+        self._cfg, self._chosen, self._saved = cfg, chosen, saved
+        #: Where they are; None if they are random, and in a resumed run before `again`.
+        self.origin = find(cfg, chosen.get(INITIAL)) if saved is None else None
+
+    def again(self) -> Origin | None:
+        """Return where they are, also in a resumed run; None if they are random.
+
+        All processes call this together.
+
+        Raises:   ConfigError when they are not there any more; PeerFailed.
+        """
+        if self._saved is None or self.origin is not None:
+            return self.origin
+        seconds = self._cfg.cluster.slow_seconds or 1e6
+        found = weights.of_first_process(
+            lambda: weights.initial_again(self._cfg, self._saved), seconds
+        )
+        self._chosen.update(found)
+        open_here = lambda: find(self._cfg, found.get(INITIAL))  # noqa: E731
+        self.origin = peers.all_or_none("initial weights", seconds, open_here)
+        return self.origin
+
+    @property
+    def identity(self) -> str:
+        """What identifies them, beside the seed."""
+        if (initial := self._chosen.get(INITIAL)) is not None:
+            return initial.weights or initial.run
+        return ""
+
+    def check_published(self, params: Any) -> None:
+        """Record the values of a published model, or compare them with the record.
+
+        Args:     params: made from `again`. Nothing is done for those of a run, whose step says it.
+        Raises:   ConfigError if the run began with others.
+        """
+        initial = self._chosen.get(INITIAL)
+        if initial is None or initial.step is not None:
+            return
+        found = digest_of(params, self._cfg)
+        if initial.weights and found != initial.weights:
+            rule = "has other weights now than when this run began with them"
+            raise ConfigError(INITIAL, initial.run, rule, "bring those files back")
+        self._chosen[INITIAL] = dataclasses.replace(initial, weights=found)

@@ -1,7 +1,12 @@
-"""The record of a run's start: config.json, manifest.json, and the first lines of output."""
+"""Keeps a run's folder while it trains: its lock, config.json, manifest.json, and the first lines.
+
+Someone may delete the folder, or files in it, while the run writes there.
+"""
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -16,14 +21,71 @@ from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
-from jaxpar.runtime import provenance
+from jaxpar.runtime import provenance, watchdog
+from jaxpar.runtime.files import append, atomic
+from jaxpar.runtime.files.lock import RunLock, RunLocked
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 from jaxpar.training import initial_weights
-from jaxpar.training.frozen.chosen import to_json as chosen_to_json
-from jaxpar.training.records import RunRecords
+from jaxpar.training.chosen import to_json as chosen_to_json
 from jaxpar.training.run import Run
+
+if TYPE_CHECKING:
+    from jaxpar.stores.lease import Lease
+
+
+class RunRecords:
+    """The lock of a run folder, and the files that are written once. Empty but in process 0."""
+
+    def __init__(self, folder: Path, lock: RunLock | None = None, lease: "Lease | None" = None):
+        """Args:     lease: on the run's store, if it has one."""
+        self._folder, self._texts = folder, dict[Path, str]()
+        self._lock, self._lease = lock, lease
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, and remember its text.
+
+        Raises:   OSError that names the file, for example when the disk is full.
+        """
+        path = self._folder / name
+        atomic.write(path, text.encode())
+        self._texts[path] = text
+
+    def check_lock(self, at_once: bool = False) -> None:
+        """Check that this process may still write the folder. Args and Raises as `RunLock.check`.
+
+        After RunLocked, nothing more is appended to files of the folder.
+        """
+        if self._lock is None:
+            return
+        try:
+            self._lock.check(at_once)
+            if self._lease is not None:
+                self._lease.check()
+        except RunLocked:
+            append.abandon(self._folder)
+            watchdog.without_last_words()
+            raise
+
+    def before_save(self) -> None:
+        """Check the lock at once, then write the files again that were deleted."""
+        self.check_lock(at_once=True)
+        self._write_missing()
+
+    def _write_missing(self) -> None:
+        """Write the files again that were deleted, with a warning."""
+        missing = [path for path in self._texts if not path.is_file()]
+        for path in missing:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.write(path, self._texts[path].encode())
+            except OSError as error:
+                how = f"and cannot be written again: {error.strerror}"
+            else:
+                how = "it was written again"
+            warn(f"{path} was deleted during the run; {how}")
 
 
 def write(
@@ -55,7 +117,8 @@ def write(
         "environment": environment,
         "asked": dict(run.asked),
     }
-    if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
+    summed = run.cfg.parallel.replica > 1 and not run.cfg.diloco.every
+    if summed:
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
@@ -68,44 +131,27 @@ def write(
             "bytes_of_each_uncompressed": bytes_of_a_step(run.cfg),
         }
     records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
-    lines = [
-        f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
-        *_trained(run),
-        *_parametrization(run),
-        *_replicas(run),
-        f"devices    {manifest['device']}, mesh {manifest['mesh']}",
-        f"attention  {run.attention}",
-        f"execution  {'; '.join(run.execution.in_words())}",
-        f"data       {_data(run)}",
-        *_sizes(run),
-        *left_out(run),
-        *_warm_up(run),
-        *_hints(run),
-        f"run        {run.dir}",
-        *(f"set        {item}" for item in environment),
+    cfg, size = run.cfg, num_adapter_params(run.cfg.model, run.cfg.lora)
+    adapters = f"{size:,} parameters of adapters, rank {cfg.lora.rank} on {cfg.lora.targets}"
+    hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
+    rows = [
+        ("model", f"{num_params(cfg.model):,} parameters, {cfg.model.dtype}"),
+        ("trained", adapters if size else ""),
+        ("mup", in_words_of_mup(cfg.model)),
+        ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),
+        ("replicas", in_words_of_sums(cfg) if summed else ""),
+        ("devices", f"{manifest['device']}, mesh {manifest['mesh']}"),
+        ("attention", run.attention),
+        ("execution", "; ".join(run.execution.in_words())),
+        ("data", _data(run)),
+        ("sizes", _sizes(run)),
+        ("skipped", left_out(run)),
+        ("warm-up", shortened(cfg.optimizer, cfg.train.num_steps)),
+        *(("hint", line) for line in hints),
+        ("run", str(run.dir)),
+        *(("set", item) for item in environment),
     ]
-    show("\n".join(lines))
-
-
-def _trained(run: Run) -> list[str]:
-    """Describe the adapters, if only adapters are trained."""
-    size, lora = num_adapter_params(run.cfg.model, run.cfg.lora), run.cfg.lora
-    if not size:
-        return []
-    return [f"trained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"]
-
-
-def _parametrization(run: Run) -> list[str]:
-    """Describe µP's factors, if the model has them."""
-    text = in_words_of_mup(run.cfg.model)
-    return [f"mup        {text}"] if text else []
-
-
-def _replicas(run: Run) -> list[str]:
-    """Describe the replicas, and what they exchange."""
-    if run.cfg.diloco.every:
-        return [f"diloco     {in_words_of_diloco(run.cfg)}"]
-    return [f"replicas   {in_words_of_sums(run.cfg)}"] if run.cfg.parallel.replica > 1 else []
+    show("\n".join(f"{name:<11}{text}" for name, text in rows if text))
 
 
 def _data(run: Run) -> str:
@@ -124,33 +170,20 @@ def _data(run: Run) -> str:
     return "\n           ".join(lines)
 
 
-def _sizes(run: Run) -> list[str]:
+def _sizes(run: Run) -> str:
     """Describe the sizes of the steps, if they change."""
     found = step_sizes(run.cfg).sizes
     words = [in_words(run.config_of(size.rows, size.length)) for size in found]
     later = zip(found[1:], words[1:], strict=True)
     lines = words[:1] + [f"after step {size.step:,}: {text}" for size, text in later]
-    return ["sizes      " + "\n           ".join(lines)] if len(found) > 1 else []
+    return "\n           ".join(lines) if len(found) > 1 else ""
 
 
-def _warm_up(run: Run) -> list[str]:
-    """Describe the warm-up, if it is shorter than the config's."""
-    text = shortened(run.cfg.optimizer, run.cfg.train.num_steps)
-    return [f"warm-up    {text}"] if text else []
-
-
-def _hints(run: Run) -> list[str]:
-    """Hints about sizes that are slow on GPUs, on GPUs."""
-    if jax.default_backend() != "gpu":
-        return []
-    return [f"hint       {line}" for line in alignment_hints(run.cfg)]
-
-
-def left_out(run: Run) -> list[str]:
+def left_out(run: Run) -> str:
     """Describe the batches to skip, and which file lists them: unexpected in a new run."""
     skipped, file = run.loader.skipped, run.dir / SKIPPED_FILE
     if not skipped.ranges:
-        return []
+        return ""
     source = file if file.is_file() else f"the checkpoint of step {run.first_step}"
     fresh = "; this run starts from scratch: delete the file to train on them"
-    return [f"skipped    {skipped}, listed in {source}{fresh * (run.first_step is None)}"]
+    return f"{skipped}, listed in {source}{fresh * (run.first_step is None)}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -26,12 +26,9 @@ from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.execution.decisions import Execution, execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
-from jaxpar.memory_checkpoint.finding import FoundCopy
-from jaxpar.memory_checkpoint.restoring import restore
-from jaxpar.memory_checkpoint.room import CopyPlan
+from jaxpar.monitoring.goodput import StartUp
 from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import require_packages
-from jaxpar.monitoring.startup import StartUp
 from jaxpar.parallel.context import order_of
 from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.processes import peers
@@ -40,16 +37,19 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import TrainState
+from jaxpar.training import chosen as weights
 from jaxpar.training import elastic, initial_weights
-from jaxpar.training.attention_kernels import choose_kernels, test_kernels
-from jaxpar.training.evaluating.held_out import HeldOut, open_held_out
-from jaxpar.training.frozen import chosen as weights
-from jaxpar.training.frozen import reference_scores
-from jaxpar.training.frozen.initial import InitialWeights
-from jaxpar.training.frozen.teacher import Teacher
-from jaxpar.training.selftests.experts import test_experts
-from jaxpar.training.selftests.recurrent import backends_of, test_recurrences
-from jaxpar.training.selftests.top_k import test_top_k
+from jaxpar.training.evaluation import HeldOut, open_held_out
+from jaxpar.training.initial_weights import InitialWeights
+from jaxpar.training.selftests.attention import choose_kernels, test_kernels
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.plan import CopyPlan
+    from jaxpar.memory_checkpoint.restoring import FoundCopy
+    from jaxpar.training.frozen import Teacher
+
+# What only some runs need, such as copies in memory, a teacher or the tests of kernels of experts,
+# is imported where it is used.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,9 +62,9 @@ class Run:
     dir: Path
     on_disk: int | None
     """The step of the checkpoint to resume from; None to start from scratch."""
-    copies: tuple[FoundCopy, ...]
+    copies: "tuple[FoundCopy, ...]"
     """Copies of the state in memory that are newer, the newest first."""
-    memory: CopyPlan | None = None
+    memory: "CopyPlan | None" = None
     """What this process copies to the memory of hosts; None for a run without copies."""
     asked: Mapping[str, Any]
     """Values of the command that differ from the config."""
@@ -78,7 +78,7 @@ class Run:
     weights_from: Mapping[str, weights.Chosen]
     """The weights of other runs, which every checkpoint records."""
     initial: InitialWeights
-    teacher: Teacher | None
+    teacher: "Teacher | None"
     """The teacher of a distillation; None if its files are in place of it."""
     kernels: tuple[Choice, ...]
     of_sizes: tuple[tuple[int, Config, tuple[Choice, ...]], ...]
@@ -92,7 +92,7 @@ class Run:
         start: Callable[[Config], int | None] = checkpoint.starting_step,
         *,
         in_folder: bool = True,
-        copies: Sequence[FoundCopy] = (),
+        copies: "Sequence[FoundCopy]" = (),
         chosen: weights.Choice | None = None,
     ) -> "Run":
         """Check everything that can be checked. Writes nothing.
@@ -134,7 +134,10 @@ class Run:
         teacher = teacher_of(cfg, mesh, loader, most, weights_from.get(weights.TEACHER))
         kernels = choose_kernels(cfg, most)
         of_sizes = tuple(kernels_of_sizes(cfg, loader, first or 0, most))
-        backends_of(cfg)
+        if is_recurrent(cfg.model):
+            from jaxpar.training.selftests.recurrent import backends_of
+
+            backends_of(cfg)
         startup.ended("data and checks")
         return cls(
             cfg=cfg,
@@ -207,14 +210,20 @@ class Run:
             self.test_attention()
         self.startup.ended("attention self-test")
         if self.cfg.model.num_experts:
+            from jaxpar.training.selftests.experts import test_experts
+
             with stage("testing the kernels of experts"):
                 test_experts(self.execution, log)
             self.startup.ended("expert self-test")
         if is_recurrent(self.cfg.model):
+            from jaxpar.training.selftests.recurrent import test_recurrences
+
             with stage("testing the kernels of recurrences"):
                 test_recurrences(self.cfg, log)
             self.startup.ended("recurrence self-test")
         if self.cfg.parallel.replica > 1 and self.cfg.parallel.replica_reduction == "top_k":
+            from jaxpar.training.selftests.top_k import test_top_k
+
             with stage("testing the kernel of top_k"):
                 test_top_k(self.cfg, log)
             self.startup.ended("top-k self-test")
@@ -255,8 +264,10 @@ class Run:
         loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
         given = params if initial is None else lambda: initial.params
         of_run = self.dir, self.execution, self.mesh, self.max_segments
+        from jaxpar.training.frozen import prepare_reference
+
         with stage("computing the log probabilities of the reference"):
-            reference_scores.prepare(loaders, *of_run, self.initial.identity, given, log)
+            prepare_reference(loaders, *of_run, self.initial.identity, given, log)
 
     def _initial_or_saved(self) -> tuple["Start", str]:
         """Return the initial or restored state, and what was done, in words."""
@@ -278,6 +289,8 @@ class Run:
         """Return the state of the first copy or checkpoint that is intact, and where it was."""
         for copy in self.copies:
             try:
+                from jaxpar.memory_checkpoint.restoring import restore
+
                 assert self.memory is not None  # it has been asked for copies
                 state = restore(self.cfg, self.mesh, self.memory.place, copy)
                 return Start(state, copy.group.step, copy.saved, copy), "memory"
@@ -298,7 +311,7 @@ class Start(NamedTuple):
     """Its step; None for the initial state."""
     saved: checkpoint.Saved | None = None
     """The metadata of the copy or the checkpoint that it was read from."""
-    copy: FoundCopy | None = None
+    copy: "FoundCopy | None" = None
     """The copy in memory that it was read from."""
     restored: Mapping[str, Any] | None = None
     """For the event of a start that has restored a state."""
@@ -317,7 +330,7 @@ def check_memory(cfg: Config) -> None:
 
 def teacher_of(
     cfg: Config, mesh: Mesh, loader: Loader, max_segments: int, chosen: weights.Chosen | None
-) -> Teacher | None:
+) -> "Teacher | None":
     """Return the teacher of a distillation; None if its files are in place of it."""
     if isinstance(loader, TeacherCacheLoader):
         about = loader.taught.about
@@ -327,7 +340,11 @@ def teacher_of(
             raise ConfigError(CACHE, cfg.distill.cache, rule, "use one folder")
         log(f"teacher    {about.teacher_name}, by {cfg.distill.cache}")
         return None
-    return None if chosen is None else Teacher(cfg, mesh, max_segments, chosen)
+    if chosen is None:
+        return None
+    from jaxpar.training.frozen import Teacher
+
+    return Teacher(cfg, mesh, max_segments, chosen)
 
 
 def kernels_of_sizes(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -10,25 +11,25 @@ from jaxpar import checkpoint
 from jaxpar.config import Config, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
-from jaxpar.memory_checkpoint.finding import find
-from jaxpar.memory_checkpoint.places import place_of
-from jaxpar.memory_checkpoint.room import plan_copies
-from jaxpar.monitoring.profiles.in_run import profile_on_signal
+from jaxpar.monitoring.profiler import profile_on_signal
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
+from jaxpar.runtime.files.lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.state import abstract_logical
-from jaxpar.stores.lease import Lease
 from jaxpar.training import elastic, manifest
 from jaxpar.training.callbacks import own
-from jaxpar.training.frozen.chosen import choose_together
+from jaxpar.training.chosen import choose_together
 from jaxpar.training.loop import train
-from jaxpar.training.records import RunRecords
+from jaxpar.training.manifest import RunRecords
 from jaxpar.training.run import Run
-from jaxpar.training.stored import stored
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.restoring import FoundCopy
+    from jaxpar.stores.lease import Lease
+    from jaxpar.training.object_store import RunInStore
 
 
 def checked(cfg: Config) -> Run:
@@ -38,8 +39,16 @@ def checked(cfg: Config) -> Run:
     with stage("planning the layout"):
         laid_out = elastic.choose_layout(cfg, seconds)
     with stage("opening the data and checking the run"):
-        memory = peers.all_or_none("memory of hosts", seconds, lambda: place_of(laid_out))
-        copies = find(laid_out, memory)
+        memory = None
+        copies: list[FoundCopy] = []
+        if laid_out.checkpoint.memory_every:
+            from jaxpar.memory_checkpoint.places import place_of
+            from jaxpar.memory_checkpoint.plan import plan_copies
+            from jaxpar.memory_checkpoint.restoring import find
+
+            place = lambda: place_of(laid_out)  # noqa: E731
+            memory = peers.all_or_none("memory of hosts", seconds, place)
+            copies = find(laid_out, memory)
         chosen = choose_together(laid_out, seconds, copies)
         make = lambda: Run.open(laid_out, copies=copies, chosen=chosen)  # noqa: E731
         run = peers.all_or_none("checks", seconds, make)
@@ -54,13 +63,12 @@ def checked(cfg: Config) -> Run:
     peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
     if memory is not None:
         logical = abstract_logical(run.cfg, run.mesh).saved
-        plan = plan_copies(run.cfg, memory, logical, seconds)
-        run = dataclasses.replace(run, memory=plan)
+        run = dataclasses.replace(run, memory=plan_copies(run.cfg, memory, logical, seconds))
     return run
 
 
 @contextlib.contextmanager
-def opened(run: Run, environment: list[str], lease: Lease | None = None) -> Iterator[RunRecords]:
+def opened(run: Run, environment: list[str], lease: "Lease | None" = None) -> Iterator[RunRecords]:
     """Lock the run folder for a block, and write the run's manifest, in process 0.
 
     Args:     lease: on the run's store, if it has one.
@@ -89,6 +97,15 @@ def opened(run: Run, environment: list[str], lease: Lease | None = None) -> Iter
         yield records
 
 
+def _store_of(cfg: Config) -> contextlib.AbstractContextManager["RunInStore | None"]:
+    """Open the store of a run, if it has one. Only such a run imports what uploads it."""
+    if not cfg.run.store:
+        return contextlib.nullcontext()
+    from jaxpar.training.object_store import stored
+
+    return stored(cfg)
+
+
 def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check the run, open its folder and train, under the watchdog. Returns the exit code.
 
@@ -97,12 +114,14 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
     """
     c = cfg.cluster
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
-    with stored(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
+    with _store_of(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
-        store.begin()
+        if store is not None:
+            store.begin()
         with contextlib.ExitStack() as stack:
             try:
-                records = stack.enter_context(opened(run, environment, store.lease))
+                lease = store.lease if store is not None else None
+                records = stack.enter_context(opened(run, environment, lease))
             except (RunLocked, peers.PeerFailed) as error:
                 taken = error
             else:

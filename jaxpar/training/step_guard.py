@@ -1,4 +1,7 @@
-"""Checks every step's metrics for non-finite values and spikes, and records them."""
+"""Checks every step's metrics for non-finite values and spikes, and records them.
+
+After a spike, a run may rewind to the last checkpoint, and skip the batches before it.
+"""
 
 import collections
 import math
@@ -10,11 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
+from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import sequences_before
+from jaxpar.data.loader import Loader
+from jaxpar.data.skips import write_skipped
 from jaxpar.monitoring.recent_steps import RecentSteps, read_recent, values_judged
 from jaxpar.runtime import exit_codes
+from jaxpar.step.state import TrainState
+from jaxpar.training import initial_weights
 
 #: Converts a median absolute deviation to the standard deviation of a normal distribution.
 MAD_TO_DEVIATION = 1.4826
@@ -153,3 +162,41 @@ def _values_before(run_dir: Path, first_step: int, count: int, name: str) -> lis
     if jax.process_count() > 1:
         values = np.asarray(multihost_utils.broadcast_one_to_all(values))
     return [float(value) for value in values if not np.isnan(value)]
+
+
+def rewind(
+    cfg: Config,
+    mesh: Mesh,
+    loader: Loader,
+    origin: Callable[[], initial_weights.Origin | None],
+    spike: exit_codes.Spike,
+    log: Callable[[str], None],
+) -> tuple[TrainState, int | None]:
+    """Return the state of the last checkpoint, or the initial one, and skip the bad batches.
+
+    `loader` skips the batches that led to the spike from now on. So does any run that resumes from
+    this one: the list is written to the run folder first, and to every later checkpoint.
+
+    Args:     origin: finds the initial weights, used if there is no checkpoint yet.
+    Returns:  the state, and the number of steps it has taken; None for the initial state.
+    Raises:   BadNumerics after too many rewinds.
+    """
+    g, skipped = cfg.guard, loader.skipped
+    steps = checkpoint.saved_steps(cfg.run.dir)
+    if skipped.rewinds >= g.max_rewinds:
+        rule = f"the run has rewound {g.max_rewinds} times, the limit of guard.max_rewinds"
+        raise exit_codes.BadNumerics(
+            f"{spike}; {rule}. Checkpoints of earlier steps are untouched."
+        )
+    last = skipped.batch_of(spike.step)
+    first = max(last - g.spike_skip + 1, skipped.batch_of(steps[-1] if steps else 0))
+    loader.skipped = skipped.after_rewind(first, last - first + 1)
+    if jax.process_index() == 0:
+        write_skipped(Path(cfg.run.dir), loader.skipped)
+    step: int | None = None
+    if steps:
+        state, step = checkpoint.restore_latest(cfg, mesh)
+    else:
+        state = initial_weights.state(cfg, mesh, origin(), log)
+    log(f"rewound to step {step or 0}; batches {first} to {last} are skipped")
+    return jax.block_until_ready(state), step

@@ -31,7 +31,7 @@ from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.train_step import Metrics, make_train_step
 from jaxpar.training import initial_weights
-from jaxpar.training.frozen.chosen import recorded_in
+from jaxpar.training.chosen import recorded_in
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
 from jaxpar.verification.options import ReplayOptions

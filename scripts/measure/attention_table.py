@@ -30,11 +30,10 @@ from jaxpar.kernels.attention.triton import blocks as triton  # noqa: E402
 from jaxpar.kernels.platform import Platform  # noqa: E402
 from jaxpar.runtime import exit_codes, provenance  # noqa: E402
 from jaxpar.runtime import start as runtime  # noqa: E402
-from jaxpar.runtime.files import json_output  # noqa: E402
+from jaxpar.runtime.files import outputs  # noqa: E402
 from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.processes import rendezvous  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
-from jaxpar.runtime.timing import Sustained, Timing, time_interleaved  # noqa: E402
 from jaxpar.tools.bench.training import conditions  # noqa: E402
 from scripts.measure import attention_shapes as exactness  # noqa: E402
 from scripts.measure.attention_shapes import (  # noqa: E402
@@ -46,6 +45,7 @@ from scripts.measure.attention_shapes import (  # noqa: E402
     draw,
     parse_shapes,
 )
+from scripts.measure.interleaved import Sustained, Timing, time_interleaved  # noqa: E402
 
 PROGRAM = "python scripts/measure/attention_table.py"
 BACKENDS = tuple(capability.CAPABILITIES)
@@ -295,7 +295,7 @@ def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     new = [_table_row(row) for row in rows if "ms" in row]
     table |= {_key(row): row for row in new}
     both = {"commit": joined("commit", commit), "command": joined("command", command)}
-    json_output.write("--table", path, kept | head | both | {"rows": list(table.values())})
+    outputs.write_json("--table", path, kept | head | both | {"rows": list(table.values())})
     dropped = len(old["rows"]) - len(kept["rows"])
     said = f"{path}: {len(new)} rows measured, {len(table)} in total"
     return said + (f", {dropped} from another JAX or cuDNN dropped" if dropped else "")

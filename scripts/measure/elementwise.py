@@ -28,11 +28,11 @@ from jaxpar.model import feed_forward
 from jaxpar.model import rope as model_rope
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.timing import Timing, time_interleaved
 from jaxpar.tools.bench.training import conditions
+from scripts.measure.interleaved import Timing, time_interleaved
 
 #: Llama 3 8B (2407.21783), table 3.
 MODEL = ModelConfig(
@@ -224,7 +224,7 @@ def main(argv: Sequence[str]) -> None:
         row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
         card["rows"].append(row | {"share_of_copy": rate / peak})
     if options.card:
-        json_output.write("--card", options.card, card)
+        outputs.write_json("--card", options.card, card)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from jaxpar.model.parameters import param_specs
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.start import start
-from jaxpar.runtime.timing import Sustained, Timing, time_interleaved
 from jaxpar.sharding.axes import BATCH_SPEC, EXPERT, partition_spec
 from jaxpar.sharding.mesh import make_mesh, shardings
+from scripts.measure.interleaved import Sustained, Timing, time_interleaved
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

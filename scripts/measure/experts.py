@@ -22,7 +22,7 @@ from jaxpar.kernels.glu import SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.timing import Sustained, Timing, time_interleaved
+from scripts.measure.interleaved import Sustained, Timing, time_interleaved
 
 #: Rows that are compared with the reference.
 COMPARED = 2 * HOPPER_TILE

@@ -17,7 +17,7 @@ from typing import Any
 from stores import start_moto
 
 from jaxpar.config.rules.paths import Address
-from jaxpar.runtime.files.run_lock import RunLocked
+from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.stores.lease import NAME, Lease
 from jaxpar.stores.objects import Objects
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import store
+from jaxpar.checkpoint import stored_arrays
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -98,7 +98,7 @@ def read(folder: Path) -> None:
     with timed("metadata", found):
         described = jax.tree.leaves(ocp.metadata(folder / "state").metadata)
     found["sharded as"] = str(described[0].sharding_metadata)[:60]
-    names = store.array_names(folder / "state")
+    names = stored_arrays.array_names(folder / "state")
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),

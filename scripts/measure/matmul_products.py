@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.monitoring.hlo.text import Instruction, Module
+from jaxpar.monitoring.hlo import Instruction, Module
 from jaxpar.tools.profiling.hlo.costs import contracted_dims
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")

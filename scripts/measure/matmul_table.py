@@ -26,7 +26,7 @@ from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.command_line import ConfigArguments  # noqa: E402
 from jaxpar.config.lists.step_sizes import without_schedules  # noqa: E402
 from jaxpar.config.options import Written, read_options  # noqa: E402
-from jaxpar.monitoring.hlo import text as hlo  # noqa: E402
+from jaxpar.monitoring import hlo as hlo  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
 from jaxpar.runtime.files import atomic  # noqa: E402
 from jaxpar.runtime.files.outputs import check_file  # noqa: E402

@@ -24,11 +24,10 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.finding import find
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE
+from jaxpar.memory_checkpoint.client import LIMITS_FILE
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
-from jaxpar.memory_checkpoint.restoring import restore
-from jaxpar.memory_checkpoint.room import plan_copies
+from jaxpar.memory_checkpoint.plan import plan_copies
+from jaxpar.memory_checkpoint.restoring import find, restore
 from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.memory_checkpoint.writing import MemoryCheckpointer, limits_of
 from jaxpar.runtime import start as runtime
@@ -68,7 +67,8 @@ def measure(cfg: Config, places: Sequence[MemoryPlace]) -> None:
         memory.record = lambda event, **more: found.update(more)
         began = time.perf_counter()
         memory.begin()
-        memory.wait_for_memory()
+        while not all(slot.ready for slot in memory._slots):
+            time.sleep(0.01)
         print(f"memory of two copies allocated in {time.perf_counter() - began:.2f} s")
         for _ in range(COPIES):
             now = jax.block_until_ready(step(now))

@@ -30,7 +30,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
         print(line_of(kind, row), flush=True)
         if options.card:
             what = {"what": "optimizer_state"}
-            json_output.write("--card", options.card, what | card | {"rows": rows})
+            outputs.write_json("--card", options.card, what | card | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from jaxpar.config import Config, ConfigError, DataConfig, ModelConfig, Parallel
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
 from jaxpar.sharding.mesh import make_mesh
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
         told = f"{a:.1f} + {b:.2f} M ms; a is {a / b:.2f} microbatches"
         print(f"{name}: {told}", flush=True)
     if options.card:
-        json_output.write("--card", options.card, card | {"rows": rows, "fits": fits(rows)})
+        outputs.write_json("--card", options.card, card | {"rows": rows, "fits": fits(rows)})
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from jaxpar.kernels import recurrence  # noqa: E402
 from jaxpar.runtime import exit_codes  # noqa: E402
-from jaxpar.runtime.timing import Timing, time_interleaved  # noqa: E402
 from jaxpar.training.selftests.recurrent import RecurrenceInputs, draw, relative  # noqa: E402
+from scripts.measure.interleaved import Timing, time_interleaved  # noqa: E402
 
 #: Largest relative error of a correct result: bfloat16 gives 5e-3.
 MAX_ERROR = 2e-2

@@ -299,7 +299,7 @@ def start_as(config: str, address: str, processes: int, rank: int, overrides: li
 
 def measure_locks(contenders: int) -> dict[str, Any]:
     """Return how long contenders wait for the lock of a run folder, and how many get it."""
-    from jaxpar.runtime.files.run_lock import RunLock, RunLocked
+    from jaxpar.runtime.files.lock import RunLock, RunLocked
 
     won, refused = [], []
     with tempfile.TemporaryDirectory() as name:

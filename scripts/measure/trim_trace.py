@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.monitoring.hlo import text as hlo
+from jaxpar.monitoring import hlo as hlo
 from jaxpar.tools.profiling.hlo.attribution import attribute
 from jaxpar.tools.profiling.loading import load
 from jaxpar.tools.profiling.trace import xspace

@@ -31,8 +31,8 @@ from jaxpar.kernels.attention.triton import backward, forward  # noqa: E402
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward  # noqa: E402
 from jaxpar.kernels.attention.triton.shape import LOG2E  # noqa: E402
 from jaxpar.kernels.platform import Platform  # noqa: E402
-from jaxpar.runtime.timing import Timing, time_interleaved  # noqa: E402
 from scripts.measure.attention_shapes import AttentionShape, draw, parse_shapes  # noqa: E402
+from scripts.measure.interleaved import Timing, time_interleaved  # noqa: E402
 
 SHAPES = ["2,8192,32,8,128", "4,4096,32,8,128", "1,32768,32,8,128", "8,4096,32,8,64"]
 

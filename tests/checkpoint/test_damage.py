@@ -14,7 +14,7 @@ import pytest
 import tensorstore
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
+from jaxpar.checkpoint import Damaged, inspection, integrity, loading, stored_arrays
 from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.commands import call
@@ -265,14 +265,14 @@ def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def without_files(at, name):
-        spec = store.array_spec(store.array_folder(at), name)
+        spec = stored_arrays.array_spec(stored_arrays.array_folder(at), name)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             return tensorstore.open(spec, read=True).result()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    monkeypatch.setattr(store, "open_array", without_files)
+    monkeypatch.setattr(stored_arrays, "open_array", without_files)
     with pytest.raises(Unreadable, match="cannot be read: Too many open files"):
         call("checkpoint", ["verify", cfg.run.dir])
 
@@ -330,7 +330,7 @@ def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, pla
         monkeypatch.setattr(module, name, look)
 
     if place == "half":
-        store.array_folder(gone).joinpath(store.MANIFEST).unlink()
+        stored_arrays.array_folder(gone).joinpath(stored_arrays.MANIFEST).unlink()
         rest = iter([lambda: (gone / METADATA).unlink(), delete])
         monkeypatch.setattr(inspection.time, "sleep", lambda _: next(rest)())
     elif place == "stat":

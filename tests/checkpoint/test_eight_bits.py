@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint import store
+from jaxpar.checkpoint import stored_arrays
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
 from jaxpar.optimizer.blockwise import is_quantized
@@ -50,7 +50,7 @@ def test_another_mesh_has_the_same_codes_and_scales(setup, then, now):
     to = state.state_shardings(changed, other_mesh)
     assert jax.tree.map(lambda a: a.sharding, restored) == to
     assert_same_bits(logical(restored, changed), logical(saved, cfg))
-    names = store.array_names(checkpoint.saved.folder(cfg.run.dir) / "3")
+    names = stored_arrays.array_names(checkpoint.saved.folder(cfg.run.dir) / "3")
     assert {f"opt_state/0/mu/layers/w_up/{kind}" for kind in ("codes", "scales")} <= set(names)
 
 

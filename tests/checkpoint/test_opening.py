@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint import inspection, integrity, store
+from jaxpar.checkpoint import inspection, integrity, stored_arrays
 from jaxpar.checkpoint.integrity import Damaged, Unreadable
 from jaxpar.checkpoint.saved import damage, folder, saved_steps, starting_step
 from jaxpar.commands import call, read
@@ -79,7 +79,7 @@ def test_a_folder_of_arrays_that_may_not_be_read_is_no_damage_without_a_list_of_
     (step / integrity.FILES).unlink()
     (state,) = (path for path in step.iterdir() if path.is_dir())
     state.chmod(0o000)
-    told = as_another_user(lambda: store.array_folder(step))
+    told = as_another_user(lambda: stored_arrays.array_folder(step))
     state.chmod(0o755)
     assert told.startswith("PermissionError: ")
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_damaged(cfg, monkey
         shutil.rmtree(at)
         raise FileNotFoundError(2, "No such file or directory", str(at))
 
-    monkeypatch.setattr(store, "array_names", gone)
+    monkeypatch.setattr(stored_arrays, "array_names", gone)
     with pytest.raises(Unreadable, match=r"step 4 of .* went away while it was read"):
         inspection.verify(cfg.run.dir, 4, print)
     assert not step.exists()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, config
-from jaxpar.checkpoint import Checkpointer, saved, store
+from jaxpar.checkpoint import Checkpointer, saved, stored_arrays
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -72,8 +72,8 @@ def test_empty_slots_of_a_stage_are_not_saved(setup, more):
     cfg, mesh = setup("run", **UNEQUAL | more)
     running = save(cfg, mesh, 2)
     folder = saved.folder(cfg.run.dir) / "2"
-    layers = [name for name in store.array_names(folder) if "layers/" in name]
-    assert {store.open_array(folder, name).shape[0] for name in layers} == {7}
+    layers = [name for name in stored_arrays.array_names(folder) if "layers/" in name]
+    assert {stored_arrays.open_array(folder, name).shape[0] for name in layers} == {7}
     restored = checkpoint.restore(cfg, mesh)
     assert_same_bits(restored, running)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)

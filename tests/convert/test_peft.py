@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, store
+from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, stored_arrays
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
 from jaxpar.config.validate import resolve
@@ -240,13 +240,13 @@ def test_a_wrong_merge_is_found(run, tmp_path, monkeypatch):
 
 
 def test_what_is_merged_is_compared_with_its_fingerprints_once(run, tmp_path, monkeypatch):
-    right, counted = store.fingerprint_of, []
-    monkeypatch.setattr(store, "fingerprint_of", lambda a: counted.append(a) or right(a))
+    right, counted = stored_arrays.fingerprint_of, []
+    monkeypatch.setattr(stored_arrays, "fingerprint_of", lambda a: counted.append(a) or right(a))
     assert call("convert", ["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
     assert not counted  # adapters are compared as they are written, and nothing else is read
     assert call("convert", ["to-hf", *options(run, tmp_path / "merged")]) == 0
     assert len(counted) == len(exporting.open_export(run.run.dir).arrays.by_path)
-    monkeypatch.setattr(store, "fingerprint_of", lambda _: "another")
+    monkeypatch.setattr(stored_arrays, "fingerprint_of", lambda _: "another")
     with pytest.raises(integrity.Damaged, match="has fingerprint another, not"):
         exporting.to_hf(exporting.open_export(run.run.dir), tmp_path / "out", silent, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "merged"]

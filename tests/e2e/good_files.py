@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import bytes_as_json
 from jaxpar.data.tokenizer import ByteTokenizer
-from jaxpar.monitoring.profiles.folder import ProfileFacts, write_facts
+from jaxpar.monitoring.profile_folder import ProfileFacts, write_facts
 from jaxpar.monitoring.recent_steps import RecentSteps
 from tests.convert import tiny
 from tests.data.commands import main as data

@@ -23,7 +23,7 @@ from jaxpar.config.serialize import from_values, to_json
 from jaxpar.data.skips import SkippedBatches, read_skipped, write_skipped
 from jaxpar.data.stream import index as stream_index
 from jaxpar.data.teacher_cache.cache import About, about_to_json, read_about
-from jaxpar.memory_checkpoint import finding, messages
+from jaxpar.memory_checkpoint import client, restoring
 from jaxpar.memory_checkpoint.piece_file import (
     ArrayType,
     DamagedPieces,
@@ -37,13 +37,13 @@ from jaxpar.memory_checkpoint.piece_file import (
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.monitoring import routing
 from jaxpar.monitoring.metric_names import TABLE_FILE, Described, MetricTable, read_table
-from jaxpar.monitoring.profiles.folder import ProfileFacts, read_facts, write_facts
+from jaxpar.monitoring.profile_folder import ProfileFacts, read_facts, write_facts
 from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
-from jaxpar.runtime.files import run_lock
+from jaxpar.runtime.files import lock
 from jaxpar.runtime.processes import children, token
 from jaxpar.runtime.processes.hosts.generations import End, Generation, Host, Over, Restarts, view
-from jaxpar.stores import folders, lease, shards, steps
+from jaxpar.stores import folders, lease, objects, shards, steps
 from jaxpar.stores.objects import Altered
 from jaxpar.tools.report import listing
 from jaxpar.tools.report.table_of_runs import found_runs, lines
@@ -82,7 +82,7 @@ ABOUT = About("t", "runs/t", ("s",), (100,), 16, True, 256, 4, 1.0, 10)
 FACTS = ProfileFacts(10, 3, 1, 1, "cpu", "1", 100, 1e9, None, {"temp": 5}, {"jax": "1"})
 WORDS = {"time": 5.0, "step": 3, "error": "boom", "code": 1}
 HOLDER = {"session": "s", "host": "h", "pid": 1, "space": "x", "time": "2026-01-01T00:00:00+00:00"}
-FILES = {"format": steps.FORMAT, "files": {"a": {"bytes": 1, "sha256": "0" * 64}}}
+FILES = {"format": objects.FORMAT, "files": {"a": {"bytes": 1, "sha256": "0" * 64}}}
 SENT = {"format": shards.FORMAT, "arrays": FILES["files"], "small": {"m": "AAAA"}}
 
 
@@ -115,7 +115,7 @@ def entry(key: str) -> Callable[[bytes, Path], None]:
 
 def message(kind: type) -> Callable[[bytes, Path], None]:
     """Reads a message of a piece server or its client."""
-    return lambda text, _: declared.read(kind, text, max_bytes=messages.MAX_REQUEST)
+    return lambda text, _: declared.read(kind, text, max_bytes=client.MAX_REQUEST)
 
 
 def piece_file(folder: Path) -> Path:
@@ -148,7 +148,7 @@ def pieces(text: bytes, folder: Path) -> None:
     file.write_bytes(content[: -20 - length] + text + tail)
     write_skipped(folder / "run", SkippedBatches(((1, 2),), 1))  # as in SAVED
     sizes = {"run.dir": str(folder / "run"), "checkpoint.memory_every": 5}
-    for one in finding._look(replace(Config(), **sizes), MemoryPlace(folder, (), 0)):
+    for one in restoring._look(replace(Config(), **sizes), MemoryPlace(folder, (), 0)):
         for name in one.files:
             opened = StoredPieces(LocalBytes(folder / OWN / name))
             for piece in opened.index.pieces:
@@ -213,7 +213,7 @@ def holder_of_lease(text: bytes, _: Path) -> None:
 
 def holder_of_lock(folder: Path) -> None:
     with open(folder / "lock", "rb") as file:
-        run_lock._holder(file.fileno())
+        lock._holder(file.fileno())
 
 
 def sweep(folder: Path) -> None:
@@ -268,12 +268,12 @@ def said() -> dict[str, Format]:
     """What hosts say to one another."""
     nonce, signature = "0" * 32, "0" * 64
     greeting, proof = (
-        messages.Greeting(nonce=nonce),
-        messages.Proof(nonce=nonce, signature=signature),
+        client.Greeting(nonce=nonce),
+        client.Proof(nonce=nonce, signature=signature),
     )
-    request = messages.PieceRequest(do="read", name="x", begin=1, size=2)
-    limits = messages.Limits(session="0123abcd", last_step=5, file_bytes=5, all_bytes=9)
-    of_message = lambda one: Format(messages.line(one), message(type(one)))  # noqa: E731
+    request = client.PieceRequest(do="read", name="x", begin=1, size=2)
+    limits = client.Limits(session="0123abcd", last_step=5, file_bytes=5, all_bytes=9)
+    of_message = lambda one: Format(client.line(one), message(type(one)))  # noqa: E731
     return {
         "host": Format(HOST.as_text().encode(), entry("host/a")),
         "generation": Format(FORMED.as_text().encode(), entry("generation/1")),
@@ -282,7 +282,7 @@ def said() -> dict[str, Format]:
         "greeting": of_message(greeting),
         "proof": of_message(proof),
         "request": of_message(request),
-        "answer": of_message(messages.Answer(files={"a": 1})),
+        "answer": of_message(client.Answer(files={"a": 1})),
         "limits": of_message(limits),
     }
 

@@ -10,8 +10,8 @@ from jaxpar.checkpoint.branching import branch
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.parallel.context import order_of
-from jaxpar.training.frozen.keeping import keep
 from jaxpar.training.run import Run
+from jaxpar.training.teacher_cache import keep
 
 STEPS = 16
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, HostMemory
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes.sources import LAUNCHED
 from tests import ranks
 from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 
@@ -43,7 +43,7 @@ def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path,
         coordinator, started = f"127.0.0.1:{ranks.free_port()}", []
         for host in (0, 1):
             place = dict(zip(LAUNCHED, (coordinator, "2", str(host)), strict=True))
-            of_host = HostMemory(hosts.folders[host]).environment(hosts.peers, host)
+            of_host = HostMemory(hosts.folders[host]).variables(hosts.peers, host)
             command = [sys.executable, "-m", "jaxpar.train", config, *words]
             env = ranks.environment(**place, **of_host, **TOKEN.environment(), **fault)
             with open(tmp_path / f"out{host}", "w") as out:

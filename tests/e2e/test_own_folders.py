@@ -11,8 +11,8 @@ import pytest
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes.detect import LAUNCHED
-from jaxpar.training.frozen.reference_scores import file_of
+from jaxpar.runtime.processes.sources import LAUNCHED
+from jaxpar.training.frozen import reference_file
 from tests import ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -73,7 +73,7 @@ def test_a_reference_that_one_process_has_is_computed_by_all(hosts, train_on_hos
     prepare_records(PreparePairsOptions(**files, tokenizer="bytes", holdout=0.2))
     flags = ["--data.path", files["output"], "--data.seq-len", "64", "--dpo.beta", "0.2"]
     assert "log probabilities" in train_on_hosts(*flags)[0]
-    losses, there = records(hosts[0], "loss"), [file_of(h / "run", "train") for h in hosts]
+    losses, there = records(hosts[0], "loss"), [reference_file(h / "run", "train") for h in hosts]
     assert [file.exists() for file in there] == [True, False] and len(losses) == STEPS
     kept = there[0].read_bytes()
     for folder in hosts:

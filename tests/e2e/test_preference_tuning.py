@@ -12,7 +12,7 @@ from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
-from jaxpar.training.frozen.reference_scores import file_of
+from jaxpar.training.frozen import reference_file
 from tests.slow import slow
 
 STEPS = 12
@@ -57,13 +57,13 @@ def test_it_learns_the_preference_and_resumes_without_the_reference(
 
     again = tmp_path / "again"
     branch(str(run), str(again), 6, print)
-    assert not file_of(again, "train").exists()
+    assert not reference_file(again, "train").exists()
     assert train_on(devices, config, *flags, "--run.dir", str(again), *mesh) == 0
     for name in ("loss", "reward_margin", "chosen_reward"):
         first, second = records(run, name), records(again, name)
         later = range(7, STEPS + 1)
         np.testing.assert_allclose([second[s] for s in later], [first[s] for s in later], 1e-4)
-    one, other = (np.load(file_of(folder, "train"))["scores"] for folder in (run, again))
+    one, other = (np.load(reference_file(folder, "train"))["scores"] for folder in (run, again))
     assert (one < 0).any() and np.allclose(one, other, atol=1e-5)
 
 

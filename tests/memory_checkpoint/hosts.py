@@ -12,9 +12,7 @@ import jax
 from jaxpar.checkpoint.saving import metadata_of_run
 from jaxpar.config import Config, declared
 from jaxpar.data.skips import SkippedBatches
-from jaxpar.memory_checkpoint.client import PieceClient
-from jaxpar.memory_checkpoint.layout import ProcessPieces, pieces_of
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Limits
+from jaxpar.memory_checkpoint.client import LIMITS_FILE, Limits, PieceClient
 from jaxpar.memory_checkpoint.places import (
     MIRRORED,
     OWN,
@@ -23,6 +21,7 @@ from jaxpar.memory_checkpoint.places import (
     complete_files,
     read_name,
 )
+from jaxpar.memory_checkpoint.plan import ProcessPieces, pieces_of
 from jaxpar.memory_checkpoint.server import PieceServer
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.memory_checkpoint.writing import metadata_of

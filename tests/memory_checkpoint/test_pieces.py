@@ -11,9 +11,8 @@ from jaxpar import checkpoint, config
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.data.skips import SkippedBatches, write_skipped
-from jaxpar.memory_checkpoint.finding import find
 from jaxpar.memory_checkpoint.places import MIRRORED, Group
-from jaxpar.memory_checkpoint.restoring import restore
+from jaxpar.memory_checkpoint.restoring import find, restore
 from jaxpar.sharding.mesh import make_mesh
 from tests.checkpoint.test_checkpoint import (
     assert_same_bits,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.memory_checkpoint import room, writing
+from jaxpar.memory_checkpoint import plan, writing
 from jaxpar.memory_checkpoint.places import FOLDER, OWN, complete_files
 from jaxpar.memory_checkpoint.slots import Slot
 from jaxpar.monitoring.metrics import MetricsWriter
@@ -156,7 +156,7 @@ def test_a_copy_that_takes_too_long_or_fails_is_told_and_skipped(
 def test_too_little_memory_and_no_launcher_end_the_run_before_it_starts(
     train_on, config_file, tmp_path, memory, monkeypatch, capsys
 ):
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 64_000)
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 64_000)
     with pytest.raises(ConfigError) as error:
         train_on(2, config_file, *WORDS, *COPIES)
     said = str(error.value)

@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.memory_checkpoint import messages
+from jaxpar.memory_checkpoint import client
 from jaxpar.memory_checkpoint import server as server_module
-from jaxpar.memory_checkpoint.client import HostLost, PieceClient
-from jaxpar.memory_checkpoint.messages import LIMITS_FILE, Answer, Greeting, PieceRequest
+from jaxpar.memory_checkpoint.client import (
+    LIMITS_FILE,
+    Answer,
+    Greeting,
+    HostLost,
+    PieceClient,
+    PieceRequest,
+)
 from jaxpar.memory_checkpoint.places import (
     FOLDER,
     HOST,
@@ -173,9 +179,9 @@ def test_a_server_without_the_token_receives_nothing():
             nonlocal received
             connection, _ = false.accept()
             with connection:
-                connection.sendall(messages.line(Greeting(nonce="0" * 32)))
+                connection.sendall(client.line(Greeting(nonce="0" * 32)))
                 received = connection.recv(1000)
-                connection.sendall(messages.line(Answer(signature="0" * 64)))
+                connection.sendall(client.line(Answer(signature="0" * 64)))
                 received += connection.recv(1000)
 
         thread = threading.Thread(target=serve)
@@ -261,7 +267,7 @@ def test_a_launcher_keeps_a_folder_and_deletes_those_of_killed_ones(tmp_path):
         assert memory is None
     with kept_in_memory(ON, env) as memory:
         assert memory is not None
-        place = place_of(ON, memory.environment(["a:1", "b:2"], 1) | TOKEN.environment())
+        place = place_of(ON, memory.variables(["a:1", "b:2"], 1) | TOKEN.environment())
         assert place is not None and (place.folder, place.host) == (memory.folder, 1)
         assert place.peers == ("a:1", "b:2") and place.num_hosts == 2
         killed = [sys.executable, "-c", KILLED_LAUNCHER]

@@ -17,7 +17,7 @@ import pytest
 from jaxpar.config import Config, DilocoConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh

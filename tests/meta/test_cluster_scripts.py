@@ -20,7 +20,7 @@ from jaxpar.commands import read
 from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes import detect
+from jaxpar.runtime.processes import rendezvous
 from jaxpar.tools.sweeps.slurm import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,7 +217,7 @@ def test_its_pods_find_one_another(jobset, job):
     (container,) = job["template"]["spec"]["containers"]
     env = {item["name"]: item["value"] for item in container["env"]}
     for index in range(job["completions"]):
-        found = detect.detect(Config(), env | {"JOB_COMPLETION_INDEX": str(index)})
+        found = rendezvous.detect(Config(), env | {"JOB_COMPLETION_INDEX": str(index)})
         assert (found.source, found.process_id) == ("kubernetes", index)
         assert found.num_processes == job["completions"] == job["parallelism"]
     name, train = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
@@ -303,7 +303,7 @@ def test_skypilots_machines_find_one_another(sky, tmp_path):
         )
         flags, module, program, *args = done.stdout.splitlines()
         assert (flags, module, program) == ("-u", "-m", "jaxpar.train")
-        found = detect.detect(read_config(args), {})
+        found = rendezvous.detect(read_config(args), {})
         assert (found.coordinator, found.process_id) == ("10.0.0.4:12321", rank)
         assert found.num_processes == sky["num_nodes"]
 

@@ -5,7 +5,7 @@ import pytest
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.model import flops
-from jaxpar.monitoring import mfu
+from jaxpar.monitoring import metrics
 from jaxpar.runtime.gpus import peaks
 
 LLAMA_8B = load_config("llama3_8b").model
@@ -33,9 +33,9 @@ def test_a_tied_table_multiplies_too():
 
 def test_mfu_is_a_share_of_the_peak():
     """torchtitan's 10,448 tokens/s/GPU of this shape are 61.2% in its own convention."""
-    share = mfu.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
+    share = metrics.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
     assert share == pytest.approx(0.612, abs=5e-4)
-    assert mfu.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
+    assert metrics.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
 
 
 @pytest.mark.parametrize(

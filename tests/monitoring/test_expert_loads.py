@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from jaxpar.config import Config, replace
-from jaxpar.monitoring.expert_loads import LOADS_FILE, LoadsWriter
 from jaxpar.monitoring.metrics import MetricsWriter
+from jaxpar.monitoring.routing import LOADS_FILE, LoadsWriter
 
 CFG = replace(Config(), **{"model.num_experts": 2, "train.num_steps": 7, "train.log_every": 3})
 

@@ -7,8 +7,14 @@ import time
 import pytest
 
 from jaxpar.monitoring import goodput
-from jaxpar.monitoring.goodput import EVENTS_FILE, Recorder, read_events
-from jaxpar.monitoring.host_losses import HostLoss, described, host_losses
+from jaxpar.monitoring.goodput import (
+    EVENTS_FILE,
+    HostLoss,
+    Recorder,
+    described,
+    host_losses,
+    read_events,
+)
 
 
 def event(name: str, attempt: int, age: float, at: float, **more) -> dict:

@@ -6,8 +6,7 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.metric_names import tag
-from jaxpar.monitoring.sinks import require_packages
-from jaxpar.monitoring.sinks.mlflow import MAX_VALUE, leaves
+from jaxpar.monitoring.sinks import MAX_VALUE, leaves, require_packages
 from tests.monitoring.test_sinks import config, train
 
 ON = {"metrics.mlflow": "jaxpar", "metrics.tensorboard": False}

@@ -2,9 +2,8 @@
 
 import pytest
 
-from jaxpar.monitoring.goodput import read_events
+from jaxpar.monitoring.goodput import read_events, restarts
 from jaxpar.monitoring.recent_steps import RECENT_FILE, last_recorded
-from jaxpar.monitoring.restarts import restarts
 from tests.monitoring.test_goodput import TWO_ATTEMPTS, event
 
 

@@ -10,7 +10,7 @@ from jaxpar.components.flags import experts_of
 from jaxpar.config import ModelConfig, ParallelConfig
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.parallel.expert.dispatch import plan_rows
 from jaxpar.parallel.expert.rows import capacity
 from jaxpar.sharding.mesh import make_mesh

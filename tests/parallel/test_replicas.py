@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from jaxpar.config import ParallelConfig
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.replicas import pieces, top_k
 from jaxpar.parallel.replicas.feedback import error_spec, feedback_specs, replica_dim

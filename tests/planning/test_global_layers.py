@@ -14,7 +14,7 @@ from jaxpar.planning.predict.kernels import attention_runs_on_reference
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.sharding.params import flat
-from jaxpar.training.attention_kernels import choose_kernels
+from jaxpar.training.selftests.attention import choose_kernels
 from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_global_layers import GEMMA4
 

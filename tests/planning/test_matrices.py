@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.optimizer.muon import orthogonalize
 from jaxpar.planning.predict import matrices
 from jaxpar.planning.predict.communication import Cluster, traffic_of

@@ -284,7 +284,7 @@ def test_a_run_says_what_was_predicted_and_what_came(
     small = ("--checkpoint.every", "0", "--model.num-layers", "1")
     h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
     assert forecast_here(load_config(config_file)) is None
-    monkeypatch.setattr("jaxpar.training.run.forecast_here", h200)
+    monkeypatch.setattr("jaxpar.training.programs.forecast_here", h200)
     assert train_on(1, config_file, *short, *small) == 0
     first, last = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes import detect
+from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.addresses import is_loopback
 
 SLURM = {
@@ -108,7 +108,7 @@ KNOWN = [
     ("env", "source", "host", "count", "own", "hosts", "local", "local_id"), KNOWN
 )
 def test_what_started_it_is_seen(env, source, host, count, own, hosts, local, local_id):
-    found = detect.detect(Config(), env)
+    found = rendezvous.detect(Config(), env)
     assert (found.source, found.host, found.num_processes, found.process_id) == (
         source,
         host,
@@ -137,16 +137,16 @@ ALONE = [
 
 @pytest.mark.parametrize("env", ALONE)
 def test_one_process_is_alone(env):
-    assert detect.detect(Config(), env) is None
+    assert rendezvous.detect(Config(), env) is None
 
 
 def test_a_ports_choice_is_the_jobs_own():
     ports = [
-        detect.detect(Config(), SLURM | {"SLURM_JOB_ID": str(i)}).coordinator for i in range(50)
+        rendezvous.detect(Config(), SLURM | {"SLURM_JOB_ID": str(i)}).coordinator for i in range(50)
     ]
     assert len(set(ports)) > 45
-    assert detect.detect(Config(), SLURM | {"SLURM_PROCID": "0"}).coordinator == (
-        detect.detect(Config(), SLURM).coordinator
+    assert rendezvous.detect(Config(), SLURM | {"SLURM_PROCID": "0"}).coordinator == (
+        rendezvous.detect(Config(), SLURM).coordinator
     )
 
 
@@ -179,16 +179,16 @@ WRONG = [
 @pytest.mark.parametrize(("env", "rule"), WRONG)
 def test_what_is_half_set_contradictory_or_impossible_is_refused(env, rule):
     with pytest.raises(ConfigError, match=r"Fix: ") as error:
-        detect.detect(Config(), env)
+        rendezvous.detect(Config(), env)
     assert rule in str(error.value)
 
 
 def test_flags_say_it_all():
     cfg = with_flags(coordinator="10.0.0.1:99", num_processes=4, process_id=3)
-    found = detect.detect(cfg, SLURM | {"MASTER_ADDR": "elsewhere"})
+    found = rendezvous.detect(cfg, SLURM | {"MASTER_ADDR": "elsewhere"})
     assert str(found) == "flags: process 3 of 4, coordinator 10.0.0.1:99"
     # Or the coordinator alone.
-    found = detect.detect(with_flags(coordinator="10.0.0.1:99"), MPI_5)
+    found = rendezvous.detect(with_flags(coordinator="10.0.0.1:99"), MPI_5)
     assert (found.source, found.process_id, found.coordinator) == ("mpi", 11, "10.0.0.1:99")
 
 
@@ -213,15 +213,15 @@ WRONG_FLAGS = [
 @pytest.mark.parametrize(("flags", "field", "rule"), WRONG_FLAGS)
 def test_flags_that_cannot_be(flags, field, rule):
     with pytest.raises(ConfigError) as error:
-        detect.detect(with_flags(**flags), {})
+        rendezvous.detect(with_flags(**flags), {})
     assert error.value.field == field and rule in error.value.rule
 
 
 def test_one_source_can_be_named():
     both = SLURM | TRAINER
-    assert detect.detect(with_flags(detect="jax"), both).process_id == 2
-    assert detect.detect(with_flags(detect="slurm"), both).process_id == 11
-    assert detect.detect(with_flags(detect="none"), both) is None
+    assert rendezvous.detect(with_flags(detect="jax"), both).process_id == 2
+    assert rendezvous.detect(with_flags(detect="slurm"), both).process_id == 11
+    assert rendezvous.detect(with_flags(detect="none"), both) is None
 
 
 @pytest.mark.parametrize(

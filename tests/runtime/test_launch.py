@@ -16,20 +16,18 @@ import pytest
 from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock, RunLocked, create_in
+from jaxpar.runtime.files.lock import RunLock, RunLocked, create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
 from jaxpar.runtime.processes.addresses import FreePort
 from jaxpar.runtime.processes.children import Failure, LastWords, failure_of
-from jaxpar.runtime.processes.detect import LAUNCHED, NUM_HOSTS
-from jaxpar.runtime.processes.hosts import formation
+from jaxpar.runtime.processes.hosts import generations
 from jaxpar.runtime.processes.hosts.agent import Agent
-from jaxpar.runtime.processes.hosts.formation import Rules
-from jaxpar.runtime.processes.hosts.generations import Host, Restarts
+from jaxpar.runtime.processes.hosts.generations import Host, Restarts, Rules
+from jaxpar.runtime.processes.hosts.kv_store import LocalStore
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.store import LocalStore
 from jaxpar.runtime.processes.hosts.trainers import (
     FOLLOW_SECONDS,
     SETTLE_SECONDS,
@@ -37,6 +35,7 @@ from jaxpar.runtime.processes.hosts.trainers import (
     Trainers,
 )
 from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.sources import LAUNCHED, NUM_HOSTS
 from jaxpar.training import loop, start
 from tests.ranks import alive, wait_for
 from tests.runtime.hosts.simulated import Clock, Process, checkpoint, words_of
@@ -72,7 +71,7 @@ def test_a_reserved_port_is_nobody_elses_but_the_coordinators():
 HOLDER = """
 import sys, time
 from pathlib import Path
-from jaxpar.runtime.files.run_lock import RunLock
+from jaxpar.runtime.files.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)
@@ -184,7 +183,7 @@ def started(run_dir: Path, clock: Clock, *codes: str) -> Trainers:
         return children.start(left.pop(0), env, Path(os.devnull))
 
     host = Host(name="a", life="1", address="a", port=1, devices=1, processes=len(codes), ready=1)
-    formed = formation.next_generation(1, [host], None, None, Restarts())
+    formed = generations.next_generation(1, [host], None, None, Restarts())
     family = Trainers(Program(command=[], run_dir=run_dir, start=start), formed, "a", clock)
     family.start({})
     return family

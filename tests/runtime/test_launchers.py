@@ -6,9 +6,9 @@ import pytest
 from jax._src import clusters
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes import own_gpus
-from jaxpar.runtime.processes.detect import detect
-from jaxpar.runtime.processes.place import ProcessPlace
+from jaxpar.runtime.processes import connecting
+from jaxpar.runtime.processes.rendezvous import detect
+from jaxpar.runtime.processes.sources import ProcessPlace
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, named
 from tests.runtime import launchers
@@ -21,7 +21,7 @@ def with_flags(**values):
 
 def gpus_of(process: launchers.Process, place: ProcessPlace) -> list[int]:
     """The host's GPUs that it takes."""
-    share = own_gpus.local_gpus(place, process.env, present=True)
+    share = connecting.local_gpus(place, process.env, present=True)
     return process.sees if share is None else [process.sees[i] for i in share]
 
 
@@ -77,7 +77,7 @@ def test_values_that_are_no_numbers_end_in_an_error_or_change_nothing(name):
             try:
                 found = detect(Config(), process.env | {variable: value})
                 if found is not None:
-                    own_gpus.local_gpus(found, process.env, present=True)
+                    connecting.local_gpus(found, process.env, present=True)
             except ConfigError as error:
                 assert "Fix: " in str(error)
                 continue
@@ -146,33 +146,33 @@ def place(**values) -> ProcessPlace:
 def test_gpus_can_be_named_in_jaxs_variable():
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "JAX_LOCAL_DEVICE_IDS": "2,3"}
     shares = place(local_processes=4, local_id=1)
-    assert own_gpus.local_gpus(shares, env, present=True) == [2, 3]
-    assert own_gpus.local_gpus(shares, env, present=False) is None
+    assert connecting.local_gpus(shares, env, present=True) == [2, 3]
+    assert connecting.local_gpus(shares, env, present=False) is None
     for wrong in ("4", "x", "0,", "-1", "0;1"):
         with pytest.raises(ConfigError, match=r"GPUs from 0 to 3"):
-            own_gpus.local_gpus(shares, env | {"JAX_LOCAL_DEVICE_IDS": wrong}, present=True)
+            connecting.local_gpus(shares, env | {"JAX_LOCAL_DEVICE_IDS": wrong}, present=True)
 
 
 def test_gpus_that_cannot_be_shared_are_refused():
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     with pytest.raises(ConfigError, match="3 processes of this host cannot share 4 GPUs evenly"):
-        own_gpus.local_gpus(place(local_processes=3), env, present=True)
+        connecting.local_gpus(place(local_processes=3), env, present=True)
     beyond = place(local_processes=4, local_id=5)
     with pytest.raises(ConfigError, match="is not one of the 4 processes") as error:
-        own_gpus.local_gpus(beyond, env, present=True)
+        connecting.local_gpus(beyond, env, present=True)
     assert "JAX_LOCAL_DEVICE_IDS=0" in error.value.fix
-    assert own_gpus.local_gpus(beyond, env | {"JAX_LOCAL_DEVICE_IDS": "0"}, present=True) == [0]
+    assert connecting.local_gpus(beyond, env | {"JAX_LOCAL_DEVICE_IDS": "0"}, present=True) == [0]
 
 
 def test_gpus_are_known_by_what_the_driver_calls_them(monkeypatch):
     there = FakeNvml([named("0000:3b:00.0", "GPU-b"), named("0000:1b:00.0", "GPU-a")])
-    known = own_gpus.identities
-    monkeypatch.setattr(own_gpus.visible, "gpu_is_present", lambda: True)
+    known = connecting.identities
+    monkeypatch.setattr(connecting.visible, "gpu_is_present", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with there.installed():
         assert known([1]) == ["GPU-b"]
         assert known(None) == ["GPU-a", "GPU-b"]
-        assert own_gpus.taken([1], ["GPU-b"]) == "GPU 1 of the 2 that it sees (GPU-b)"
+        assert connecting.taken([1], ["GPU-b"]) == "GPU 1 of the 2 that it sees (GPU-b)"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-b")
         assert known(None) == ["MIG-1", "GPU-b"]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
@@ -182,8 +182,10 @@ def test_gpus_are_known_by_what_the_driver_calls_them(monkeypatch):
 
 
 def test_two_processes_with_one_gpu_are_named():
-    own_gpus.check_own([("a", ["GPU-1"]), ("a", ["GPU-2"]), ("b", []), ("b", [])])
+    connecting.check_own([("a", ["GPU-1"]), ("a", ["GPU-2"]), ("b", []), ("b", [])])
     with pytest.raises(ConfigError) as error:
-        own_gpus.check_own([("a", ["GPU-1", "GPU-2"]), ("a", ["GPU-3"]), ("a", ["GPU-2", "GPU-1"])])
+        connecting.check_own(
+            [("a", ["GPU-1", "GPU-2"]), ("a", ["GPU-3"]), ("a", ["GPU-2", "GPU-1"])]
+        )
     assert error.value.value == "GPU-2"
     assert error.value.rule == "processes 0 and 2 on a both took it, and 1 more GPU like it"

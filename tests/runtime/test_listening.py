@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from jaxpar.runtime.processes import listening
-from jaxpar.runtime.processes.detect import ProcessPlace
-from jaxpar.runtime.processes.listening import (
+from jaxpar.runtime.processes import connecting
+from jaxpar.runtime.processes.connecting import (
     BIND_ADDRESS,
     PortTaken,
     bind_address,
     check_free,
     warn_if_open,
 )
+from jaxpar.runtime.processes.sources import ProcessPlace
 from tests import ranks
 
 
@@ -34,8 +34,8 @@ def host_has(monkeypatch):
 
     def has(names: dict[str, list[str]], own: set[str]) -> None:
         monkeypatch.delenv(BIND_ADDRESS, raising=False)
-        monkeypatch.setattr(listening, "resolved", lambda host, flags=0: names.get(host, []))
-        monkeypatch.setattr(listening, "is_here", lambda address: address in own)
+        monkeypatch.setattr(connecting, "resolved", lambda host, flags=0: names.get(host, []))
+        monkeypatch.setattr(connecting, "is_here", lambda address: address in own)
 
     return has
 
@@ -107,10 +107,10 @@ def own_address() -> str:
 #: The coordinator of two processes, whose second never comes.
 COORDINATOR = """
 import sys, threading, time
-from jaxpar.runtime.processes import rendezvous
-from jaxpar.runtime.processes.detect import ProcessPlace
+from jaxpar.runtime.processes import connecting
+from jaxpar.runtime.processes.sources import ProcessPlace
 place = ProcessPlace(source="flags", coordinator=sys.argv[1], num_processes=2, process_id=0)
-rendezvous.connect(place, 60)
+connecting.connect(place, 60)
 """
 
 

@@ -21,14 +21,14 @@ pytestmark = [
 #: One of two processes: their texts, or the error. It gives up after the seconds it is given.
 PROCESS = """
 import sys
-from jaxpar.runtime.processes import peers, rendezvous
-from jaxpar.runtime.processes.detect import ProcessPlace
+from jaxpar.runtime.processes import connecting, peers
+from jaxpar.runtime.processes.sources import ProcessPlace
 from jaxpar.runtime.program import run_program
 place = ProcessPlace(
     source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 )
 def main(_):
-    rendezvous.connect(place, int(sys.argv[3]))
+    connecting.connect(place, int(sys.argv[3]))
     print(peers.exchange("names", "own " + sys.argv[2], 200))
 run_program(main)
 """

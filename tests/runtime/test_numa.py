@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxpar.runtime.gpus import numa, pci, visible
+from jaxpar.runtime.gpus import numa, visible
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, named
 from tests.runtime.kernel_files import GPUS, gpu, two_sockets, write
@@ -24,26 +24,26 @@ def root(tmp_path):
 
 
 def test_lists_of_cpus():
-    assert pci.read_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and pci.read_cpus("") == set()
-    assert pci.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and pci.write_cpus({5}) == "5"
+    assert numa.read_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and numa.read_cpus("") == set()
+    assert numa.write_cpus({8, 0, 1, 2, 3}) == "0-3,8" and numa.write_cpus({5}) == "5"
 
 
 def test_gpus_by_index_and_uuid(root):
     with FakeNvml(start=fake_nvml.NO_DRIVER).installed():
-        there = pci.gpus(root)
+        there = numa.gpus_on_pci(root)
     assert list(there) == ADDRESSES
-    assert pci.addresses_of(["2", "0"], there) == [ADDRESSES[2], ADDRESSES[0]]
-    assert pci.addresses_of(["GPU-9baa"], there) == [ADDRESSES[3]]
-    assert pci.addresses_of(["4"], there) == pci.addresses_of(["MIG-1"], there) == []
+    assert numa.addresses_of(["2", "0"], there) == [ADDRESSES[2], ADDRESSES[0]]
+    assert numa.addresses_of(["GPU-9baa"], there) == [ADDRESSES[3]]
+    assert numa.addresses_of(["4"], there) == numa.addresses_of(["MIG-1"], there) == []
 
 
 def test_a_job_may_use_only_some_gpus(root):
     """Slurm's cgroup hides the others from CUDA and NVML, but not from the driver's files."""
     own = [named(ADDRESSES[3], "GPU-b"), named(ADDRESSES[2], "GPU-a")]
     with FakeNvml([fake_nvml.FORBIDDEN, *own]).installed():
-        there = pci.gpus(root)
+        there = numa.gpus_on_pci(root)
     assert there == {ADDRESSES[2]: "GPU-a", ADDRESSES[3]: "GPU-b"}
-    assert pci.addresses_of(["0"], there) == [ADDRESSES[2]]
+    assert numa.addresses_of(["0"], there) == [ADDRESSES[2]]
 
 
 def test_a_process_goes_to_the_node_of_its_gpus(root):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.waits
 #: Every check in one start: what each of the two processes found is its last line.
 SCRIPT = """
 import json, os, sys, time
-from jaxpar.runtime.processes import detect, rendezvous, peers
+from jaxpar.runtime.processes import connecting, peers, rendezvous
 from jaxpar.config import Config, ConfigError
 found = {}
 def caught(name, work):
@@ -23,8 +23,8 @@ def caught(name, work):
         found[name] = work()
     except Exception as error:
         found[name] = [type(error).__name__, str(error), getattr(error, "code", None)]
-place = detect.detect(Config(), os.environ)
-found["line"] = rendezvous.connect(place, 200)
+place = rendezvous.detect(Config(), os.environ)
+found["line"] = connecting.connect(place, 200)
 own = peers.rank()
 found["count"] = peers.world_size()
 caught("exchange", lambda: peers.exchange("names", f"I am {own}", 200))
@@ -49,12 +49,12 @@ os._exit(0)
 ALONE = """
 import sys
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.processes import rendezvous
-from jaxpar.runtime.processes.detect import ProcessPlace
+from jaxpar.runtime.processes import connecting
+from jaxpar.runtime.processes.sources import ProcessPlace
 place = ProcessPlace(
     source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 )
-run_program(lambda _: print(rendezvous.connect(place, 1)))
+run_program(lambda _: print(connecting.connect(place, 1)))
 """
 
 
@@ -130,13 +130,13 @@ ON_GPUS = """
 import os
 from jaxpar.config import Config
 from jaxpar.runtime.gpus import visible
-from jaxpar.runtime.processes import detect, rendezvous
+from jaxpar.runtime.processes import connecting, rendezvous
 from jaxpar.runtime.program import run_program
 from tests.fake_nvml import FakeNvml, named
 visible.gpu_is_present = lambda: True
 gpus = [named("0000:1b:00.0", "GPU-a"), named("0000:3b:00.0", "GPU-b")]
 with FakeNvml(gpus).installed():
-    run_program(lambda _: print(rendezvous.connect(detect.detect(Config(), os.environ), 200)))
+    run_program(lambda _: print(connecting.connect(rendezvous.detect(Config(), os.environ), 200)))
 """
 
 
@@ -167,10 +167,10 @@ def test_processes_say_which_gpus_they_take_and_never_share_one(shares):
 STOPPED = """
 import os, signal, sys, time
 from jaxpar.runtime import signals
-from jaxpar.runtime.processes import rendezvous, peers
-from jaxpar.runtime.processes.detect import ProcessPlace
+from jaxpar.runtime.processes import connecting, peers
+from jaxpar.runtime.processes.sources import ProcessPlace
 place = ProcessPlace(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
-rendezvous.connect(place, 60)
+connecting.connect(place, 60)
 with signals.StopRequest(several=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.5)  # JAX looks once a second

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from jaxpar.runtime.files import run_lock
-from jaxpar.runtime.files.run_lock import FILE, RunLock, RunLocked
+from jaxpar.runtime.files.lock import FILE, RunLock, RunLocked
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -72,6 +71,6 @@ def test_the_machines_trouble_loses_no_lock(tmp_path, monkeypatch, capfd):
     with RunLock(tmp_path) as lock:
         (tmp_path / FILE).unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(run_lock.os, "stat", stale)
+            patch.setattr(os, "stat", stale)
             lock.check(at_once=True)
         assert not (tmp_path / FILE).exists() and capfd.readouterr().err == ""

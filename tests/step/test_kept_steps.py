@@ -11,7 +11,7 @@ from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.training import step_programs
+from jaxpar.training import programs
 from tests.kept_steps import NOT_READ, ROOMS, steps_kept
 from tests.tiny import TINY
 
@@ -20,19 +20,17 @@ def made(number: int = 1, **fields):
     """The train step of a run on so many devices."""
     cfg = resolve(replace(TINY, **fields), number)
     mesh = make_mesh(cfg.parallel, jax.devices()[:number])
-    return step_programs.make_train_step(
-        cfg, mesh, 4, execution_of(cfg), requested=("expert_rows",)
-    )
+    return programs.make_train_step(cfg, mesh, 4, execution_of(cfg), requested=("expert_rows",))
 
 
 def test_a_run_takes_the_step_of_another_with_the_same_model():
-    outside = step_programs.make_train_step
+    outside = programs.make_train_step
     with steps_kept():
         step = made(**{"run.dir": "one"})
         assert made(**{"run.dir": "other", "checkpoint.every": 3}) is step
         others = made(2), made(**{"optimizer.beta1": 0.5}), made(**{"train.num_steps": 7})
         assert len({step, *others, made(**{"metrics.layers": "all"})}) == 5
-    assert step_programs.make_train_step is outside and made() is not step
+    assert programs.make_train_step is outside and made() is not step
 
 
 @pytest.mark.parametrize("name", ["step.train_step.gradients", "model.norm.norm"])

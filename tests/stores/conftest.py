@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.stores import lease, mirror, objects, uploading
+from jaxpar.stores import lease, mirror, objects
 from tests.stores.server import Server, objects_at, server
 
 
@@ -28,11 +28,11 @@ def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(objects, "BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr(objects, "REQUEST_RETRIES", 0)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(uploading, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(mirror, "PART_SECONDS", 0.0)
-    monkeypatch.setattr(uploading, "PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(uploading, "DRAIN_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(uploading, "DRAIN_FAILING_SECONDS", 3.0)
+    monkeypatch.setattr(mirror, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(mirror, "DRAIN_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(mirror, "DRAIN_FAILING_SECONDS", 3.0)
     s3_server.requests.clear()
     yield s3_server
     s3_server.fault = lambda method, path: None

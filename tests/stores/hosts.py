@@ -16,8 +16,8 @@ import jax
 from jaxpar import checkpoint
 from jaxpar.config import Config, replace, serialize
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.stores import shards, uploading
-from jaxpar.training.stored import stored
+from jaxpar.stores import mirror, shards
+from jaxpar.training.object_store import stored
 from tests.checkpoint.test_checkpoint import random_state
 from tests.ranks import free_port
 
@@ -91,7 +91,7 @@ def host(place: Path, rank: int, port: int, last: int, count: int, fault: str) -
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // count)
     where = f"127.0.0.1:{port}"
     jax.distributed.initialize(where, count, rank, cluster_detection_method="deactivate")
-    uploading.LOOK_SECONDS = 0.05
+    mirror.LOOK_SECONDS = 0.05
     install(fault, rank, last)
     cfg = serialize.from_json((place / "config.json").read_text())
     mesh, step = make_mesh(cfg.parallel), None

@@ -10,8 +10,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.sources import open_sources
 from jaxpar.data.stored import folder as stored_folder
 from jaxpar.stores import cache
-from jaxpar.stores.cache import PartCache
-from jaxpar.stores.cached import ObjectDamaged
+from jaxpar.stores.cache import ObjectDamaged, PartCache
 from tests.another_user import as_another_user, open_folder
 from tests.stores.server import objects_at
 from tests.stores.test_data import config, data, here, loader, small_parts, text

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from jaxpar.checkpoint import stored as stored_checkpoints
+from jaxpar.checkpoint import inspection as stored_checkpoints
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
@@ -17,12 +17,13 @@ from jaxpar.data.stored.writing import whole_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.stores import objects as objects_room
 from jaxpar.stores import steps
-from jaxpar.stores.fetching import StepsDamaged, fetch, for_reading, runs_at
+from jaxpar.stores.fetching import StepsDamaged, fetch
 from jaxpar.stores.lease import LEASE_SECONDS, Lease
 from jaxpar.stores.objects import Altered, StoreError
+from jaxpar.stores.reading import for_reading, runs_at
 from tests.e2e import damage
 from tests.slow import slow
-from tests.stores.folders import MARK, read_step, write_run, write_step
+from tests.stores.folders import read_step, write_run, write_step
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import mirrored
 
@@ -93,7 +94,7 @@ def test_without_a_whole_one_the_damage_is_named_and_nothing_is_deleted(run, sto
     before = store.names()
     (tmp_path / "new").mkdir()
     with pytest.raises(StepsDamaged, match=r"step 20: .*0123 has 0 bytes.*step 10: .*0123 has 0"):
-        fetch(store, tmp_path / "new", MARK, print)
+        fetch(store, tmp_path / "new", print)
     assert [one.name for one in store.names()] == [one.name for one in before]
 
 
@@ -114,7 +115,7 @@ def test_trouble_of_the_store_or_the_host_is_no_damage(
         expected = StoreError if fault == 500 else ConfigError
         s3.failing(10_000, int(fault), "GET", "state/d/0123")
     with pytest.raises(expected):
-        fetch(store, tmp_path / "new", MARK, print)
+        fetch(store, tmp_path / "new", print)
     assert not list((tmp_path / "new").glob("checkpoints/*"))
     assert not list((tmp_path / "new").glob(".downloading/*"))
 
@@ -127,7 +128,7 @@ def test_a_step_that_is_deleted_meanwhile_is_left_out(run, store, address, monke
         return listed(objects, step)
 
     monkeypatch.setattr(steps, "listed", gone)
-    rows = list(stored_checkpoints.rows(str(address)))
+    rows = list(stored_checkpoints.rows_in_store(str(address)))
     assert [row.step for row in rows] == [20]
 
 
@@ -172,9 +173,9 @@ def test_random_damage_of_a_run_is_no_traceback(run, store, address, tmp_path, c
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
             shutil.rmtree(tmp_path / "new", ignore_errors=True)
             (tmp_path / "new").mkdir()
-            told(lambda: fetch(store, tmp_path / "new", MARK, print))
+            told(lambda: fetch(store, tmp_path / "new", print))
             told(lambda: for_reading("RUN", str(address), print))
-            told(lambda: list(stored_checkpoints.rows(str(address))))
+            told(lambda: list(stored_checkpoints.rows_in_store(str(address))))
             told(lambda: runs_at("FOLDER", str(address), 1))
             found = read_step(tmp_path / "new", 20)
             assert found in ({}, whole) or set(found.items()) < set(whole.items())

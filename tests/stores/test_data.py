@@ -24,8 +24,8 @@ from jaxpar.data.stored import folder as stored_folder
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
-from jaxpar.stores import cache, cached, folders
-from jaxpar.stores.cached import ObjectDamaged
+from jaxpar.stores import cache, folders
+from jaxpar.stores.cache import ObjectDamaged
 from tests.data.commands import main
 from tests.stores.server import objects_at
 
@@ -35,7 +35,7 @@ LENGTH = 32
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch):
     """Parts of 512 bytes; no dataset stays open."""
-    monkeypatch.setattr(cached, "PART_BYTES", 512)
+    monkeypatch.setattr(cache, "PART_BYTES", 512)
     monkeypatch.setattr("jaxpar.data.stored.array.PART_BYTES", 512)
     monkeypatch.setattr("jaxpar.data.stored.writing.PART_BYTES", 512)
     yield
@@ -86,7 +86,7 @@ def assert_same_batches(one: Loader, other: Loader, steps=range(6)) -> None:
 
 
 def without_filling(monkeypatch) -> None:
-    monkeypatch.setattr(cached.CachedObject, "fetch_all", lambda self, first=0: None)
+    monkeypatch.setattr(cache.CachedObject, "fetch_all", lambda self, first=0: None)
 
 
 def files(cfg: Config):

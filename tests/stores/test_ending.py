@@ -4,9 +4,9 @@ import pytest
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import _verdict
-from jaxpar.stores import objects, steps, uploading
+from jaxpar.stores import mirror, objects, steps
+from jaxpar.stores.mirror import NotStored
 from jaxpar.stores.objects import Altered, StoreError
-from jaxpar.stores.uploading import NotStored
 from tests.stores.folders import read_step, write_run, write_step
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import mirrored
@@ -19,7 +19,7 @@ STEPS = ("--train.num-steps=4", "--checkpoint.every=2", "--evaluation.every=0")
 def test_a_run_that_is_not_stored_ends_with_its_own_code_and_is_later(
     s3, address, store, train_on, config_file, capfd, monkeypatch
 ):
-    monkeypatch.setattr(uploading, "DRAIN_FAILING_SECONDS", 0.3)
+    monkeypatch.setattr(mirror, "DRAIN_FAILING_SECONDS", 0.3)
     refuse = lambda method, path: 503 if method == "PUT" and "/checkpoints/" in path else None  # noqa: E731
     s3.fault = refuse
     with pytest.raises(NotStored, match=r"not all of the run is in s3://.*Fix: ") as caught:
@@ -55,10 +55,10 @@ def test_a_server_that_stores_something_else_is_noticed(
 
     write_run(tmp_path / "run", [10])
     monkeypatch.setattr(objects.Objects, "upload", lying)
-    monkeypatch.setattr(uploading, "DRAIN_FAILING_SECONDS", 0.2)
-    with mirrored(address, tmp_path / "run") as mirror:
+    monkeypatch.setattr(mirror, "DRAIN_FAILING_SECONDS", 0.2)
+    with mirrored(address, tmp_path / "run") as thread:
         pass
-    assert not mirror.drain() and not steps.complete_steps(store)
+    assert not thread.drain() and not steps.complete_steps(store)
     assert what in capsys.readouterr().err
 
 

@@ -8,16 +8,16 @@ import pytest
 from jaxpar.commands import read
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
-from jaxpar.stores import fetching, steps
-from jaxpar.stores.fetching import StepsDamaged, fetch, for_reading
-from jaxpar.stores.reading import with_local_runs
+from jaxpar.stores import reading, steps
+from jaxpar.stores.fetching import StepsDamaged, fetch
+from jaxpar.stores.reading import for_reading, with_local_runs
 from tests.stores.folders import MARK, append, read_step, write_run, write_step
 from tests.stores.test_mirror import mirrored
 
 
 def fetched(store, folder, **more) -> None:
     folder.mkdir(exist_ok=True)
-    fetch(store, folder, MARK, print, **more)
+    fetch(store, folder, print, **more)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_what_needs_the_run_itself_takes_no_address(address, command, argv, fiel
 def test_an_address_without_a_run_is_refused(address):
     for call in (
         lambda: for_reading("RUN", str(address), print),
-        lambda: fetching.with_local_config(ConfigArguments(str(address))),
+        lambda: reading.with_local_config(ConfigArguments(str(address))),
     ):
         with pytest.raises(ConfigError, match="contains no run"):
             call()

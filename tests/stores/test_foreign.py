@@ -5,14 +5,14 @@ import json
 import boto3
 import pytest
 
-from jaxpar.checkpoint import stored
+from jaxpar.checkpoint import inspection
 from jaxpar.config import ConfigError
 from jaxpar.data.stored.writing import whole_address
 from jaxpar.runtime import exit_codes
 from jaxpar.stores import steps
-from jaxpar.stores.fetching import for_reading, runs_at
 from jaxpar.stores.folders import new_folder_at
 from jaxpar.stores.objects import OddName
+from jaxpar.stores.reading import for_reading, runs_at
 from tests.stores.folders import write_run, write_step
 from tests.stores.test_mirror import mirrored
 
@@ -46,7 +46,7 @@ def test_a_marker_stops_no_upload_and_no_reader(s3, address, store, tmp_path, ke
     complete(address, tmp_path / "run", 10, 20, 30)
     folder = for_reading("RUN", str(address), print)
     assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
-    assert [row.step for row in stored.rows(str(address))] == [10, 20, 30]
+    assert [row.step for row in inspection.rows_in_store(str(address))] == [10, 20, 30]
     above = address._replace(prefix=address.prefix.rpartition("/")[0])
     assert runs_at("FOLDER", str(above), 3) == [str(address)]
     steps.delete_step(store, 10)

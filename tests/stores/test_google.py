@@ -3,11 +3,11 @@
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.stores import lease, mirror, steps, uploading
+from jaxpar.stores import lease, mirror, steps
 from jaxpar.stores.fetching import fetch
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.objects import Conflict, Missing
-from tests.stores.folders import MARK, append, read_step, write_run
+from tests.stores.folders import append, read_step, write_run
 from tests.stores.gcs import GoogleStorage, key_of
 from tests.stores.server import objects_at
 from tests.stores.test_lease import RunLocked
@@ -28,7 +28,7 @@ def address(storage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.url)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(uploading, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(mirror, "PART_SECONDS", 0.0)
     storage.requests.clear()
     return storage.address()
@@ -79,7 +79,7 @@ def test_a_run_goes_there_and_back(address, tmp_path, monkeypatch):
     assert steps.complete_steps(store) == [10, 20]
     assert text_of(store) == (tmp_path / "run" / "metrics.jsonl").read_bytes()
     (tmp_path / "new").mkdir()
-    fetch(store, tmp_path / "new", MARK, print)
+    fetch(store, tmp_path / "new", print)
     assert read_step(tmp_path / "new", 20) == read_step(tmp_path / "run", 20)
     assert store.level("") == (
         ["checkpoints", "complete", "metrics.jsonl.parts"],

@@ -8,7 +8,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import inspection
 from jaxpar.config import replace
 from jaxpar.stores import steps
-from jaxpar.stores.fetching import for_reading
+from jaxpar.stores.reading import for_reading
 from tests.checkpoint.test_checkpoint import assert_same_bits, base, random_state, setup
 from tests.stores.hosts import run_hosts
 

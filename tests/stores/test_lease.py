@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from jaxpar.runtime.files.run_lock import RunLocked
+from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.stores import lease
 from jaxpar.stores.lease import NAME, Lease
 from tests.ranks import HANG, wait_for

@@ -8,7 +8,7 @@ import pytest
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.stores import steps
-from jaxpar.stores.fetching import runs_at
+from jaxpar.stores.reading import runs_at
 from tests.convert.test_export import save_run
 from tests.stores.folders import write_run
 from tests.stores.test_mirror import mirrored

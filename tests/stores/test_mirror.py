@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.integrity import FILES
-from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.monitoring.goodput import EVENTS_FILE
+from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.monitoring.samples import SAMPLES_FILE
-from jaxpar.stores import parts, steps
+from jaxpar.stores import files, steps
 from jaxpar.stores.lease import Lease
 from jaxpar.stores.mirror import Keeping, Mirror
 from jaxpar.stores.objects import Altered, Missing
@@ -30,7 +30,7 @@ def mirrored(address, folder: Path, keep: int = 9, every: int = 0, best: int = 0
     objects = objects_at(address)
     with Lease(objects, print, wait=False) as held:
         keeping = Keeping(keep, every, lambda: best)
-        with Mirror(objects, held, folder, keeping, MARK, log) as mirror:
+        with Mirror(objects, held, folder, keeping, log) as mirror:
             yield mirror
 
 
@@ -46,14 +46,14 @@ def soon(condition) -> None:
 
 
 def text_of(store) -> bytes:
-    content, damage = parts.joined(store, "metrics.jsonl")
+    content, damage = files.joined(store, "metrics.jsonl")
     assert not damage
     return content
 
 
 def test_the_names_are_those_of_the_rooms_that_write_them():
     assert MARK == FILES
-    assert parts.GROWING == ("metrics.jsonl", EVENTS_FILE, SAMPLES_FILE, LOADS_FILE)
+    assert files.GROWING == ("metrics.jsonl", EVENTS_FILE, SAMPLES_FILE, LOADS_FILE)
 
 
 def test_everything_of_a_run_is_uploaded_and_nothing_else(address, store, tmp_path):
@@ -96,35 +96,35 @@ def test_changes_follow_while_it_runs(address, store, tmp_path):
 
 
 def test_many_parts_become_one(address, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "MANY", 5)
-    growing = parts.Growing(store, tmp_path, "metrics.jsonl")
+    monkeypatch.setattr(files, "MANY", 5)
+    growing = files.Growing(store, tmp_path, "metrics.jsonl")
     for step in range(12):
         append(tmp_path, step)
         assert growing.upload() and not growing.upload()
         assert text_of(store) == (tmp_path / "metrics.jsonl").read_bytes()
-    assert len(parts.ranges(store, "metrics.jsonl")) <= 5
+    assert len(files.ranges(store, "metrics.jsonl")) <= 5
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"half')  # a line that is being written
     assert not growing.upload()
 
 
 def test_the_lines_before_a_damaged_or_missing_part_are_kept(address, store, tmp_path):
-    growing = parts.Growing(store, tmp_path, "metrics.jsonl")
+    growing = files.Growing(store, tmp_path, "metrics.jsonl")
     for step in (1, 2, 3):
         append(tmp_path, step)
         growing.upload()
     names = [one.name for one in store.names("metrics.jsonl.parts/")]
     (whole, _), line = store.read(names[1]), b'{"step": 1}\n'
     store.write(names[1], whole[:-1])
-    assert parts.joined(store, "metrics.jsonl") == (line, f"{names[1]} has 11 bytes, not 12")
+    assert files.joined(store, "metrics.jsonl") == (line, f"{names[1]} has 11 bytes, not 12")
     store.delete([names[1]])
-    assert parts.joined(store, "metrics.jsonl") == (
+    assert files.joined(store, "metrics.jsonl") == (
         line,
         "metrics.jsonl has no bytes 12 to 24",
     )
     (tmp_path / "metrics.jsonl").write_bytes(line)  # as a download leaves it
     append(tmp_path, 2)
-    assert parts.Growing(store, tmp_path, "metrics.jsonl").upload() == 24
+    assert files.Growing(store, tmp_path, "metrics.jsonl").upload() == 24
     assert text_of(store) == (tmp_path / "metrics.jsonl").read_bytes()
 
 

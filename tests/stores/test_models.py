@@ -16,10 +16,9 @@ from jaxpar.convert.shape import model_from
 from jaxpar.planning.predict.teacher import check_teacher, teacher_of
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.stores import folders, models
-from jaxpar.training import initial_weights
-from jaxpar.training.frozen import chosen
-from jaxpar.training.frozen.teacher import Teacher
+from jaxpar.stores import folders, reading
+from jaxpar.training import chosen, initial_weights
+from jaxpar.training.frozen import Teacher
 from tests.convert import tiny
 from tests.convert.test_export import save_run
 from tests.stores.server import objects_at
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 @pytest.fixture(autouse=True)
 def a_new_process():
     yield
-    models._run_at.cache_clear()
+    reading._run_at.cache_clear()
 
 
 @pytest.fixture

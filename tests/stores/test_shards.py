@@ -11,17 +11,14 @@ import pytest
 import tensorstore
 
 from jaxpar.checkpoint import integrity
-from jaxpar.checkpoint import store as arrays_of
+from jaxpar.checkpoint import stored_arrays as arrays_of
 from jaxpar.checkpoint.shards import LAYOUT, is_array, join
 from jaxpar.stores import steps
-from jaxpar.stores.finishing import finish, folder_name
+from jaxpar.stores.files import begin_session
 from jaxpar.stores.lease import Lease
-from jaxpar.stores.mirror import Keeping, Mirror
+from jaxpar.stores.mirror import Keeping, Mirror, ShardMirror
 from jaxpar.stores.objects import Altered
-from jaxpar.stores.sessions import begin_session
-from jaxpar.stores.shard_mirror import ShardMirror
-from jaxpar.stores.shards import JoinedShards, ProcessShards
-from tests.stores.folders import MARK
+from jaxpar.stores.shards import ProcessShards, finish, folder_name
 from tests.stores.server import objects_at
 from tests.stores.test_mirror import soon
 
@@ -60,10 +57,9 @@ def write_shards(folder: Path, rank: int, count: int, step: int, seed: int = 0) 
 
 
 def processes(address, folder: Path, count: int, session: str = "a") -> list[ProcessShards]:
-    kinds = [JoinedShards] + [ProcessShards] * (count - 1)
     return [
-        kind(objects_at(address), folder / str(rank), (rank, count), session, LAYOUT)
-        for rank, kind in enumerate(kinds)
+        ProcessShards(objects_at(address), folder / str(rank), (rank, count), session, LAYOUT)
+        for rank in range(count)
     ]
 
 
@@ -85,10 +81,10 @@ def test_a_step_is_complete_once_all_have_sent_their_shards(address, store, tmp_
     for rank in range(count):
         write_shards(tmp_path / str(rank), rank, count, 10)
     for rank in reversed(range(1, count)):
-        assert made[0].upload(10, lambda: None) is None
+        assert made[0].complete(10, lambda: None) is None
         assert rank in made[0].missing(10) and steps.complete_steps(store) == []
         assert made[rank].send(10) == made[rank].send(10) > 0
-    assert made[0].upload(10, lambda: None) > 0
+    assert made[0].complete(10, lambda: None) > 0
     assert steps.complete_steps(store) == [10] and not store.names("shards/")
     listed = steps.listed(store, 10)
     assert {f"checkpoints/10/{n}" for n in listed} == {o.name for o in store.names("checkpoints/")}
@@ -108,11 +104,11 @@ def test_shards_of_two_saves_are_not_joined(address, store, tmp_path):
     shutil.rmtree(tmp_path / "1")
     write_shards(tmp_path / "1", 1, 2, 10, seed=5)
     made[1].send(10)
-    assert made[0].upload(10, lambda: None) is None and made[0].missing(10) == [1]
+    assert made[0].complete(10, lambda: None) is None and made[0].missing(10) == [1]
     shutil.rmtree(tmp_path / "1")
     write_shards(tmp_path / "1", 1, 2, 10)
     made[1].send(10)
-    assert made[0].upload(10, lambda: None)
+    assert made[0].complete(10, lambda: None)
     steps.download_step(store, tmp_path / "copy", 10)
     np.testing.assert_array_equal(read_whole(tmp_path / "copy", 10, 2), expected(2))
 
@@ -137,7 +133,7 @@ def test_damaged_shards_complete_nothing(address, store, tmp_path, damage):
         content[len(content) // 2] ^= 1
         store.write(list_1, bytes(content))
     with pytest.raises(Altered):
-        made[0].upload(10, lambda: None)
+        made[0].complete(10, lambda: None)
     assert steps.complete_steps(store) == [] and not (tmp_path / "0/.joining").exists()
 
 
@@ -155,9 +151,9 @@ def test_threads_of_all_processes_upload_while_the_run_saves(address, store, tmp
     store.write("shards/20/x/1", b"too")
     keeping = Keeping(2, 0, lambda: 0)
     with Lease(made[0]._objects, print, wait=False) as held:
-        mirror = Mirror(made[0]._objects, held, run, keeping, MARK, said.append, made[0])
+        mirror = Mirror(made[0]._objects, held, run, keeping, said.append, made[0])
         assert not store.names("checkpoints/") and not store.names("shards/")
-        others = [ShardMirror(one._objects, one, MARK, print) for one in made[1:]]
+        others = [ShardMirror(one._objects, one, print) for one in made[1:]]
         for rank in (0, 1):
             write_shards(tmp_path / str(rank), rank, 3, 10)
         soon(lambda: len(store.names("shards/10/")) == 2)
@@ -183,7 +179,7 @@ def test_a_step_that_one_process_has_deleted_does_not_stop_later_ones(address, s
     run.mkdir()
     with Lease(made[0]._objects, print, wait=False) as held:
         keeping = Keeping(2, 0, lambda: 0)
-        mirror = Mirror(made[0]._objects, held, run, keeping, MARK, print, made[0])
+        mirror = Mirror(made[0]._objects, held, run, keeping, print, made[0])
         for step in (10, 20):
             write_shards(tmp_path / "0", 0, 2, step)
         soon(lambda: len(store.names("shards/")) == 2)
@@ -209,7 +205,7 @@ def test_a_later_attempt_completes_what_is_on_the_disks(address, store, tmp_path
     if kind == "outdated":
         store.write("complete/30", b"{}")
     with Lease(store, print, wait=False) as held:
-        finish(store, run, held, LAYOUT, MARK, 10.0)
+        finish(store, run, held, LAYOUT, 10.0)
     completed = {"whole": 20, "one lost": 10, "another save": 10}.get(kind)
     assert [step for step in steps.complete_steps(store) if step < 30] == (
         [] if completed is None else [completed]

@@ -43,10 +43,9 @@ def planted(monkeypatch):
 def test_right_kernels_pass(planted):
     planted()
     for dtype, least in ((jnp.bfloat16, 1e-4), (jnp.float32, 0)):
-        report = attention_selftest.check(KERNELS, *inputs(dtype))
-        assert report.errors.keys() == report.bounds.keys() == {"out", "lse", "dq", "dk", "dv"}
-        assert least <= report.errors["out"] < 1e-2
-        assert str(report).startswith("out ") and ", dv " in str(report)
+        errors = attention_selftest.check(KERNELS, *inputs(dtype))
+        assert list(errors) == ["out", "lse", "dq", "dk", "dv"]
+        assert least <= errors["out"] < 1e-2
 
 
 WRONG = {
@@ -86,8 +85,8 @@ def test_a_query_that_sees_one_key_is_no_false_alarm(planted):
     noise = lambda x: x + jnp.asarray(1e-3 * np.random.default_rng(0).normal(size=x.shape), x.dtype)  # noqa: E731
     planted(backward=lambda dq, dk, dv: (noise(dq), noise(dk), dv))
     q, k, v, mask, d_out = inputs()
-    report = attention_selftest.check(KERNELS, q, k, v, mask.replace(window=1), d_out)
-    assert report.errors["dq"] > 1e-3
+    errors = attention_selftest.check(KERNELS, q, k, v, mask.replace(window=1), d_out)
+    assert errors["dq"] > 1e-3
 
 
 @pytest.mark.parametrize("in_order", [True, False])

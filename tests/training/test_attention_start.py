@@ -10,7 +10,8 @@ from jaxpar.config.command_line import read_config
 from jaxpar.kernels.attention import Choice, api, reference
 from jaxpar.parallel import context
 from jaxpar.step.train_step import make_train_step
-from jaxpar.training import attention_kernels, run
+from jaxpar.training import run
+from jaxpar.training.selftests import attention
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -48,7 +49,7 @@ def planted(monkeypatch):
         module = types.SimpleNamespace(forward=forward, backward=backward)
         names = dict.fromkeys((KERNELS.forward, KERNELS.backward), module)
         monkeypatch.setattr(api, "BACKENDS", api.BACKENDS | names)
-        monkeypatch.setattr(attention_kernels, "choose", lambda *_, **__: KERNELS)
+        monkeypatch.setattr(attention, "choose", lambda *_, **__: KERNELS)
 
     return plant
 
@@ -74,7 +75,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
     args = [config_file, *mesh.split(), "--model.attention-deterministic", "True"]
     args += ["--model.attention-softcap", "9"]
     with only_devices(2):
-        monkeypatch.setattr(attention_kernels, "choose", spy(told))
+        monkeypatch.setattr(attention, "choose", spy(told))
         made = run.Run.open(read_config(args))
         state = made.start().state
         for module in (api, context):

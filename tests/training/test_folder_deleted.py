@@ -10,8 +10,8 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files import append, run_lock
-from jaxpar.runtime.files.run_lock import FILE, RunLock, RunLocked
+from jaxpar.runtime.files import append, lock
+from jaxpar.runtime.files.lock import FILE, RunLock, RunLocked
 from tests.ranks import wait_for
 from tests.slow import slow
 
@@ -22,7 +22,7 @@ SHORT = ["--train.num-steps", "12", "--checkpoint.every", "4", "--evaluation.eve
 def at_step(monkeypatch):
     """(step, what to do then): while the step's metrics are written. Files are looked at often."""
     monkeypatch.setattr(append, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(run_lock, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(lock, "LOOK_SECONDS", 0)
     write_previous = MetricsWriter.write_previous
 
     def register(at, act):

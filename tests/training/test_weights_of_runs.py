@@ -17,8 +17,8 @@ from jaxpar.config.values import to_values
 from jaxpar.data.teacher_cache import cache
 from jaxpar.runtime.processes import peers
 from jaxpar.step.state import init_state
-from jaxpar.training.frozen import chosen, initial, reference_scores
-from jaxpar.training.frozen.chosen import INITIAL, TEACHER, Chosen, choose
+from jaxpar.training import chosen, frozen, initial_weights
+from jaxpar.training.chosen import INITIAL, TEACHER, Chosen, choose
 from jaxpar.training.run import Run
 from tests.fingerprints import quickly_computed
 
@@ -189,10 +189,10 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
 
 def test_the_values_of_a_published_model_are_compared(config, monkeypatch):
     cfg = config()
-    monkeypatch.setattr(initial, "digest_of", lambda params, cfg: params)
-    monkeypatch.setattr(initial, "find", lambda cfg, chosen: None)
+    monkeypatch.setattr(initial_weights, "digest_of", lambda params, cfg: params)
+    monkeypatch.setattr(initial_weights, "find", lambda cfg, chosen: None)
     weights = {INITIAL: Chosen("published")}
-    begun = initial.InitialWeights(cfg, weights, None)
+    begun = initial_weights.InitialWeights(cfg, weights, None)
     begun.check_published("some")
     assert begun.identity == "some" and weights[INITIAL].weights == "some"
     begun.check_published("some")
@@ -223,10 +223,10 @@ def test_scores_of_other_weights_or_of_one_process_alone_are_not_used(
         calls.append(1)
         return np.zeros(4, np.float32)
 
-    monkeypatch.setattr(reference_scores, "score", score)
-    monkeypatch.setattr(reference_scores, "_identity", lambda cfg, loader, weights: weights)
+    monkeypatch.setattr(frozen, "score", score)
+    monkeypatch.setattr(frozen, "_identity", lambda cfg, loader, weights: weights)
     execution = type("Execution", (), {"cfg": None})
-    prepare = lambda weights: reference_scores.prepare(  # noqa: E731
+    prepare = lambda weights: frozen.prepare_reference(  # noqa: E731
         [Loader()], tmp_path, execution, None, 1, weights, lambda: None, lambda text: None
     )
     prepare("a")

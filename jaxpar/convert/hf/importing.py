@@ -61,7 +61,7 @@ from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
-from jaxpar.stores import models
+from jaxpar.stores import reading
 
 #: Number of values in memory at the same time: 64 MiB of float32.
 PIECE = 1 << 24
@@ -113,7 +113,7 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     Raises:   ConfigError that names the key of config.json, the tensor or the file that is wrong.
     """
     rule, fix = "is not a folder", "use a published folder with config.json and .safetensors files"
-    found = models.find(str(named), option, WEIGHTS_AND_TOKENIZER, rule, fix)
+    found = reading.find_model(str(named), option, WEIGHTS_AND_TOKENIZER, rule, fix)
     folder = found.folder
     values = read_config_json(folder)
     family = family_of(values)

@@ -36,7 +36,7 @@ from jaxpar.model.lora import A, B, is_adapter
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import meter
-from jaxpar.stores.models import run_at
+from jaxpar.stores.reading import run_at
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxpar.data.formats.windowed import WindowedArray
-from jaxpar.stores.cached import PART_BYTES, CachedObject
+from jaxpar.stores.cache import PART_BYTES, CachedObject
 
 
 class StoredArray(WindowedArray):

@@ -14,8 +14,7 @@ from jaxpar.data.stored.array import StoredArray
 from jaxpar.data.stored.writing import PARTS, keep_parts, kept_parts, read_parts
 from jaxpar.runtime import progress as units
 from jaxpar.runtime.processes.peers import log
-from jaxpar.stores.cache import AFTER, PartCache
-from jaxpar.stores.cached import CachedObject
+from jaxpar.stores.cache import AFTER, CachedObject, PartCache
 from jaxpar.stores.folders import update_copy
 from jaxpar.stores.objects import Missing, Objects, Stamp
 

@@ -12,8 +12,7 @@ from jaxpar.config.rules.paths import cache_folder, read_address
 from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, STREAM_FILE
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
-from jaxpar.stores.cache import DIGEST_BYTES
-from jaxpar.stores.cached import PART_BYTES, digests_of
+from jaxpar.stores.cache import DIGEST_BYTES, PART_BYTES, digests_of
 from jaxpar.stores.folders import FILES, InUse, upload_folder
 from jaxpar.stores.objects import Missing, Objects
 

@@ -9,7 +9,6 @@ from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.shard import shard_of, state_bytes
-from jaxpar.stores.models import run_at
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,6 +46,8 @@ def check_teacher(cfg: Config) -> None:
 
 def _config_of(cfg: Config) -> Config:
     """Read the config of the teacher's run. Raises:   ConfigError."""
+    from jaxpar.stores.reading import run_at  # a store is read only for a teacher
+
     folder = run_at(FIELD, cfg.distill.teacher, checkpoints=False)
     if folder is None:
         raise ConfigError(FIELD, cfg.distill.teacher, "contains no run", "use the run.dir of a run")

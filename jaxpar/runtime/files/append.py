@@ -9,7 +9,7 @@ from io import RawIOBase
 from pathlib import Path
 
 from jaxpar.config.rules.paths import absolute
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 
 #: Errors of a disk that is full, over quota or failing. Other errors are raised.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

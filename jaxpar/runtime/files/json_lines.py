@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.terminal import warn
 
 #: Limit on the bytes of a line.
 MAX_LINE_BYTES = 8 << 20

@@ -1,13 +1,17 @@
-"""Checks of the files and folders that a command will write, before it begins."""
+"""The files and folders that a command writes: checked before it begins, and JSON written."""
 
+import json
 import os
 import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import absolute, check_path
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import atomic
 from jaxpar.runtime.units import size
 
 
@@ -109,3 +113,19 @@ def require_space(argument: str, path: Path, num_bytes: int) -> None:
     if free < num_bytes:
         rule = f"needs {size(num_bytes)} of disk space, but {size(free)} are free"
         raise ConfigError(argument, str(path), rule, "free space, or use another folder")
+
+
+def write_json(option: str, path: str | Path, value: Any) -> None:
+    """Write a value atomically, and create its parent folders.
+
+    Args:     option: the option that names the file, for the error.
+    Raises:   RunError if the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write(path, (json.dumps(value, indent=2) + "\n").encode())
+    except OSError as error:
+        kept = ". The existing file is unchanged" if path.is_file() else ""
+        why = f"cannot be written: {error.strerror or error}{kept}"
+        raise exit_codes.RunError(f"{option} = {str(path)!r}: {why}") from error

@@ -1,18 +1,95 @@
 """Binds a process to the NUMA node of its GPUs: CPUs, and memory where the kernel allows it.
 
 A process whose threads run on another node than its GPU copies and launches through the link
-between sockets.
+between sockets. Where PCI devices are is read from the kernel's files below a root, which tests
+replace. A device is named by its address, such as 0000:18:00.0.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.runtime.gpus import pci, visible
-from jaxpar.runtime.gpus.pci import ROOT
+from jaxpar.runtime.gpus import nvml, visible
+
+ROOT = Path("/")
+
+
+def gpus_on_pci(root: Path = ROOT) -> dict[str, str]:
+    """Return the addresses of the NVIDIA GPUs that this process may use with their UUIDs, in order.
+
+    Equal GPUs have this order in CUDA too. NVML leaves out the GPUs that a job's cgroup forbids, as
+    CUDA does. Without it, all GPUs of the driver's files.
+    """
+    with contextlib.suppress(nvml.Unavailable):
+        if found := nvml.addresses():
+            return found
+    found = {}
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        uuid = re.search(r"GPU UUID:\s*(\S+)", file.read_text("utf-8", "replace"))
+        found[file.parent.name] = uuid[1] if uuid else ""
+    return found
+
+
+def addresses_of(ids: Sequence[str], there: dict[str, str]) -> list[str]:
+    """Return the addresses of the GPUs in CUDA_VISIBLE_DEVICES; none if one of them is unknown.
+
+    Args:     ids: indices or UUIDs. there: as from `gpus_on_pci`.
+    """
+    found = []
+    for name in ids:
+        fitting = list(there)[int(name) : int(name) + 1] if name.isdigit() else []
+        fitting += [a for a, uuid in there.items() if name.startswith("GPU-") and name in uuid]
+        if len(fitting) != 1:
+            return []
+        found += fitting
+    return found
+
+
+def numa_node(address: str, root: Path = ROOT) -> int | None:
+    """Return a device's NUMA node; None if the kernel does not know it."""
+    try:
+        node = int((_folder(address, root) / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def local_cpus(address: str, root: Path = ROOT) -> set[int]:
+    """Return the CPUs near a device."""
+    try:
+        return read_cpus((_folder(address, root) / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def _folder(address: str, root: Path) -> Path:
+    return root / "sys/bus/pci/devices" / address
+
+
+def read_cpus(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def write_cpus(cpus: Set[int]) -> str:
+    """{0, 1, 2, 3, 8} -> "0-3,8"."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
+
 
 #: "auto" binds a process, "off" does not. `jaxpar.launch` sets it for its processes.
 VARIABLE = "JAXPAR_NUMA"
@@ -48,13 +125,13 @@ def plan(gpus: list[str], allowed: set[int], root: Path = ROOT) -> NumaPlan:
         return NumaPlan(why="the host has one NUMA node", well=True)
     if not gpus:
         return NumaPlan(why="the addresses of its GPUs are not known")
-    nodes = [pci.numa_node(gpu, root) for gpu in gpus]
+    nodes = [numa_node(gpu, root) for gpu in gpus]
     known = tuple(sorted({node for node in nodes if node is not None}))
     if None in nodes:
         return NumaPlan(nodes=known, why="the kernel does not know the NUMA nodes of its GPUs")
-    near = set().union(*(pci.local_cpus(gpu, root) for gpu in gpus)) & allowed
+    near = set().union(*(local_cpus(gpu, root) for gpu in gpus)) & allowed
     if not near:
-        cpus = pci.write_cpus(allowed)
+        cpus = write_cpus(allowed)
         return NumaPlan(nodes=known, why=f"it may use only CPUs {cpus}, of other nodes")
     if near == allowed:
         why = f"all its CPUs are near its GPUs, on {on_nodes(known)}"
@@ -101,11 +178,11 @@ def bind_process(
     if env.get(VARIABLE) != "auto" or not visible.gpu_is_present():
         return []
     ids = visible.visible_gpu_ids()
-    gpus = pci.addresses_of(ids if share is None else [ids[i] for i in share], pci.gpus(root))
+    gpus = addresses_of(ids if share is None else [ids[i] for i in share], gpus_on_pci(root))
     planned = plan(gpus, os.sched_getaffinity(0), root)
     if not planned.cpus:
         return [] if planned.well else [f"NUMA: not bound, since {planned.why}"]
     memory = bind(planned)
-    text = f"CPUs {pci.write_cpus(planned.cpus)} of {on_nodes(planned.nodes)}, near the GPUs"
+    text = f"CPUs {write_cpus(planned.cpus)} of {on_nodes(planned.nodes)}, near the GPUs"
     also = "memory there first" if memory else "not the memory: the kernel refused its policy"
     return [f"NUMA: {text}; {also}"]

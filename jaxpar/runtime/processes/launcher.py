@@ -1,4 +1,7 @@
-"""Launch the processes of a run on this host, alone or with the launchers of other hosts."""
+"""Launches the processes of a run on this host, alone or with the launchers of other hosts.
+
+Launchers of several hosts meet at a rendezvous, which one of them serves.
+"""
 
 import contextlib
 import signal
@@ -11,18 +14,19 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import ConfigArguments, expand_set_options
+from jaxpar.runtime import exit_codes
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.gpus import visible
-from jaxpar.runtime.processes import children, mtls
+from jaxpar.runtime.processes import children, launch_options, mtls
+from jaxpar.runtime.processes.addresses import is_here, is_loopback, joined, resolved
 from jaxpar.runtime.processes.children import POLL_SECONDS
-from jaxpar.runtime.processes.hosts import options, serving
 from jaxpar.runtime.processes.hosts.agent import Agent, report
-from jaxpar.runtime.processes.hosts.copies import Copies, CopiesInMemory, MakesServer
-from jaxpar.runtime.processes.hosts.formation import Rules
+from jaxpar.runtime.processes.hosts.generations import Rules
+from jaxpar.runtime.processes.hosts.kv_store import LocalStore, Service, SharedStore, Store
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.store import LocalStore, SharedStore, Store
-from jaxpar.runtime.processes.hosts.trainers import Program
-from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
+from jaxpar.runtime.processes.hosts.trainers import CopiesInMemory, Program
+from jaxpar.runtime.processes.launch_options import LaunchOptions, ServeOptions
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token, token_of
 
 #: The fields that differ between the processes.
@@ -66,12 +70,11 @@ def run(
     args: list[str],
     cfg: Config,
     memory: CopiesInMemory | None,
-    makes_server: MakesServer,
 ) -> int:
     """Train on this host, with the launchers of others if `--nodes` says so.
 
     Args:     args, cfg: of the run. memory: where its processes keep copies of the state; None:
-              nowhere. makes_server: serves these to other hosts.
+              nowhere.
     Returns:  the run's exit code.
     Raises:   ConfigError for GPUs that cannot be shared, addresses that the others cannot use, and
               a token that is missing or cannot be read.
@@ -90,38 +93,35 @@ def run(
     own: dict[str, Any] = {"name": asked.host_name or socket.gethostname(), "devices": devices}
     own |= {"processes": count, "address": "127.0.0.1"}
     rules, service = Rules(restarts=asked.restarts), None
-    copies = None if memory is None else Copies(memory)
     store: Store = LocalStore({})
     with contextlib.ExitStack() as until_the_end:
         if asked.nodes:
             token = token_for_hosts(cfg)
             mtls.arguments()  # as the coordinator of a generation has them, in a process of its own
-            least, most = options.limits(asked.nodes)
+            least, most = launch_options.limits(asked.nodes)
             rules = Rules(
                 least=least,
                 most=most,
                 restarts=asked.restarts,
-                obstacle=lambda devices: options.obstacle(cfg, devices),
+                obstacle=lambda devices: launch_options.obstacle(cfg, devices),
             )
-            service = serving.served_here(asked.rendezvous)
+            service = served_here(asked.rendezvous)
             if service is not None:
                 until_the_end.callback(service.end)
             own["address"] = _address(asked, stopped)
             if memory is not None:
-                made = makes_server(memory.folder, own["address"], token)
-                server = until_the_end.enter_context(made)
-                copies, own["piece_port"] = Copies(memory, server, token), server.port
+                own["piece_port"] = until_the_end.enter_context(memory.serve(own["address"], token))
             run_name = cfg.run.store or str(cfg.run.dir)  # beside a store, folders may be elsewhere
             store = SharedStore(asked.rendezvous, run_name, token, asked.heartbeat_seconds)
         here = Membership(store, own, asked.heartbeat_seconds)
         until_the_end.callback(here.close)
-        agent = Agent(asked, rules, program, here, copies)
+        agent = Agent(asked, rules, program, here, memory)
         children.on_signals(agent.stop)
         if stopped:
             agent.stop(stopped[0])
         code = agent.run()
         if service is not None:
-            serving.linger(here, 2 * asked.heartbeat_seconds)
+            linger(here, 2 * asked.heartbeat_seconds)
         return code
 
 
@@ -140,8 +140,8 @@ def _address(asked: LaunchOptions, stopped: Collection[signal.Signals]) -> str:
     Raises:   RunError after --wait-seconds.
     """
     until, told = time.monotonic() + asked.wait_seconds, False
-    while not (own := options.own_address(asked)):
-        host, _ = options.checked_address("--rendezvous", asked.rendezvous)
+    while not (own := launch_options.own_address(asked)):
+        host, _ = launch_options.checked_address("--rendezvous", asked.rendezvous)
         if not told:
             report(f"the rendezvous {host} has no address that this host can reach; waiting")
             told = True
@@ -150,3 +150,65 @@ def _address(asked: LaunchOptions, stopped: Collection[signal.Signals]) -> str:
             raise RunError(f"the rendezvous {host} is unknown or out of reach, after {limit}")
         time.sleep(POLL_SECONDS)
     return own
+
+
+def serve(asked: ServeOptions) -> int:
+    """Serve the rendezvous until a signal.
+
+    Raises:   ConfigError if the address is none of this host; RunError if its port is taken.
+    """
+    stopped: list[signal.Signals] = []
+    children.on_signals(stopped.append)
+    host, port = launch_options.checked_address("--serve-rendezvous", asked.address)
+    bound = _bound(host)
+    if bound is None:
+        rule, fix = "is not this host", "use one of its names or addresses"
+        raise ConfigError("--serve-rendezvous", asked.address, rule, fix)
+    service = Service(joined(bound, port))
+    if not service.wait_until_serving():
+        raise RunError(f"--serve-rendezvous {asked.address}: port {port} is in use")
+    report(f"serving the rendezvous {asked.address}, on {service.address}")
+    while not stopped:
+        if service.ended() is not None:
+            raise RunError(f"the rendezvous {asked.address} has ended")
+        time.sleep(POLL_SECONDS)
+    service.end()
+    return report(f"stopped by {stopped[0].name}", exit_codes.EXIT_OK)
+
+
+def served_here(rendezvous: str) -> Service | None:
+    """Serve the rendezvous if HOST is this host, and nobody serves it here yet."""
+    host, port = launch_options.checked_address("--rendezvous", rendezvous)
+    bound = _bound(host)
+    if bound is None:
+        return None
+    service = Service(joined(bound, port))
+    if service.wait_until_serving():
+        report(f"serving the rendezvous on {service.address}")
+        return service
+    if service.ended() != PORT_TAKEN:
+        raise RunError(f"cannot serve the rendezvous on {service.address}")
+    return None
+
+
+def _bound(host: str) -> str | None:
+    """Return the address of this host to listen on; None if `host` is another one."""
+    here = [one for one in resolved(host) if is_here(one)]
+    if not here:
+        return None
+    seen = [one for one in here if not is_loopback(one)]
+    if seen or is_loopback(host):
+        return (seen or here)[0]
+    return "0.0.0.0"  # a name that is 127.0.1.1 here, as on Debian, and another address elsewhere
+
+
+def linger(membership: Membership, seconds: float) -> None:
+    """Serve on until the others have read how the run ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        seen = membership.turn()
+        if seen is not None:
+            others = seen.alive - {membership.own.name}
+            if all(seen.hosts[name].left for name in others):
+                return
+        time.sleep(POLL_SECONDS)

@@ -1,31 +1,169 @@
-"""Connect the processes of a run."""
+"""Prepares a program for JAX, and joins the other processes of its run, if there are any.
+
+The place of a process in its run is detected from flags or environment variables, without JAX.
+
+Each launcher sets its own variables (`sources.py`). A complete set of variables wins over those
+that are incomplete; complete sets that contradict each other are an error.
+
+JAX detects clusters too, but within `jax.distributed.initialize`, which takes the port and returns
+nothing. The place must be known before: GPUs, CPUs, XLA's flags and the address to listen on depend
+on it. What JAX 0.11.2 detects does not suffice either: it gives each task of Slurm and Open MPI the
+one GPU of its local rank, also where `--gpus-per-task` shows it a single one, numbered 0; it takes
+the port from the job, which two steps share; Open MPI 5 needs mpi4py, and Kubernetes needs its
+client and the right to read pods. It does not know torchrun, Hydra, jsrun and Flux. Tests compare
+the places with JAX's where JAX has them.
+"""
 
 import contextlib
+import dataclasses
 import os
-import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from typing import NoReturn
-
-import jax
+from collections.abc import Callable
 
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
-from jaxpar.jax_private.table import DISTRIBUTED
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
-from jaxpar.runtime.processes import gloo, mtls
-from jaxpar.runtime.processes.addresses import is_loopback, resolved
-from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect
-from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
-from jaxpar.runtime.processes.networks.choosing import between_hosts
-from jaxpar.runtime.processes.own_gpus import check_own, identities, local_gpus, taken
-from jaxpar.runtime.processes.peers import exchange, hosts, log, process_name, stops
-from jaxpar.runtime.stages import stage
+from jaxpar.runtime.processes.addresses import is_loopback, split
+from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.processes.sources import (
+    SOURCES,
+    Environment,
+    NotANumber,
+    ProcessPlace,
+    launched,
+)
 
-#: Seconds without a heartbeat after which JAX considers a process dead and ends the others.
-HEARTBEAT_SECONDS = 100
+
+def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
+    """Return this process's place in its run; None for a run of one process.
+
+    Args:     cfg: its section `cluster` is used. env: `os.environ`.
+    Raises:   ConfigError for variables or flags that are incomplete, malformed or contradictory,
+              and for a loopback coordinator of processes on several hosts.
+    """
+    c = cfg.cluster
+    env = {name: value for name, value in env.items() if value}  # empty variables count as not set
+    if (c.num_processes == 0) != (c.process_id == -1):
+        missing = "cluster.process_id" if c.process_id == -1 else "cluster.num_processes"
+        rule = "must be set together with the other: num_processes and process_id"
+        fix = f"set it to 0, 1, ... in each process: {flag('cluster.process_id', 0)}"
+        raise ConfigError(missing, getattr(c, missing.split(".")[1]), rule, fix)
+    if c.num_processes:
+        if not c.coordinator:
+            fix = f"use process 0's host and a free port: {flag('cluster.coordinator')} host:1234"
+            raise ConfigError("cluster.coordinator", "", "is needed with num_processes", fix)
+        found: ProcessPlace | None = _from_flags(cfg, env)
+    else:
+        found = _from_environment(c.detect, env)
+        if found is not None and c.coordinator:
+            found = dataclasses.replace(found, coordinator=c.coordinator)
+    if found is None or found.num_processes == 1:
+        return None
+    _check(found)
+    return found
+
+
+def _from_flags(cfg: Config, env: Environment) -> ProcessPlace:
+    """Return the place that flags name. Which GPUs belong to the process, its launcher knows."""
+    c = cfg.cluster
+    place = ProcessPlace(
+        source="flags",
+        coordinator=c.coordinator,
+        num_processes=c.num_processes,
+        process_id=c.process_id,
+    )
+    with contextlib.suppress(ConfigError):
+        there = _from_environment(c.detect, env)
+        if there is not None and _same(there, place):
+            return _with_share_of(place, [there])
+    return place
+
+
+def _from_environment(wanted: str, env: Environment) -> ProcessPlace | None:
+    place = launched(env)  # the launcher may be a task of any other
+    if place is not None or wanted == "none":
+        return place
+    found: list[ProcessPlace] = []
+    failed: dict[str, ConfigError] = {}
+    for name in SOURCES if wanted == "auto" else [wanted]:
+        try:
+            place = SOURCES[name](env)
+        except ConfigError as error:
+            if isinstance(error, NotANumber) and not found:
+                raise  # an outer launcher's place would be that of several processes
+            failed[name] = error
+            continue
+        found += [place] if place is not None else []
+    if not found:
+        if failed:
+            raise next(iter(failed.values()))
+        if wanted != "auto":
+            rule = "is selected, but its variables are not set"
+            fix = f"use {flag('cluster.detect', 'auto')}"
+            raise ConfigError("cluster.detect", wanted, rule, fix)
+        return None
+    found = [p for p in found if not any(_runs_within(inner, p) for inner in found)]
+    for other in found[1:]:
+        if not _same(other, found[0]):
+            told = f"{found[0]}; {other}"
+            kinds = {"kubernetes": "jax"}  # as the option names it
+            source = kinds.get(other.source, other.source)
+            fix = f"select the right one: {flag('cluster.detect', source)}"
+            raise ConfigError("environment", told, "contradicts itself", fix)
+    # A launcher within another one leaves the outer one's variables incomplete: no news.
+    by_hand = [error for name, error in failed.items() if name in ("jax", "torch")]
+    passed_over = "; ".join(f"{error.field} {error.rule}" for error in by_hand)
+    return dataclasses.replace(_with_share_of(found[0], found), passed_over=passed_over)
+
+
+def _same(one: ProcessPlace, other: ProcessPlace) -> bool:
+    return (one.num_processes, one.process_id) == (other.num_processes, other.process_id)
+
+
+def _runs_within(inner: ProcessPlace, outer: ProcessPlace) -> bool:
+    """Return whether a task of one launcher started the other, so that it describes no process.
+
+    A single task may start whatever it likes. mpirun starts its daemons as tasks of srun, and srun
+    may start torchrun on each host. An inner run of one process in each of several tasks is a
+    contradiction: these would all train the same run.
+    """
+    if inner.num_processes == 1 or not outer.started:
+        return False
+    order = ["jax", "kubernetes", "jaxjob", "torch", "mpi", "flux", "slurm"]
+    if order.index(inner.source) >= order.index(outer.source):
+        return False
+    by_host = inner.source == "torch" and inner.local_processes > 1
+    by_host &= inner.num_processes == inner.local_processes * outer.num_processes
+    return outer.num_processes == 1 or inner.started or by_host
+
+
+def _with_share_of(place: ProcessPlace, agreeing: list[ProcessPlace]) -> ProcessPlace:
+    """Return the place with the share of GPUs that one of several agreeing sources knows."""
+    known = [p for p in agreeing if p.bound] or sorted(agreeing, key=lambda p: -p.local_processes)
+    share = ("bound", "local_processes", "local_id")
+    return dataclasses.replace(place, **{name: getattr(known[0], name) for name in share})
+
+
+def _check(c: ProcessPlace) -> None:
+    """Raise ConfigError for an invalid place or address."""
+    if not 0 <= c.process_id < c.num_processes:
+        rule = f"process {c.process_id} is not one of {c.num_processes}, counted from 0"
+        raise ConfigError("cluster.process_id", c.process_id, rule, "number them from 0")
+    if not c.coordinator:
+        told = f"{c.num_processes} processes on {c.num_hosts} hosts"
+        rule = "does not name the host of mpirun" if c.source == "mpi" else "does not name a host"
+        fix = f"set process 0's host: {flag('cluster.coordinator')} HOST:1234"
+        raise ConfigError("environment", f"{c.source}: {told}", rule, fix)
+    host, _, port = c.coordinator.rpartition(":")
+    if split(c.coordinator) is None:
+        bare = ":" in host and split(f"{host}:1") is None  # on which JAX would crash
+        rule = "is not host:port" + "; an IPv6 address needs brackets" * bare
+        like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
+        fix = f"use {flag('cluster.coordinator', like)}"
+        raise ConfigError("cluster.coordinator", c.coordinator, rule, fix)
+    if (c.num_hosts or 1) > 1 and is_loopback(c.host):
+        rule = f"is a loopback address, but the processes are on {c.num_hosts} hosts"
+        fix = f"use a name of process 0's host that all can resolve: {flag('cluster.coordinator')}"
+        raise ConfigError("cluster.coordinator", c.coordinator, rule, fix + f" HOST:{port}")
 
 
 def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
@@ -39,10 +177,14 @@ def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Conf
     Raises:   ConfigError as `cluster.detect`, `connect` and `between_hosts`.
     """
     found = detect(cfg, os.environ)
-    bound = bind_process(share=local_gpus(found) if found else None)
-    environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
-        return cfg, bound + environment
+        return cfg, bind_process() + runtime.start(cfg)
+    # Only several processes need what connects them.
+    from jaxpar.runtime.processes.connecting import connect, local_gpus
+    from jaxpar.runtime.processes.networks.choosing import between_hosts
+
+    bound = bind_process(share=local_gpus(found))
+    environment = runtime.start(cfg, found.num_processes)
     seconds = cfg.cluster.connect_seconds
     (report or log)(f"cluster    {connect(found, seconds)}")
     environment += bound
@@ -69,110 +211,3 @@ def require_single_process(program: str, env: Environment = os.environ) -> None:
         rule = f"is one of several processes, but {program} runs in a single process"
         fix = f"start it without srun or mpirun, and unset the variables of {found.source}"
         raise ConfigError("process", f"{found.process_id} of {found.num_processes}", rule, fix)
-
-
-def connect(cluster: ProcessPlace, seconds: int) -> str:
-    """Connect to the other processes, after JAX's flags are set and before its backend starts.
-
-    Args:     seconds: to wait for all processes. After that, this process ends with code 1 and a
-              message, since JAX would abort it without one.
-    Returns:  a line that describes the connected processes.
-    Raises:   ConfigError if the coordinator's address is invalid or the GPUs cannot be shared
-              evenly, two processes take the same one, or certificates are unusable; PortTaken.
-    """
-    devices, certificates = local_gpus(cluster), mtls.arguments()
-    bound = None
-    if cluster.process_id == 0 and cluster.serves:
-        bound = bind_address(cluster)
-        check_free(cluster, bound)
-        warn_if_open(cluster, bound)
-    if cluster.process_id and (cluster.num_hosts or 1) > 1:
-        _check_reachable(cluster)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    timer = threading.Timer(seconds, _give_up, (cluster, seconds))
-    timer.daemon = True
-    timer.start()
-    waiting = stage(f"waiting for the {cluster.num_processes} processes of the run")
-    with waiting, contextlib.nullcontext() if cluster.serves else _served_elsewhere():
-        jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
-            devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=seconds + 60,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=30,
-            # JAX would listen on all addresses: others could join, or have the port on one of them.
-            coordinator_bind_address=bound,
-            **certificates,
-        )
-    timer.cancel()
-    # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
-    # finishes a save, with the step of that save, which would decrease the count between two calls
-    # of the loop. Without a manager in this place, Orbax assumes that there is no preemption.
-    state = DISTRIBUTED.load().global_state
-    stops[:] = [state.preemption_sync_manager]
-    state.preemption_sync_manager = None
-    _meet(cluster, devices, seconds)
-    gloo.listen_where_peers_connect(cluster, lambda own: exchange("gloo", own, seconds))
-    many = f", {len(set(hosts))} hosts" if len(set(hosts)) > 1 else ""
-    passed_over = f"; passed over: {cluster.passed_over}" if cluster.passed_over else ""
-    return f"{cluster}{many}{passed_over}"
-
-
-def _meet(cluster: ProcessPlace, devices: list[int] | None, seconds: int) -> None:
-    """Exchange hosts and GPUs, and print which GPUs this process takes."""
-    known = identities(devices)
-    told = exchange("hosts", "\n".join([socket.gethostname(), *known]), seconds)
-    claims = [(host, gpus) for host, *gpus in (text.split("\n") for text in told)]
-    hosts[:] = [host for host, _ in claims]
-    if visible.gpu_is_present():
-        name = process_name(cluster.process_id)
-        print(f"cluster    {name} takes {taken(devices, known)}", flush=True)
-    check_own(claims)
-
-
-class _Elsewhere:
-    """Stands for the coordination service in process 0, whose launcher runs it."""
-
-    def shutdown(self) -> None:
-        """Leave it to the launcher."""
-
-
-@contextlib.contextmanager
-def _served_elsewhere() -> Iterator[None]:
-    """Keep process 0 from starting a coordination service: JAX has no option for that."""
-    library = DISTRIBUTED.load()._jax
-    start = library.get_distributed_runtime_service
-    library.get_distributed_runtime_service = lambda *_, **__: _Elsewhere()
-    try:
-        yield
-    finally:
-        library.get_distributed_runtime_service = start
-
-
-def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
-    """Report that the other processes have not connected, and end this process."""
-    port = int(cluster.coordinator.rpartition(":")[2])
-    answer = "answers, so other processes are missing"
-    try:
-        socket.create_connection((cluster.host, port), 3).close()
-    except OSError as error:
-        answer = f"does not answer ({error})"
-    told = f"{cluster}: not all processes connected within {seconds} s; this address {answer}"
-    if is_loopback(cluster.host):
-        told += ". It is a loopback address, which processes on other hosts cannot reach"
-    print(f"error: {told}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def _check_reachable(cluster: ProcessPlace) -> None:
-    """Raise ConfigError if the coordinator's name resolves to this host."""
-    path, fix = "cluster.coordinator", f"use another name: {flag('cluster.coordinator')}"
-    found = resolved(cluster.host)
-    if not found:
-        return  # perhaps not known yet, as names of new pods; connecting retries for longer
-    if all(map(is_loopback, found)) and not is_loopback(cluster.host):
-        rule = f"is the loopback address {found[0]} on {socket.gethostname()}"
-        raise ConfigError(path, cluster.coordinator, rule, fix)

@@ -1,17 +1,198 @@
-"""Read the place of a process from the variables of each launcher.
+"""Reads the place of a process in its run from the variables of each launcher.
 
 Each function returns the place, or None if its variables are not set, and raises ConfigError if
 they are incomplete or malformed. Empty variables must have been removed from the environment.
+Slurm's variables are as in the manuals of srun 20.11 to 25.05, section OUTPUT ENVIRONMENT
+VARIABLES.
 """
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, flag
+from jaxpar.config.numerals import only_digits
 from jaxpar.runtime.processes.addresses import joined
-from jaxpar.runtime.processes.place import Environment, ProcessPlace, all_of, number
-from jaxpar.runtime.processes.slurm import first_host, slurm_task
+
+type Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlace:
+    """The place of a process in its run."""
+
+    source: str
+    """Where the place was read from."""
+    coordinator: str
+    """host:port on which process 0 listens. Empty if the source does not name the host."""
+    num_processes: int
+    process_id: int
+    num_hosts: int | None = None
+    """None if the source does not specify it."""
+    local_processes: int = 1
+    """Processes on this host that share its visible GPUs; 1 if each sees only its own GPUs, or if
+    the source does not specify it."""
+    local_id: int = 0
+    """Index of this process among them."""
+    bound: bool = False
+    """The launcher shows each process only its own GPUs."""
+    started: bool = False
+    """A launcher that can run within another one started this process. Otherwise the variables may
+    have been set by hand."""
+    serves: bool = True
+    """Process 0 runs the coordinator. Otherwise its launcher does."""
+    passed_over: str = ""
+    """Sources that were incomplete."""
+
+    def __str__(self) -> str:
+        place = f"process {self.process_id} of {self.num_processes}"
+        return f"{self.source}: {place}, coordinator {self.coordinator or 'unknown'}"
+
+    @property
+    def host(self) -> str:
+        """The coordinator's host."""
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
+
+class NotANumber(ConfigError):
+    """A variable of a launcher has another value than a launcher sets."""
+
+
+def all_of(env: Environment, source: str, names: tuple[str, ...]) -> list[str] | None:
+    """Return the variables' values; None if none is set.
+
+    Raises:   ConfigError if only some are set.
+    """
+    missing = [name for name in names if not env.get(name)]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        there = " ".join(f"{name}={env[name]}" for name in names if name not in missing)
+        rule = f"is incomplete for {source}: {', '.join(missing)} not set"
+        fix = f"set all, or run a single process with {flag('cluster.detect', 'none')}"
+        raise ConfigError("environment", there, rule, fix)
+    return [env[name] for name in names]
+
+
+def number(env: Environment, name: str, default: int | None = None, least: int = 0) -> int:
+    """Return a variable as a number; torch's range of one, such as 2:2, is also a number.
+
+    Raises:   NotANumber if it is not a number, or below the minimum.
+    """
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    low, _, high = (text or "").partition(":")
+    if not only_digits(low) or len(low) > 9 or high not in ("", low):
+        raise NotANumber(name, text, "is not an integer", "check what sets it")
+    if int(low) < least:
+        raise NotANumber(name, text, f"must be at least {least}", "check what sets it")
+    return int(low)
+
+
+#: A part of SLURM_TRES_PER_TASK that counts GPUs: gres/gpu=2, gres/gpu:h100=2, gres:gpu:h100:2.
+_GPUS = re.compile(r"gres[/:]gpu(?:[:=](.*))?")
+
+#: Ways of --gpu-bind that show each task GPUs of its own. Under `closest`, tasks share them.
+_BINDING = re.compile(r"single|per_task|map|mask")
+
+
+def slurm_task(env: Environment, port: int) -> ProcessPlace | None:
+    """Return the place of a task of srun; None outside Slurm, and in a job of one task.
+
+    Args:     port: of the coordinator.
+    Raises:   ConfigError if srun has not started this process of a job of several tasks, or for
+              variables that are incomplete or malformed.
+    """
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"} & env.keys():
+        tasks = number(env, "SLURM_NTASKS", 1) if "SLURM_JOB_ID" in env else 1
+        if tasks > 1:
+            rule = f"the job has {tasks} tasks, but this process was not started by srun"
+            fix = f"start it with srun, or as one process with {flag('cluster.detect', 'none')}"
+            raise ConfigError("SLURM_NTASKS", env["SLURM_NTASKS"], rule, fix)
+        return None
+    names = "JOB_ID STEP_NUM_TASKS STEP_NODELIST STEP_NUM_NODES PROCID LOCALID".split()
+    values = all_of(env, "slurm", tuple(f"SLURM_{name}" for name in names))
+    assert values is not None
+    count = number(env, "SLURM_STEP_NUM_TASKS")
+    hosts = number(env, "SLURM_STEP_NUM_NODES", least=1)
+    local_id = number(env, "SLURM_LOCALID")
+    bound = gpus_are_bound(env)
+    return ProcessPlace(
+        source="slurm",
+        coordinator=joined(first_host(env["SLURM_STEP_NODELIST"]), port),
+        num_processes=count,
+        process_id=number(env, "SLURM_PROCID"),
+        num_hosts=hosts,
+        local_processes=1 if bound else _tasks_here(env, -(-count // hosts)),
+        local_id=0 if bound else local_id,
+        bound=bound,
+        started=True,
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's list: "gpu[03-07,12],login1" gives "gpu03".
+
+    Raises:   ConfigError if the list begins with none.
+    """
+    found = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodes)
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else ""
+    if not first or "[" in first:
+        raise ConfigError("SLURM_STEP_NODELIST", nodes, "names no host", "check what sets it")
+    return first
+
+
+def gpus_are_bound(env: Environment) -> bool:
+    """Return whether srun shows this task only its own GPUs.
+
+    `--gpus-per-task` does so, unless `--gpu-bind=none` is given too. SLURM_TRES_PER_TASK may count
+    CPUs alone: Slurm 23.11 and later export `--cpus-per-task` in it.
+
+    Raises:   ConfigError for a number of GPUs that is none.
+    """
+    binding = env.get("SLURM_GPU_BIND", "")
+    for part in re.split(r",(?=gres)|\+", env.get("SLURM_TRES_BIND", "")):
+        found = _GPUS.fullmatch(part)
+        binding += f",{found[1]}" if found and found[1] else ""
+    if re.search(r"\bnone\b", binding):
+        return False
+    asked = 0
+    for part in filter(None, env.get("SLURM_GPUS_PER_TASK", "").split(",")):
+        asked += _count("SLURM_GPUS_PER_TASK", part.rpartition(":")[2])
+    if not asked:
+        for part in env.get("SLURM_TRES_PER_TASK", "").split(","):
+            if found := _GPUS.fullmatch(part.strip()):
+                asked += _count("SLURM_TRES_PER_TASK", re.split("[:=]", found[1] or "1")[-1])
+    if asked:
+        # A site, or the program before this one, may show each task all GPUs nevertheless.
+        visible = env.get("CUDA_VISIBLE_DEVICES", "")
+        return len([name for name in visible.split(",") if name.strip()]) <= asked
+    return _BINDING.search(binding) is not None
+
+
+def _count(name: str, text: str) -> int:
+    return number({name: text}, name)
+
+
+def _tasks_here(env: Environment, evenly: int) -> int:
+    """Return the number of the step's tasks on this node, from a list such as "8(x2),4"."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in env or "SLURM_NODEID" not in env:
+        return evenly
+    counts: list[int] = []
+    for part in env[name].split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part, re.ASCII)
+        if not found:
+            raise ConfigError(name, env[name], "is not a list of numbers", "check what sets it")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = number(env, "SLURM_NODEID")
+    if node >= len(counts):
+        rule = f"is not one of the {len(counts)} nodes of {name}"
+        raise ConfigError("SLURM_NODEID", node, rule, "check what sets it")
+    return counts[node]
+
 
 #: Variables that `jaxpar.launch` sets: coordinator, number of processes, process id.
 LAUNCHED = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import absolute
 from jaxpar.runtime.files import atomic
-from jaxpar.runtime.files.run_lock import create_in
+from jaxpar.runtime.files.lock import create_in
 
 #: Variables with the token itself, and with the path of a file that has it.
 TOKEN, TOKEN_FILE = "JAXPAR_TOKEN", "JAXPAR_TOKEN_FILE"

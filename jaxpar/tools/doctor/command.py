@@ -12,7 +12,7 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus.numa import bind_process
-from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.runtime.processes import connecting, peers, rendezvous
 from jaxpar.runtime.processes.networks.choosing import between_hosts
 from jaxpar.tools.doctor import examination, facts, showing
 from jaxpar.tools.doctor.meshes import mesh_for
@@ -50,14 +50,14 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     """Join the other processes and set what JAX reads at startup, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.
-    Raises:   ConfigError if process 0 cannot write --json; the errors of `rendezvous.connect`.
+    Raises:   ConfigError if process 0 cannot write --json; the errors of `connecting.connect`.
     """
     cfg = options.config.asked()
-    place = detect.detect(cfg, os.environ)
+    place = rendezvous.detect(cfg, os.environ)
     if options.json and (place is None or place.process_id == 0):
         # The others write nothing, and may run on other hosts.
         check_file("--json", options.json, "doctor.json", in_existing_folder=True)
-    share = rendezvous.local_gpus(place) if place else None
+    share = connecting.local_gpus(place) if place else None
     was_set = bind_process(share=share)
     coordinator = place.host if place else ""
     started = facts.StartedAs(network=cfg.cluster.network, coordinator=coordinator, share=share)
@@ -71,6 +71,6 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     was_set += runtime.start(flags, number, needs_devices=False)  # missing devices are a finding
     if place is not None:
         seconds = cfg.cluster.connect_seconds
-        peers.log(f"cluster    {rendezvous.connect(place, seconds)}")
+        peers.log(f"cluster    {connecting.connect(place, seconds)}")
         was_set += between_hosts(cfg.cluster.network, place.host, seconds, peers.log)
     return own, was_set

@@ -19,7 +19,7 @@ import jax
 
 from jaxpar.config import declared
 from jaxpar.jax_private.table import CUDA_VERSIONS
-from jaxpar.runtime.gpus import nvml, pci, visible
+from jaxpar.runtime.gpus import numa, nvml, visible
 from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes.networks import host as networks
@@ -42,18 +42,18 @@ class NumaFacts:
     node: dict[str, int | None] = field(default_factory=dict)
 
 
-def read_numa(ids: Sequence[str], root: Path = pci.ROOT) -> NumaFacts:
+def read_numa(ids: Sequence[str], root: Path = numa.ROOT) -> NumaFacts:
     """Read the facts about NUMA nodes.
 
     Args:     ids: this process's GPUs, as in CUDA_VISIBLE_DEVICES. root: of the kernel's files.
     """
-    there = pci.gpus(root)
+    there = numa.gpus_on_pci(root)
     return NumaFacts(
         nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        cpus=pci.write_cpus(os.sched_getaffinity(0)),
-        own=pci.addresses_of(ids, there),
-        near={gpu: pci.write_cpus(pci.local_cpus(gpu, root)) for gpu in there},
-        node={gpu: pci.numa_node(gpu, root) for gpu in there},
+        cpus=numa.write_cpus(os.sched_getaffinity(0)),
+        own=numa.addresses_of(ids, there),
+        near={gpu: numa.write_cpus(numa.local_cpus(gpu, root)) for gpu in there},
+        node={gpu: numa.numa_node(gpu, root) for gpu in there},
     )
 
 
@@ -130,7 +130,7 @@ class StartedAs:
 def of_the_host(
     environment: Mapping[str, str],
     started: StartedAs = StartedAs(),
-    root: Path = pci.ROOT,
+    root: Path = numa.ROOT,
 ) -> HostFacts:
     """Read all facts that are available before JAX starts.
 

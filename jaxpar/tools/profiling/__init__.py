@@ -9,7 +9,7 @@ marked              marks steps for NVIDIA's profilers
 trace/              reads the kernels of a trace by device and step
 hlo/                reads HLO: costs and memory of a program, and what its kernels compute
 
-Profiles are taken by `monitoring/profiles`.
+Profiles are taken by `monitoring/profiler.py`.
 """
 
 MAY_IMPORT = (

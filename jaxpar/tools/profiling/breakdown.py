@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from jaxpar.monitoring.hlo import text as hlo
+from jaxpar.monitoring import hlo as hlo
 from jaxpar.tools.profiling.hlo.attribution import attribute
 from jaxpar.tools.profiling.launching import launching
 from jaxpar.tools.profiling.trace import cpu_trace

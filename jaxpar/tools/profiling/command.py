@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.monitoring.profiles.folder import profiles_of
+from jaxpar.monitoring.hlo import collective_bytes
+from jaxpar.monitoring.profile_folder import profiles_of
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 from jaxpar.tools.profiling import breakdown, comparison, sections, table
@@ -42,7 +42,7 @@ def show(options: ProfileOptions) -> None:
 
 def _write(options: ProfileOptions, figures: dict[str, Any]) -> None:
     if options.json:
-        json_output.write("--json", options.json, figures)
+        outputs.write_json("--json", options.json, figures)
 
 
 def check(options: ProfileOptions) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
-from jaxpar.monitoring.hlo import text as hlo
-from jaxpar.monitoring.profiles import folder
+from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import profile_folder
 from jaxpar.runtime.files import gzipped
 from jaxpar.tools.profiling.options import OPTION
 from jaxpar.tools.profiling.trace import cpu_trace, xspace
@@ -32,7 +32,7 @@ class LoadedProfile:
     module: hlo.Module | None
     hlo_text: str
     buffers: Any
-    facts: folder.ProfileFacts | None
+    facts: profile_folder.ProfileFacts | None
     missing: tuple[str, ...]
 
 
@@ -45,10 +45,10 @@ def load(path: str, step: int | None = None) -> LoadedProfile:
     """
     where = _profile_in(Path(path), step)
     files = _traces_in(where)
-    facts = folder.read_facts(where) if where.is_dir() else None
+    facts = profile_folder.read_facts(where) if where.is_dir() else None
     missing: list[str] = []
-    if facts is None and (where / folder.FACTS_FILE).is_file():
-        missing.append(f"{folder.FACTS_FILE}: it is damaged or from another version")
+    if facts is None and (where / profile_folder.FACTS_FILE).is_file():
+        missing.append(f"{profile_folder.FACTS_FILE}: it is damaged or from another version")
     text = _hlo_beside(where, missing)
     try:
         programs = xspace.programs(files[0])
@@ -72,7 +72,7 @@ def _profile_in(path: Path, step: int | None) -> Path:
     """Return the folder of the profile, or the trace file."""
     if not path.exists():
         raise ConfigError(OPTION, str(path), "does not exist", "give a run folder or a trace")
-    profiles = folder.profiles_of(path)
+    profiles = profile_folder.profiles_of(path)
     if profiles:
         if step is not None and step not in profiles:
             rule = f"is not the first step of a profile in {path}"
@@ -102,7 +102,7 @@ def _traces_in(where: Path) -> list[Path]:
 def _hlo_beside(where: Path, missing: list[str]) -> str:
     """Return the HLO text saved with the trace, or "". Damaged files are added to `missing`."""
     if where.is_dir():
-        names = [where / folder.HLO_FILE]
+        names = [where / profile_folder.HLO_FILE]
     else:
         stem = where.name.partition(".xplane.pb")[0]
         names = [where.with_name(stem + ending) for ending in (".hlo.txt", ".hlo.txt.gz")]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.monitoring.hlo.text import Instruction, Module
-from jaxpar.monitoring.profiles.folder import ProfileFacts
+from jaxpar.monitoring.hlo import Instruction, Module
+from jaxpar.monitoring.profile_folder import ProfileFacts
 from jaxpar.runtime.tables import indented
 from jaxpar.runtime.units import binary_size
 from jaxpar.tools.profiling.hlo.memory import ProgramMemory

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.monitoring.outline import outline
+from jaxpar.monitoring.routing import LOADS_FILE
 
 #: Most columns of the loads over time.
 MAX_COLUMNS = 120

@@ -5,7 +5,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config import ConfigError
-from jaxpar.monitoring.profiles import folder
+from jaxpar.monitoring import profile_folder
 from jaxpar.tools.charts.elements import e, table
 from jaxpar.tools.profiling.command import figures, gpu_of_trace
 from jaxpar.tools.profiling.loading import LoadedProfile, load
@@ -25,7 +25,7 @@ def section(runs: Sequence[RunRead]) -> Element | None:
 
 
 def _of_run(run: RunRead, *, several: bool) -> list[Element]:
-    profiles = folder.profiles_of(run.folder)
+    profiles = profile_folder.profiles_of(run.folder)
     if not profiles:
         return []
     step, where = max(profiles.items())

@@ -14,10 +14,16 @@ from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.lists.held_out_sets import MAX_SETS
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
-from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
+from jaxpar.monitoring.goodput import (
+    Goodput,
+    RestartCosts,
+    gap_before,
+    goodput,
+    read_events,
+    restarts,
+)
 from jaxpar.monitoring.metric_names import read_table
 from jaxpar.monitoring.outline import MAX_STEPS, Outline, outline
-from jaxpar.monitoring.restarts import RestartCosts, restarts
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
 from jaxpar.runtime.files import json_lines

@@ -9,7 +9,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime import tables
 from jaxpar.runtime.stages import stage
-from jaxpar.stores.fetching import for_reading, runs_at
+from jaxpar.stores.reading import for_reading, runs_at
 from jaxpar.tools.report import listing
 from jaxpar.tools.report.runs import RunRead, read_run
 

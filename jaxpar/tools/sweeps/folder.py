@@ -14,7 +14,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.monitoring.outline import outline
 from jaxpar.runtime.exit_codes import EXIT_NUMERICS
 from jaxpar.runtime.files import atomic, json_lines
-from jaxpar.runtime.files.run_lock import create_in
+from jaxpar.runtime.files.lock import create_in
 from jaxpar.tools.sweeps.grid import SweepPoint
 
 FILE = "sweep.json"

@@ -1,4 +1,4 @@
-"""What a user writes to act between the steps of a run. Imports no JAX: config files import it."""
+"""What acts between the steps of a run. Imports no JAX: config files import it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -127,3 +127,34 @@ class Callback(Value):
 
     def close(self, run: Progress, own: Any, error: BaseException | None) -> None:
         """Called after the last step and its checkpoint, or after an error."""
+
+
+class RunCallback:
+    """Acts between the steps of a run. The loop calls the methods of all, in the list's order."""
+
+    key = ""
+    """Under which checkpoints have what `save` returns; "" saves nothing."""
+
+    def prepare(self, at: Progress) -> None:
+        """Called before the first step."""
+
+    def before_step(self, at: Progress, batch: "Batch") -> "Batch":
+        """Return the batch of the next step."""
+        return batch
+
+    def after_step(self, at: Progress) -> Progress:
+        """Called once a step has been dispatched. May end the run."""
+        return at
+
+    def evaluate(
+        self, at: Progress, losses: Mapping[str, float | None]
+    ) -> tuple[Progress, Mapping[str, Any]]:
+        """Called after an evaluation. Returns metrics for its record, too."""
+        return at, {}
+
+    def save(self, at: Progress) -> str:
+        """Return what a checkpoint has of it, as JSON."""
+        return ""
+
+    def close(self, at: Progress, error: BaseException | None) -> None:
+        """Called in reverse order after the last step or an error, if it was prepared."""

@@ -12,13 +12,10 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import end_with
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.replica_check import ReplicaCheck, require_equal
-from jaxpar.training.callbacks.base import RunCallback
-from jaxpar.training.callbacks.callback import Progress, Request
-from jaxpar.training.callbacks.steps import StepMetrics
-from jaxpar.training.evaluating.early_stop import Judge
-from jaxpar.training.evaluating.evaluation import Evaluation
-from jaxpar.training.phases import Phases
-from jaxpar.training.records import RunRecords
+from jaxpar.training.callbacks.callback import Progress, Request, RunCallback
+from jaxpar.training.callbacks.steps import Phases, StepMetrics
+from jaxpar.training.evaluation import Evaluation, Judge
+from jaxpar.training.manifest import RunRecords
 
 
 @dataclass(eq=False)

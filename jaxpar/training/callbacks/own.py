@@ -14,8 +14,7 @@ from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.batch import Batch
-from jaxpar.training.callbacks.base import RunCallback
-from jaxpar.training.callbacks.callback import Callback, Progress, Request
+from jaxpar.training.callbacks.callback import Callback, Progress, Request, RunCallback
 
 #: The field of the config with a user's callbacks.
 FIELD = "train.callbacks"

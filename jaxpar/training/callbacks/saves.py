@@ -1,31 +1,31 @@
 """Saves: checkpoints, copies in the memory of hosts, and the last step before an exception."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 from jaxpar.runtime import exit_codes, signals
-from jaxpar.runtime.files.run_lock import RunLocked
-from jaxpar.runtime.messages import warn
+from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import end_with
-from jaxpar.stores.mirror import Mirror
-from jaxpar.training.callbacks.base import RunCallback
-from jaxpar.training.callbacks.callback import Progress
+from jaxpar.runtime.terminal import warn
+from jaxpar.training import chosen as weights
+from jaxpar.training.callbacks.callback import Progress, RunCallback
 from jaxpar.training.callbacks.own import states_of
-from jaxpar.training.callbacks.steps import StepMetrics
-from jaxpar.training.evaluating.early_stop import Judge
-from jaxpar.training.frozen import chosen as weights
-from jaxpar.training.phases import Phases
-from jaxpar.training.prepared import Prepared
-from jaxpar.training.records import RunRecords
+from jaxpar.training.callbacks.steps import Phases, StepMetrics
+from jaxpar.training.evaluation import Judge
+from jaxpar.training.manifest import RunRecords
+from jaxpar.training.programs import Prepared
 from jaxpar.training.run import Run, Start
+
+if TYPE_CHECKING:
+    from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 
 #: Seconds for all processes to meet, each with an exception after the same step. One that fails
 #: alone ends this much later.
@@ -43,25 +43,11 @@ UNSAVED = (
 
 
 @dataclass(eq=False)
-class Store(RunCallback):
-    """Records the uploads of a run in an object store."""
-
-    mirror: Mirror
-    record: Callable[..., None]
-
-    def prepare(self, at: Progress) -> None:
-        self.mirror.record_to(self.record)
-
-    def close(self, at: Progress, error: BaseException | None) -> None:
-        self.mirror.record_to(None)
-
-
-@dataclass(eq=False)
 class MemoryCopies(RunCallback):
     """Copies the state to the memory of hosts."""
 
     run: Run
-    memory: MemoryCheckpointer
+    memory: "MemoryCheckpointer"
     judge: Judge
     metrics: StepMetrics
     phases: Phases

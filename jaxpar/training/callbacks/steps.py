@@ -1,4 +1,4 @@
-"""What belongs to each step: its batch, its program, its metrics."""
+"""What belongs to each step: its phases, its batch, its program, its metrics."""
 
 import functools
 import itertools
@@ -7,22 +7,53 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.monitoring.goodput import Recorder
 from jaxpar.monitoring.gpus import open_gpus
 from jaxpar.monitoring.metrics import MetricsWriter
-from jaxpar.monitoring.profiles.in_run import RunProfiler
+from jaxpar.monitoring.profiler import RunProfiler
 from jaxpar.monitoring.sinks import open_sinks
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import Stage
+from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
-from jaxpar.training.callbacks.base import RunCallback
-from jaxpar.training.callbacks.callback import Progress
-from jaxpar.training.phases import Phases
-from jaxpar.training.prepared import Prepared
+from jaxpar.training.callbacks.callback import Progress, RunCallback
+from jaxpar.training.programs import Prepared, StepPrograms
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import StepGuard
-from jaxpar.training.step_programs import StepPrograms
+
+#: What the loop does in a phase, with the number of the step.
+IN_WORDS = {
+    "step": "step {}",
+    "data wait": "waiting for the batch of step {}",
+    "compile": "compiling for the size of step {}",
+    "evaluation": "evaluating after step {}",
+    "save wait": "waiting for the save of step {}",
+    "restore": "going back from step {}",
+    "profile": "writing a profile before step {}",
+}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The current phase of the loop, for the watchdog (its limit), goodput (its duration) and the
+    lines that say what takes long."""
+
+    watch: Watchdog
+    spent: Recorder
+    stage: Stage
+
+    def enter(self, part: str, step: int, *, slow: bool = False) -> None:
+        """Enter a phase of a step.
+
+        Args:     part: of `goodput.PARTS`. slow: as in `Watchdog.enter`.
+        """
+        self.spent.now(part)
+        self.watch.enter(part, step, slow=slow)
+        words = IN_WORDS.get(part, part + " at step {}")
+        self.stage.enter(words.format(step), ordinary=part in ("step", "data wait"))
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Tests the chosen attention kernels on this device once, before the first step.
+"""Chooses a run's attention kernels, and tests them on this device once, before the first step.
 
 A kernel that is wrong for a shape, a driver or a version raises no error: the loss still falls, but
 less. The test therefore runs a small slice with the run's own masks through the chosen kernels, and
@@ -7,16 +7,107 @@ through `reference` in float32.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.kernels.attention import api
-from jaxpar.kernels.attention.dispatch.choice import Choice
-from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.config import Config, ConfigError, registry
+from jaxpar.config.layout.layer_kinds import of_masks
+from jaxpar.data.loader import Loader
+from jaxpar.kernels.attention import AttentionMask, Choice, api, choose
+from jaxpar.model.attention_context import attention_context
+from jaxpar.parallel.context import kernel_request
+from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone
+
+
+def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
+    """Return the attention masks of a batch: one for each kind of layer, global layers last."""
+    context = attention_context(batch, cfg, max_segments)
+    if context.in_global is None:
+        return (context.mask,)
+    return context.mask, context.in_global.mask
+
+
+def configs_of_masks(cfg: Config) -> list[Config]:
+    """Return the config with the heads of each of `masks_of`."""
+    return [dataclasses.replace(cfg, model=m) for m in of_masks(cfg.model)]
+
+
+def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
+    """Choose the attention kernels and give the reasons: one choice for each kind of layer.
+
+    Empty for an attention function registered by the user, whose kernels are unknown.
+
+    Args:     cfg: resolved. max_segments: maximum number of documents in a sequence.
+    Raises:   ConfigError when `model.attention_backend` cannot compute this attention.
+    """
+    m, p = cfg.model, cfg.parallel
+    if registry.function("model.attention", m.attention):
+        return ()
+    ways = p.replica * p.data * p.expert * p.num_microbatches
+    shard = (cfg.train.global_batch_size // ways, cfg.data.seq_len // p.sequence)
+    rows = jax.ShapeDtypeStruct(shard, "int32")
+    describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
+    masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
+    requests = map(kernel_request, configs_of_masks(cfg), masks)
+    name = m.attention_backend
+    options = {"deterministic": m.attention_deterministic, "softcap": m.attention_softcap}
+    try:
+        return tuple(choose(name, *request, **options) for request in requests)  # type: ignore[arg-type]
+    except ValueError as error:
+        fix = "use --model.attention-backend auto"
+        raise ConfigError("model.attention_backend", name, str(error), fix) from error
+
+
+def test_kernels(
+    kernels: Sequence[Choice],
+    cfg: Config,
+    loader: Loader,
+    max_segments: int,
+    step: int,
+    log: Callable[[str], None],
+) -> None:
+    """Compare the kernels with `reference` on a slice of the run's next batch, on one device.
+
+    Args:     kernels: from `choose_kernels`. step: steps taken so far. log: prints a line.
+    Raises:   ConfigError when they disagree.
+    """
+    if not kernels:
+        return
+    first_row = loader.host_rows(step, np.zeros(1, np.int64))
+    p = cfg.parallel
+    in_text_order = p.sequence == 1 or p.context == "ulysses"
+    length = cfg.data.seq_len // (1 if in_text_order else p.sequence)
+    places = slice_of(length, in_text_order)
+    describe = jax.jit(functools.partial(masks_of, cfg=cfg, max_segments=max_segments))
+    masks = describe(jax.tree.map(lambda x: x[:, places], first_row))
+    for choice, mask, of_mask in zip(kernels, masks, configs_of_masks(cfg), strict=True):
+        _test_choice(choice, mask, of_mask, log)
+
+
+def _test_choice(
+    choice: Choice, mask: AttentionMask, cfg: Config, log: Callable[[str], None]
+) -> None:
+    if {choice.forward, choice.backward} == {"reference"}:
+        return  # there is nothing to compare; the run's summary names the kernels
+    began, m = time.perf_counter(), cfg.model
+    group = m.num_heads // m.num_kv_heads
+    shape = mask, group, m.head_dim, m.dtype, cfg.train.seed, m.value_dim
+    values = random_values(*shape)
+    q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
+    try:
+        errors = check(choice, q, k, v, mask, d_out)
+    except WrongKernel as error:
+        fix = "use --model.attention-backend reference or another backend, and report the bug"
+        name = m.attention_backend
+        raise ConfigError("model.attention_backend", name, str(error), fix) from error
+    found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    log(f"attention self-test: {found}, {time.perf_counter() - began:.1f} s")
+
 
 #: Tokens in the slice: several blocks of any kernel, with 4 MB of scores per head.
 SLICE = 1024
@@ -38,6 +129,7 @@ MIN_RMS = 0.1
 _REFERENCE = Choice("reference", "reference")
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+BOUNDS = {name: LSE_BOUND if name == "lse" else BOUND for name in NAMES}
 
 #: The programs run once. Autotuning them would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -47,19 +139,7 @@ class WrongKernel(Exception):
     """A kernel disagrees with `reference`."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The error of each array, and its bound."""
-
-    errors: dict[str, float]
-    bounds: dict[str, float]
-
-    def __str__(self) -> str:
-        """ "out 2.1e-03, lse 4.0e-07, ..."."""
-        return ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-
-
-def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
+def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> dict[str, float]:
     """Compare the chosen kernels, forward and backward, with `reference` in float32.
 
     Blocks until the result is ready. No other program runs on the device meanwhile
@@ -67,6 +147,7 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
 
     Args:     q: [B, T, H, K]; d_out: [B, T, H, I]; k: [B, S, G, K]; v: [B, S, G, I], all on one
               device.
+    Returns:  the error of each array.
     Raises:   WrongKernel that names each wrong array, its error and its bound.
     """
     got = _run(choice, q, k, v, mask, d_out)
@@ -77,13 +158,11 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     errors = {
         name: (_largest if name == "lse" else _relative)(got[name], wanted[name]) for name in NAMES
     }
-    bounds = {name: LSE_BOUND if name == "lse" else BOUND for name in NAMES}
-    report = Report(errors, bounds)
     # `not <=` rather than `>`: a NaN is wrong, too.
-    wrong = [name for name in NAMES if not errors[name] <= bounds[name]]
+    wrong = [name for name in NAMES if not errors[name] <= BOUNDS[name]]
     if wrong:
-        raise WrongKernel(_describe(choice, report, wrong))
-    return report
+        raise WrongKernel(_describe(choice, errors, wrong))
+    return errors
 
 
 def random_values(
@@ -149,8 +228,8 @@ def _largest(found, wanted) -> float:
     return float(np.abs(found - wanted).max())
 
 
-def _describe(choice: Choice, report: Report, wrong: list[str]) -> str:
-    off = [f"{n} is off by {report.errors[n]:.1e} (at most {report.bounds[n]:.1e})" for n in wrong]
+def _describe(choice: Choice, errors: dict[str, float], wrong: list[str]) -> str:
+    off = [f"{n} is off by {errors[n]:.1e} (at most {BOUNDS[n]:.1e})" for n in wrong]
     kernels = f"forward {choice.forward}, backward {choice.backward}"
     device = jax.local_devices()[0].device_kind
     return f"{kernels} disagree with reference in float32 on {device}: {', '.join(off)}"

@@ -155,7 +155,7 @@ def _every_array(how: experts.Products, E: int, parts: int, arrays, wide, chosen
 
 
 def _errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
-    errors = jax.jit(functools.partial(jax.tree.map, _relative))(found, wanted)
+    errors = jax.jit(functools.partial(jax.tree.map, relative))(found, wanted)
     return {name: float(errors[name]) for name in wanted}  # jit sorts the names
 
 
@@ -164,7 +164,8 @@ def _beyond(error: float, own: float) -> float:
     return math.sqrt(error**2 - own**2) if not error <= own else 0.0
 
 
-def _relative(found: jax.Array, wanted: jax.Array) -> jax.Array:
+def relative(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return |found - wanted| / |wanted|, in float32."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     norm = lambda a: jnp.sqrt(jnp.sum(a * a))  # noqa: E731
     return norm(found - wanted) / jnp.maximum(norm(wanted), 1e-30)

@@ -18,6 +18,7 @@ from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA, R
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape
 from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.training.selftests.experts import relative
 
 #: Chunks in the test, and tokens that the last one lacks.
 CHUNKS, LACKING = 6, 5
@@ -182,10 +183,3 @@ def _run(delta: bool, size: int, backend: str, x: RecurrenceInputs) -> list[jax.
     run = functools.partial(with_gradients, delta, size, backend)
     with jax.default_matmul_precision("highest"):  # float32, not TF32
         return FirstRunAlone(jax.jit(run, compiler_options=_QUICKLY))(x)
-
-
-def relative(found: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Return |found - wanted| / |wanted|, in float32."""
-    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
-    norm = lambda a: jnp.sqrt(jnp.sum(a * a))  # noqa: E731
-    return norm(found - wanted) / jnp.maximum(norm(wanted), 1e-30)

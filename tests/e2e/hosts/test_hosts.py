@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.processes.rendezvous import HEARTBEAT_SECONDS
+from jaxpar.runtime.processes.connecting import HEARTBEAT_SECONDS
 from jaxpar.tools.doctor.measure.hosts import ACROSS, WITHIN
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces

@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar.runtime.processes import children
-from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.processes import children, launch_options
 from jaxpar.runtime.processes.hosts import agent as agents
 from jaxpar.runtime.processes.hosts import membership as memberships
-from jaxpar.runtime.processes.hosts import options
 from jaxpar.runtime.processes.hosts.agent import Agent
-from jaxpar.runtime.processes.hosts.formation import Rules
+from jaxpar.runtime.processes.hosts.generations import Rules
+from jaxpar.runtime.processes.hosts.kv_store import LocalStore, Service, SharedStore, Store
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.store import LocalStore, Service, SharedStore, Store
 from jaxpar.runtime.processes.hosts.trainers import Program
 from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.sources import LAUNCHED
 from jaxpar.runtime.processes.token import RunToken
 from tests.ranks import HANG, free_port
 
@@ -122,7 +121,7 @@ class Hosts:
         else:
             store = LocalStore(self.texts, self.clock)
         own = {"name": name, "address": "127.0.0.1", "devices": 1, "processes": processes}
-        least, most = options.limits(asked.nodes) if asked.nodes else (1, 1)
+        least, most = launch_options.limits(asked.nodes) if asked.nodes else (1, 1)
         rules = Rules(least=least, most=most, restarts=asked.restarts)
         started = self.processes[name] = []
 

@@ -12,8 +12,8 @@ import pytest
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.hosts.generations import End
+from jaxpar.runtime.processes.hosts.kv_store import Service, SharedStore
 from jaxpar.runtime.processes.hosts.service import PORT_TAKEN
-from jaxpar.runtime.processes.hosts.store import Service, SharedStore
 from tests.runtime.hosts.simulated import TOKEN, Hosts, words_of
 
 RESUMED = "--checkpoint.resume auto"

@@ -6,17 +6,18 @@ import pytest
 
 from jaxpar.commands import call, read
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.runtime.processes.hosts import formation, generations, options
-from jaxpar.runtime.processes.hosts.formation import Rules
+from jaxpar.runtime.processes import launch_options
+from jaxpar.runtime.processes.hosts import generations
 from jaxpar.runtime.processes.hosts.generations import (
     End,
     Generation,
     Host,
     Over,
     Restarts,
+    Rules,
     StoreView,
 )
-from jaxpar.runtime.processes.hosts.liveness import Liveness
+from jaxpar.runtime.processes.hosts.membership import Liveness
 
 
 def host(name: str, **more) -> Host:
@@ -26,7 +27,7 @@ def host(name: str, **more) -> Host:
 
 def generation(names: str, number: int = 1, **more) -> Generation:
     hosts = [host(name) for name in names]
-    formed = formation.next_generation(number, hosts, None, None, Restarts())
+    formed = generations.next_generation(number, hosts, None, None, Restarts())
     return dataclasses.replace(formed, **more)
 
 
@@ -44,12 +45,12 @@ def seen(
 
 def test_members_have_ranks_in_their_order():
     members = [host("b", processes=2), host("a", processes=3), host("c")]
-    formed = formation.next_generation(4, members, None, None, Restarts())
+    formed = generations.next_generation(4, members, None, None, Restarts())
     assert formed.members == ("b", "a", "c") and formed.processes == 6
     assert [formed.first_rank(name) for name in "bac"] == [0, 2, 5]
     assert [formed.count_of(name) for name in "bac"] == [2, 3, 1]
     assert formed.coordinator == f"10.0.0.{ord('b')}:5000"
-    v6 = formation.next_generation(4, [host("b", address="fd00::1")], None, None, Restarts())
+    v6 = generations.next_generation(4, [host("b", address="fd00::1")], None, None, Restarts())
     assert v6.coordinator == "[fd00::1]:5000"
 
 
@@ -106,9 +107,9 @@ def test_what_cannot_be_read_is_passed_over(key):
 
 def test_those_that_trained_before_keep_their_order():
     before = generation("cab")
-    names = [h.name for h in formation.in_order([host(n) for n in "adbc"], before)]
+    names = [h.name for h in generations.in_order([host(n) for n in "adbc"], before)]
     assert names == ["c", "a", "b", "d"]
-    assert [h.name for h in formation.in_order([host("b"), host("a")], None)] == ["a", "b"]
+    assert [h.name for h in generations.in_order([host("b"), host("a")], None)] == ["a", "b"]
 
 
 def rules(least: int, most: int, *numbers: int) -> Rules:
@@ -128,17 +129,19 @@ def rules(least: int, most: int, *numbers: int) -> Rules:
     ],
 )
 def test_as_many_hosts_train_as_can(there, of, expected):
-    chosen = formation.chosen([host(name) for name in there], of)
+    chosen = generations.chosen([host(name) for name in there], of)
     assert (chosen and "".join(h.name for h in chosen)) == expected
 
 
 def test_devices_fit_that_divide_the_global_batch_and_the_model():
     sizes = {"train.global_batch_size": 24, "run.cpu_devices": 1, "model.vocab_size": 512}
     cfg = replace(Config(), **sizes)
-    fitting = [n for n in range(1, 9) if not options.obstacle(cfg, n)]
+    fitting = [n for n in range(1, 9) if not launch_options.obstacle(cfg, n)]
     assert cfg.model.d_model % 3 and fitting == [1, 2, 4, 8]
-    assert options.obstacle(cfg, 5).startswith("model.d_model must be divisible by parallel.data")
-    assert not options.obstacle(replace(cfg, **{"parallel.auto": "all"}), 7)
+    assert launch_options.obstacle(cfg, 5).startswith(
+        "model.d_model must be divisible by parallel.data"
+    )
+    assert not launch_options.obstacle(replace(cfg, **{"parallel.auto": "all"}), 7)
 
 
 def test_a_member_that_is_gone_has_started_again_or_gave_up_is_noticed():
@@ -154,12 +157,12 @@ def test_a_member_that_is_gone_has_started_again_or_gave_up_is_noticed():
 def test_a_loss_explains_the_failure_of_another_member():
     formed = generation("abc")
     failed = Over(kind="failed", text="", code=1)
-    assert formation.lost_of(seen("abc", "ac"), formed, failed) == ["b"]
-    assert formation.lost_of(seen("abc"), formed, failed) == []
+    assert generations.lost_of(seen("abc", "ac"), formed, failed) == ["b"]
+    assert generations.lost_of(seen("abc"), formed, failed) == []
     lost = Over(kind="lost", text="", hosts=("c",))
-    assert formation.lost_of(seen("abc", "ac"), formed, lost) == ["b", "c"]
+    assert generations.lost_of(seen("abc", "ac"), formed, lost) == ["b", "c"]
     joins = Over(kind="join", text="", hosts=("d",))
-    assert formation.lost_of(seen("abcd", "acd"), formed, joins) == []
+    assert generations.lost_of(seen("abcd", "acd"), formed, joins) == []
 
 
 def test_hosts_join_only_if_more_would_train():
@@ -167,7 +170,7 @@ def test_hosts_join_only_if_more_would_train():
     waiting = lambda names: dataclasses.replace(  # noqa: E731
         seen("ab" + names), hosts={n: host(n, ready=2 if n in names else 1) for n in "ab" + names}
     )
-    of = formation.newcomers
+    of = generations.newcomers
     assert of(waiting("c"), formed, rules(1, 4)) == ["c"]
     assert of(waiting("c"), formed, rules(1, 2)) == []  # --nodes 1:2
     assert of(waiting("c"), formed, rules(1, 4, 4, 8)) == []
@@ -209,14 +212,14 @@ def test_options_that_cannot_work(args, rule):
 
 
 def test_nodes_may_be_one_number():
-    assert options.limits("3") == (3, 3) and options.limits("2:4") == (2, 4)
+    assert launch_options.limits("3") == (3, 3) and launch_options.limits("2:4") == (2, 4)
 
 
 def test_an_address_that_others_cannot_use(monkeypatch):
     asked = ["--nodes", "2", "--rendezvous", "gpu01:5", "--address", "192.0.2.77"]
     with pytest.raises(ConfigError, match="is no address of this host"):
-        options.own_address(read("launch", [*asked, "--", "quickstart"]))
+        launch_options.own_address(read("launch", [*asked, "--", "quickstart"]))
     launch = read("launch", [*asked[:4], "--", "quickstart"])
-    monkeypatch.setattr(options.addresses, "address_towards", lambda _: "127.0.1.1")
+    monkeypatch.setattr(launch_options.addresses, "address_towards", lambda _: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"is the loopback address 127.0.1.1 on this host"):
-        options.own_address(launch)
+        launch_options.own_address(launch)

@@ -10,11 +10,10 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime.processes import launcher
-from jaxpar.runtime.processes.hosts import link, signatures
+from jaxpar.runtime.processes.hosts import kv_store, link
 from jaxpar.runtime.processes.hosts.generations import End
+from jaxpar.runtime.processes.hosts.kv_store import LocalStore, Read, Signatures
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.signatures import Signatures
-from jaxpar.runtime.processes.hosts.store import LocalStore, Read
 from jaxpar.runtime.processes.token import FILE, TOKEN, TOKEN_FILE, RunToken, given_token, token_of
 
 SECRET, OTHER = RunToken("a token of sixteen"), RunToken("another token of sixteen")
@@ -95,7 +94,7 @@ def test_what_a_stranger_writes_is_passed_over_with_one_warning_each(joins, text
     assert all(len(line) < 300 and "\x1b" not in line for line in said)
     texts |= {f"note/{i}": "" for i in range(1000)}
     look(a)
-    assert len(capsys.readouterr().err.splitlines()) == signatures.MAX_WARNINGS - len(said)
+    assert len(capsys.readouterr().err.splitlines()) == kv_store.MAX_WARNINGS - len(said)
 
 
 def test_a_stranger_who_replaces_entries_is_not_believed(joins, texts):

@@ -11,9 +11,9 @@ from jaxpar.kernels.attention import api, reference
 from jaxpar.kernels.attention.dispatch.capability import kind_of
 from jaxpar.kernels.attention.dispatch.measurements import parse
 from jaxpar.kernels.attention.mask import dense_mask
-from jaxpar.runtime import timing
 from scripts.measure import attention_shapes as exactness
 from scripts.measure import attention_table as tuning
+from scripts.measure import interleaved
 from scripts.measure.attention_shapes import (
     DOCUMENTS,
     ZIGZAG,
@@ -32,8 +32,8 @@ KINDS = ("causal", "packed", "window", "zigzag")
 @pytest.fixture(autouse=True)
 def short_batches(monkeypatch):
     """No time is judged here."""
-    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
-    monkeypatch.setattr(tuning, "AT_THE_LIMIT", timing.Sustained(settle=1e-3, timed=1e-3))
+    monkeypatch.setattr(interleaved, "BATCH_SECONDS", 1e-3)
+    monkeypatch.setattr(tuning, "AT_THE_LIMIT", interleaved.Sustained(settle=1e-3, timed=1e-3))
 
 
 def run(*argv: str) -> int:

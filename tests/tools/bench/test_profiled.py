@@ -6,11 +6,11 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.monitoring.profiles import folder
+from jaxpar.monitoring import profile_folder
 from jaxpar.tools.bench.cards.compare import comparison
 from jaxpar.tools.bench.training import profiled
 
-FACTS = folder.ProfileFacts(4, 3, 1, 2, "NVIDIA H200", "data=2", 64, 1e9, 1e12, {}, {})
+FACTS = profile_folder.ProfileFacts(4, 3, 1, 2, "NVIDIA H200", "data=2", 64, 1e9, 1e12, {}, {})
 
 
 def running(hlo_text):
@@ -30,7 +30,7 @@ def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):
     card = json.loads(json.dumps(entries | {"collective_bytes": None}))
     assert card["profile"]["module"] == "jit_train_step" and card["profile"]["devices"] == 2
     assert len(card["profile"]["top_kernels"]) == 10
-    assert folder.read_facts(tmp_path) == FACTS, "the kept trace tells FLOPs of the model"
+    assert profile_folder.read_facts(tmp_path) == FACTS, "the kept trace tells FLOPs of the model"
     assert card["profile"]["tensor_ms"] > 0
     assert "exposed communication 4.6 (5.0), 6.3%" in profiled.in_words(card)
     card["step_seconds"] = {}

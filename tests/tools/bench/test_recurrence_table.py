@@ -2,14 +2,14 @@
 
 import pytest
 
-from jaxpar.runtime import timing
+from scripts.measure import interleaved
 from scripts.measure import recurrence_table as measure
 from tests.slow import slow
 
 
 @pytest.mark.parametrize("rule", ["delta_rule", slow("state_space")])
 def test_a_small_problem(rule, monkeypatch):
-    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
+    monkeypatch.setattr(interleaved, "BATCH_SECONDS", 1e-3)
     monkeypatch.setattr(measure, "REPEATS", 1)
     small = measure.Problem(rule, 1, 40, 1, 2, 16, 32, 16, "float32")
     errors = measure.errors_of(small, "reference")

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.runtime import timing
+from scripts.measure import interleaved
 
 
 def test_programs_take_turns(monkeypatch):
     order = []
-    monkeypatch.setattr(timing, "_launches", lambda program, seconds: 1)
+    monkeypatch.setattr(interleaved, "_launches", lambda program, seconds: 1)
 
     def program(name):
         order.append(name)
         if name == "b" and len(order) > 4:
             raise RuntimeError("broke")
 
-    found = timing.time_interleaved({n: lambda n=n: program(n) for n in "ab"}, 4)
+    found = interleaved.time_interleaved({n: lambda n=n: program(n) for n in "ab"}, 4)
     assert "".join(order) == "abababa"
     assert found["a"].fastest <= found["a"].ms <= found["a"].slowest
     assert str(found["b"]) == "broke"
@@ -32,10 +32,10 @@ def test_a_sustained_batch_is_timed_once_the_clocks_have_settled(monkeypatch):
         program()
         return 1e-3 * len(batches)
 
-    monkeypatch.setattr(timing, "_batch", batch)
-    monkeypatch.setattr(timing, "_launches", lambda program, seconds: round(seconds / 1e-3))
-    found = timing.time_interleaved(
-        {"a": lambda: None}, 2, timing.Sustained(settle=0.02, timed=0.04)
+    monkeypatch.setattr(interleaved, "_batch", batch)
+    monkeypatch.setattr(interleaved, "_launches", lambda program, seconds: round(seconds / 1e-3))
+    found = interleaved.time_interleaved(
+        {"a": lambda: None}, 2, interleaved.Sustained(settle=0.02, timed=0.04)
     )
     assert batches == [20, 40, 20, 40] and found["a"].launches == 40
     assert (found["a"].fastest, found["a"].slowest) == (2, 4), "of the second and the fourth"

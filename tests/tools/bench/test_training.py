@@ -13,7 +13,7 @@ import pytest
 from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.tools.bench.cards import compare
 from jaxpar.tools.bench.training import command as training
 from jaxpar.tools.bench.training import power, profiled, steps
@@ -114,7 +114,7 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
 
 def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     file = tmp_path / "cards" / "a.json"
-    json_output.write("--card", file, {"a": 1})
+    outputs.write_json("--card", file, {"a": 1})
     before = file.read_text()
 
     def full(*_):
@@ -122,7 +122,7 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(exit_codes.RunError) as error:
-        json_output.write("--card", file, {"a": 2})
+        outputs.write_json("--card", file, {"a": 2})
     assert str(error.value) == (
         f"--card = {str(file)!r}: cannot be written: No space left on device. "
         "The existing file is unchanged"
@@ -133,9 +133,9 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
     file, link = tmp_path / "a.json", tmp_path / "link"
     link.symlink_to(file)
-    json_output.write("--card", link, 1)
+    outputs.write_json("--card", link, 1)
     assert link.is_symlink() and file.read_text() == "1\n"
-    json_output.write("--card", "/dev/null", 1)
+    outputs.write_json("--card", "/dev/null", 1)
     assert not Path("/dev/null").is_file()
 
 

@@ -90,7 +90,7 @@ def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
     """The others may be on hosts where its folder is not there."""
     started = []
     monkeypatch.setattr(command.runtime, "start", lambda *_, **__: started.append("JAX") or [])
-    monkeypatch.setattr(command.rendezvous, "connect", lambda *_: "joined")
+    monkeypatch.setattr(command.connecting, "connect", lambda *_: "joined")
     asked = ["--run.cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
     joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
     for alone in ([], [*joined.split(), "0"]):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpar.monitoring.hlo import text as hlo
+from jaxpar.monitoring import hlo as hlo
 from jaxpar.tools.profiling.hlo.attribution import attribute
 from jaxpar.tools.profiling.trace import read as trace
 from jaxpar.tools.profiling.trace.read import KernelTrace, ProfiledKernel

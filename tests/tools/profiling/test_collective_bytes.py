@@ -8,8 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes, group_size
-from jaxpar.monitoring.hlo.text import Instruction, parse
+from jaxpar.monitoring.hlo import Instruction, collective_bytes, group_size, parse
 
 #: Floats on one device, and bytes.
 N = 64

@@ -1,6 +1,6 @@
 """The collectives of a step in their order, loops as loops."""
 
-from jaxpar.monitoring.hlo.collective_order import collective_order
+from jaxpar.monitoring.hlo import collective_order
 
 LOOPED = """HloModule jit_f, entry_computation_layout={()->f32[8]}, num_partitions=4
 

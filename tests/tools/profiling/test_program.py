@@ -10,9 +10,9 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.monitoring.hlo import text as hlo
-from jaxpar.monitoring.profiles import folder
-from jaxpar.monitoring.profiles.capture import capture
+from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import profile_folder
+from jaxpar.monitoring.profiler import capture
 from jaxpar.runtime import exit_codes
 from jaxpar.tools.profiling import loading, sections
 from jaxpar.tools.profiling.hlo import memory
@@ -166,9 +166,9 @@ def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_other_things_in_a_runs_profiles_are_passed_over(tmp_path):
     for name in ("step_00000012", "step_7", "notes"):
         (tmp_path / "profiles" / name).mkdir(parents=True)
-    assert list(folder.profiles_of(tmp_path)) == [12]
+    assert list(profile_folder.profiles_of(tmp_path)) == [12]
     (tmp_path / "profile.json").write_text('{"first_step": 3}')
-    assert folder.read_facts(tmp_path) is None
+    assert profile_folder.read_facts(tmp_path) is None
 
 
 FACTS = {
@@ -188,9 +188,9 @@ FACTS = {
 )
 def test_damaged_facts_are_none(wrong, tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps(FACTS))
-    assert folder.read_facts(tmp_path) == folder.ProfileFacts(**FACTS)
+    assert profile_folder.read_facts(tmp_path) == profile_folder.ProfileFacts(**FACTS)
     (tmp_path / "profile.json").write_text(json.dumps(FACTS | wrong))
-    assert folder.read_facts(tmp_path) is None
+    assert profile_folder.read_facts(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.monitoring.profiles.capture import capture
+from jaxpar.monitoring.profiler import capture
 from jaxpar.tools.profiling.trace import read as trace
 from tests.tools.profiling.xspace import HOST, Event, launches, write
 

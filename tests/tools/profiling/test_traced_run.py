@@ -12,8 +12,7 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.monitoring import metrics
-from jaxpar.monitoring.profiles import folder, in_run
+from jaxpar.monitoring import metrics, profile_folder, profiler
 from jaxpar.runtime import exit_codes
 from jaxpar.tools.profiling.trace import xspace
 from tests import ranks
@@ -40,7 +39,7 @@ def profiled(train_on, write_config, tmp_path_factory) -> Path:
     """The same run, profiled by a file at its start, at step 5, and by a signal in step 9."""
     where = tmp_path_factory.mktemp("profiled")
     (where / "run").mkdir()
-    (where / "run" / in_run.REQUEST_FILE).touch()
+    (where / "run" / profiler.REQUEST_FILE).touch()
     write_previous = metrics.MetricsWriter.write_previous
 
     def signalled(self, step, *measured):
@@ -67,12 +66,12 @@ def shown(profiled, tmp_path_factory) -> dict:
 
 
 def test_profiles_of_a_running_run_change_no_bit(plain, profiled):
-    assert list(folder.profiles_of(profiled)) == [1, 5, 10]
+    assert list(profile_folder.profiles_of(profiled)) == [1, 5, 10]
     assert numbers_of(profiled) == numbers_of(plain) and len(numbers_of(plain)) == 14
-    assert not (profiled / in_run.REQUEST_FILE).exists()
+    assert not (profiled / profiler.REQUEST_FILE).exists()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    for step, where in folder.profiles_of(profiled).items():
-        facts = folder.read_facts(where)
+    for step, where in profile_folder.profiles_of(profiled).items():
+        facts = profile_folder.read_facts(where)
         assert (facts.first_step, facts.num_steps, facts.devices) == (step, 2, 2)
         assert facts.memory["argument_size_in_bytes"] > 0
         files = {str(f.relative_to(where)) for f in where.rglob("*") if f.is_file()}
@@ -148,8 +147,8 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [
-        (in_run, "capture", RuntimeError("another profiler is at work")),
-        (folder, "write_hlo", OSError(28, "No space left on device")),
+        (profiler, "capture", RuntimeError("another profiler is at work")),
+        (profile_folder, "write_hlo", OSError(28, "No space left on device")),
     ],
 )
 def test_a_profiler_that_fails_ends_no_run(
@@ -175,7 +174,7 @@ def test_a_signal_to_one_process_makes_all_trace_the_same_steps(write_ranks, tmp
     args = ("--", config, "--train.num-steps", "20", "--checkpoint.every", "0")
     code, said = ranks.finish(ranks.launch(2, 1, *args, FAULT="1 8 SIGUSR1"))
     assert code == exit_codes.EXIT_OK, said[-3000:]
-    (where,) = folder.profiles_of(tmp_path / "run").values()
+    (where,) = profile_folder.profiles_of(tmp_path / "run").values()
     assert where.name == "step_00000012"  # 8 steps done, 3 ahead, and the next
     names = {file.name for file in where.rglob("*.xplane.pb")}
     assert names == {"process_0.xplane.pb", "process_1.xplane.pb"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpar.monitoring.hlo import text as hlo
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.tools.profiling.hlo.costs import multiplications
 
 #: As on a GPU, where a layer's values go through barriers, whose results are tuples.

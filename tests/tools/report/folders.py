@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpar.config import Config, replace
 from jaxpar.config.serialize import to_json
-from jaxpar.monitoring.expert_loads import LOADS_FILE
+from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.monitoring.samples import write_sample
 
 TOKENS = 8192

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxpar.monitoring.expert_loads import LOADS_FILE
+from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.tools.report import experts
 from jaxpar.tools.report.loads import MAX_COLUMNS, read_loads
 from jaxpar.tools.report.runs import read_run

@@ -15,23 +15,28 @@ from dataclasses import asdict, replace
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import POLL_SECONDS, Clock
-from jaxpar.runtime.processes.detect import NUM_HOSTS
-from jaxpar.runtime.processes.hosts import formation
-from jaxpar.runtime.processes.hosts.copies import Copies
-from jaxpar.runtime.processes.hosts.formation import Rules, lost_text
+from jaxpar.runtime.processes.hosts import generations
 from jaxpar.runtime.processes.hosts.generations import (
     End,
     Generation,
     Host,
     Over,
     Restarts,
+    Rules,
     StoreView,
+    lost_text,
 )
+from jaxpar.runtime.processes.hosts.kv_store import START_SECONDS, Service
 from jaxpar.runtime.processes.hosts.membership import Membership
-from jaxpar.runtime.processes.hosts.progress import HostProgress, newest_checkpoint
-from jaxpar.runtime.processes.hosts.store import START_SECONDS, Service
-from jaxpar.runtime.processes.hosts.trainers import Program, Trainers
+from jaxpar.runtime.processes.hosts.trainers import (
+    CopiesInMemory,
+    HostProgress,
+    Program,
+    Trainers,
+    newest_checkpoint,
+)
 from jaxpar.runtime.processes.launch_options import LaunchOptions
+from jaxpar.runtime.processes.sources import NUM_HOSTS
 from jaxpar.runtime.signals import tolerate_lost_readers
 
 #: Seconds that a launcher takes to tell the others that it leaves.
@@ -59,7 +64,7 @@ class Agent:
         rules: Rules,
         program: Program,
         membership: Membership,
-        copies: Copies | None = None,
+        copies: CopiesInMemory | None = None,
         clock: Clock = time,
     ):
         """Args:     copies: of the state, in this host's memory."""
@@ -170,7 +175,7 @@ class Agent:
             return Over(kind="failed", text=text, code=exit_codes.EXIT_ERROR, error=text)
         if not seen.has_stepped(generation):
             return None  # a host that joins would end what has not yet begun
-        new = formation.newcomers(seen, generation, self.rules)
+        new = generations.newcomers(seen, generation, self.rules)
         text = f"{', '.join(new)} can join"
         return Over(kind="join", text=text, hosts=tuple(new)) if new else None
 
@@ -265,7 +270,7 @@ class Agent:
         number = max([latest.number + 1 if latest else 1, *(host.ready for host in there)])
         self.here.say(ready=number)  # it runs nothing
         ready = [host for host in there if host.ready == number]
-        members = formation.chosen(formation.in_order(ready, before), self.rules)
+        members = generations.chosen(generations.in_order(ready, before), self.rules)
         if members is None:
             return self._short(seen, ready, now)
         self._short_since, self._enough_since = None, self._enough_since or now
@@ -315,13 +320,13 @@ class Agent:
         over = seen.overs.get(before.number) if before is not None else None
         restarts, lost = Restarts(saved=self._newest(ready)), []
         if before is not None and over is not None:
-            lost = formation.lost_of(seen, before, over)
+            lost = generations.lost_of(seen, before, over)
             saved, limit = self._newest(ready), self.rules.restarts
-            restarts, final = formation.after(before, over, lost, saved, limit)
+            restarts, final = generations.after(before, over, lost, saved, limit)
             if final is not None:
                 self.here.create(f"end/{before.number}", final.as_text())
                 return
-        formed = formation.next_generation(number, members, before, over, restarts)
+        formed = generations.next_generation(number, members, before, over, restarts)
         names = {host.name for host in members}
         spare = tuple(host.name for host in ready if host.name not in names)
         formed = replace(formed, lost=tuple(lost), spare=spare)
@@ -342,7 +347,9 @@ class Agent:
         own, known = self.here.own, seen.hosts
         if text := self._described(generation, seen):
             report(text)
-        variables = self.copies.variables(generation, own) if self.copies else {}
+        variables = {}
+        if self.copies is not None:
+            variables = self.copies.variables(generation.pieces, generation.members.index(own.name))
         if not self.alone:
             addresses = {known[m].address if m in known else m for m in generation.members}
             variables[NUM_HOSTS] = str(len(addresses))
@@ -358,7 +365,7 @@ class Agent:
 
     def _described(self, generation: Generation, seen: StoreView) -> str:
         """Describe a generation that starts; empty for the first one of a single host."""
-        text = "" if self.alone else formation.described(generation, seen, self.rules)
+        text = "" if self.alone else generations.described(generation, seen, self.rules)
         if not generation.resumed:
             return text
         saved = self._newest([])

@@ -8,7 +8,7 @@ processes (as many nodes as processes). It imports jaxlib alone, which takes a t
 JAX's service is made for a known number of processes, which all register at the start. The store
 is therefore a service of a single node, and every launcher's client registers as that node; the
 service is recoverable, so that a node may register again. Reading and writing keys needs no more
-than a registration. Heartbeats are turned off: launchers have their own (`liveness.py`), because
+than a registration. Heartbeats are turned off: launchers have their own (`membership.py`), because
 JAX's end the process of a client that loses its link.
 """
 

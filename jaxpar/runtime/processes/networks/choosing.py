@@ -9,7 +9,7 @@ from jaxpar.config import ConfigError, flag
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.networks.host import HostNetwork, read
-from jaxpar.runtime.processes.networks.variables import VARIABLES, NetworkVariable
+from jaxpar.runtime.processes.networks.variables import VARIABLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,8 @@ def choose(asked: str, host: HostNetwork, env: Mapping[str, str]) -> NetworkChoi
     if asked != "auto":
         network, why = asked, _asked(asked, host)
     rows = [row for row in VARIABLES[network] if row.where(host)]
-    kept = {row.name: env[row.name] for row in rows if row.name in env and not _is_path(row)}
+    taken = env.keys() - {"LD_LIBRARY_PATH"}  # which is extended, not replaced
+    kept = {row.name: env[row.name] for row in rows if row.name in taken}
     open_ = [(row, row.value.format(**_names(host, network))) for row in rows]
     open_ = [(row, value) for row, value in open_ if row.name not in kept]
     return NetworkChoice(
@@ -96,10 +97,6 @@ def choose(asked: str, host: HostNetwork, env: Mapping[str, str]) -> NetworkChoi
         kept,
         [(row.name, value, row.why, row.source) for row, value in open_ if not row.is_set],
     )
-
-
-def _is_path(row: NetworkVariable) -> bool:
-    return row.name == "LD_LIBRARY_PATH"  # is extended, not replaced
 
 
 def _asked(network: str, host: HostNetwork) -> str:

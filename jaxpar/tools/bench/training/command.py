@@ -18,15 +18,14 @@ from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, without_schedules
 from jaxpar.config.serialize import to_json
 from jaxpar.config.values import to_values
 from jaxpar.model.flops import num_params
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
-from jaxpar.monitoring.metrics import peak_memory_gib
-from jaxpar.monitoring.mfu import mfu
-from jaxpar.monitoring.profiles.facts import facts_of
+from jaxpar.monitoring.hlo import collective_bytes
+from jaxpar.monitoring.metrics import mfu, peak_memory_gib
+from jaxpar.monitoring.profiler import facts_of
 from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.runtime import exit_codes, provenance
-from jaxpar.runtime.files import json_output
+from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file, check_folder
-from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.compiled import FirstRunAlone
@@ -37,8 +36,8 @@ from jaxpar.tools.bench.training.routing import RoutingReplay
 from jaxpar.tools.bench.training.steps import cut_short_card, time_steps
 from jaxpar.tools.profiling.options import WARM_UP, BenchOptions
 from jaxpar.training import elastic
+from jaxpar.training.programs import compiled
 from jaxpar.training.run import Run
-from jaxpar.training.step_programs import compiled
 
 
 def measure(
@@ -186,7 +185,7 @@ def config_of(options: BenchOptions) -> Config:
     """
     cfg = without_schedules(options.config.checked())
     refuse_fields_of_a_run(cfg, options.config.overrides)
-    place = detect.detect(cfg, os.environ)
+    place = rendezvous.detect(cfg, os.environ)
     if (
         place is None or place.process_id == 0
     ):  # only process 0 writes; others may run on other hosts
@@ -238,7 +237,7 @@ def bench(options: BenchOptions) -> int:
     peers.log(summary(result))
     to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
-        json_output.write("--card", options.card, result)
+        outputs.write_json("--card", options.card, result)
     if stopped := result.get("cut_short"):
         running.batches.close()
         interrupted = stopped["by"] == signal.SIGINT.name
@@ -246,5 +245,5 @@ def bench(options: BenchOptions) -> int:
     result |= profiled.profile_steps(running, options.profile_steps, trace, options.profiler)
     peers.log(profiled.in_words(result))
     if to_card:
-        json_output.write("--card", options.card, result)
+        outputs.write_json("--card", options.card, result)
     return 0

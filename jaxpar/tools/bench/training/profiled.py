@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxpar.config import ConfigError
-from jaxpar.monitoring.hlo import text as hlo
-from jaxpar.monitoring.profiles.capture import capture
-from jaxpar.monitoring.profiles.folder import ProfileFacts, write_facts
+from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring.profile_folder import ProfileFacts, write_facts
+from jaxpar.monitoring.profiler import capture
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import TrainState
 from jaxpar.tools.profiling import breakdown, table

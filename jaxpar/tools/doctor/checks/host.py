@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from jaxpar.config import Config
 from jaxpar.execution import xla_flag_table
-from jaxpar.runtime.gpus import pci, xla_flags
-from jaxpar.runtime.gpus.numa import on_nodes
+from jaxpar.runtime.gpus import xla_flags
+from jaxpar.runtime.gpus.numa import on_nodes, read_cpus, write_cpus
 from jaxpar.tools.doctor.checks import variables
 from jaxpar.tools.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.tools.doctor.facts import HostFacts
@@ -304,11 +304,11 @@ def numa_binding(facts: HostFacts) -> Finding:
     known = tuple(sorted(node for node in nodes if node is not None))
     if None in nodes:
         return skipped(check, "the kernel does not know the NUMA nodes of the GPUs")
-    near = set().union(*(pci.read_cpus(numa.near[gpu]) for gpu in numa.own))
-    allowed = pci.read_cpus(numa.cpus)
+    near = set().union(*(read_cpus(numa.near[gpu]) for gpu in numa.own))
+    allowed = read_cpus(numa.cpus)
     if allowed <= near:
         return passed(check, f"CPUs {numa.cpus}, near the GPUs on {on_nodes(known)}")
-    said = f"on CPUs {numa.cpus}, but the GPUs are near CPUs {pci.write_cpus(near)}"
+    said = f"on CPUs {numa.cpus}, but the GPUs are near CPUs {write_cpus(near)}"
     remedy = "start with jaxpar.launch, which binds; or set JAXPAR_NUMA=auto, as with srun"
     if not allowed & near:
         remedy = "give the job CPUs of the GPUs' node: srun --gpu-bind=closest --cpu-bind=cores"

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.monitoring.hlo.collective_bytes import collective_bytes
+from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.runtime.timing import Spread, time_calls
 from jaxpar.tools.doctor.progress import Tell, no_report
 

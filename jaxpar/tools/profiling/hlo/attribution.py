@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxpar.monitoring.hlo.text import Instruction, Module, shape_of
+from jaxpar.monitoring.hlo import Instruction, Module, shape_of
 from jaxpar.tools.profiling.trace.kernels import ATTENTION, MATMUL, MOSAIC, classify, family
 from jaxpar.tools.profiling.trace.read import KernelTrace, ProfiledKernel
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-from jaxpar.monitoring.hlo.text import Instruction, Module, arrays_of
+from jaxpar.monitoring.hlo import Instruction, Module, arrays_of
 
 
 def multiplications(module: Module, instruction: Instruction) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.monitoring.hlo.text import Module, arrays_of, num_bytes, shape_of
+from jaxpar.monitoring.hlo import Module, arrays_of, num_bytes, shape_of
 
 _ALLOC, _FREE, _SHARE = 0, 1, 2
 

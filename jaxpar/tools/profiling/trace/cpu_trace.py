@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpar.monitoring.hlo.collective_bytes import SENT
-from jaxpar.monitoring.hlo.text import Instruction, Module
+from jaxpar.monitoring.hlo import SENT, Instruction, Module
 from jaxpar.tools.profiling.hlo.costs import multiplications
 from jaxpar.tools.profiling.trace import kernels
 from jaxpar.tools.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel, stats_of

@@ -1,1 +1,0 @@
-"""Reads what a compiled program sends between devices, from its optimized HLO."""

@@ -1,0 +1,164 @@
+"""Frozen models beside the one that is trained: the reference of preferences, and a teacher.
+
+The log probabilities of responses under the initial weights are computed once, in a pass over the
+pairs before the first step, and kept in the run's folder (RUN/reference.train.npz,
+reference.val.npz). Training then needs no second model in memory. A resumed run reads them; one
+whose files are missing, such as a branch, computes them again.
+
+A teacher is the model of another run, on the mesh of the student. Before each step, a program of
+its own computes the teacher's likeliest next tokens of the batch. The step receives them beside the
+tokens, and knows nothing of the teacher's model. With `distill.cache`, they come from files
+(`teacher_cache.py`), and there is no teacher.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.teacher import FIELD, config_of_teacher
+from jaxpar.data.pair_loader import PairLoader
+from jaxpar.data.pairs import places_of
+from jaxpar.execution.decisions import Execution, execution_of
+from jaxpar.parallel.context import order_of
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.processes import peers
+from jaxpar.sharding.batch import Batch
+from jaxpar.step import adapters
+from jaxpar.step.forward import make_score_step, make_teacher_step
+from jaxpar.training.chosen import Chosen, folder_of
+
+
+def reference_file(folder: Path, split: str) -> Path:
+    """Return the file of a split's log probabilities."""
+    return folder / f"reference.{split}.npz"
+
+
+def prepare_reference(
+    loaders: list[PairLoader],
+    folder: Path,
+    ex: Execution,
+    mesh: Mesh,
+    max_segments: int,
+    weights: str,
+    initial_params: Callable[[], Any],
+    log: Callable[[str], None],
+) -> None:
+    """Set `PairLoader.reference` of each loader, from its file or by a pass over its pairs.
+
+    All processes call it. Process 0 writes the files.
+
+    Args:     weights: identifies the initial weights. initial_params: makes them; called at most
+              once, in all processes, if one of them lacks a file.
+    """
+    params = None
+    for loader in loaders:
+        path = reference_file(folder, loader.split)
+        identity = _identity(ex.cfg, loader, weights)
+        found = _read(path, identity, loader.dataset.num_tokens)
+        # Scoring is a collective, and each host may have its own folder.
+        if peers.any_process(found is None):
+            params = initial_params() if params is None else params
+            found = score(loader, ex, mesh, max_segments, params)
+            if jax.process_index() == 0:
+                _write(path, identity, found)
+            what = f"{len(loader.rows.kept):,} pairs of the {loader.split} split"
+            log(f"reference  log probabilities of {what} under the initial weights: {path}")
+        loader.reference = found
+
+
+def score(
+    loader: PairLoader, ex: Execution, mesh: Mesh, max_segments: int, params: Any
+) -> np.ndarray:
+    """Compute the log probability of each target of a split.
+
+    Returns:  float32 [tokens of the split], 0 for tokens that are no targets of a row.
+    """
+    cfg, rows = ex.cfg, loader.rows
+    program = make_score_step(cfg, mesh, max_segments, ex)
+    order, size = order_of(cfg), cfg.train.global_batch_size
+    in_order = slice(None) if order is None else np.argsort(order)
+    scores = np.zeros(loader.dataset.num_tokens, np.float32)
+    total = loader.sequences_per_epoch[0]
+    for first in range(0, total, size):
+        numbers = np.arange(first, first + size) % total  # the last batch repeats the first rows
+        found = np.asarray(program(params, loader.batch_of_rows(numbers)))[:, in_order]
+        for number, of_row in zip(range(first, min(first + size, total)), found, strict=False):
+            for _, part, place in places_of(loader.dataset, rows, number):
+                scores[part] = of_row[place]
+    return scores
+
+
+def _identity(cfg: Config, loader: PairLoader, weights: str) -> str:
+    """Return a hash of what the log probabilities depend on, up to rounding."""
+    model = {name: str(value) for name, value in sorted(vars(cfg.model).items())}
+    parts = [loader.dataset.fingerprint, loader.split, weights, cfg.train.seed, model]
+    parts += [cfg.dpo.too_long, cfg.dpo.too_long == "drop" and cfg.data.seq_len]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _read(path: Path, identity: str, num_tokens: int) -> np.ndarray | None:
+    """Read the log probabilities of a split; None if there are none of this identity."""
+    if not path.is_file():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        if str(file["identity"]) != identity or file["scores"].shape != (num_tokens,):
+            return None
+        return file["scores"]
+
+
+def _write(path: Path, identity: str, scores: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.savez(buffer, identity=np.array(identity), scores=scores)
+    atomic.write(path, buffer.getvalue())
+
+
+class Teacher:
+    """A teacher on a mesh. `attach` gives its likeliest tokens to a batch."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int, chosen: Chosen):
+        """Check the teacher's model; reads no weight.
+
+        Args:     cfg: of the student, resolved for the mesh. chosen: the teacher's checkpoint.
+        Raises:   ConfigError if its model does not fit the student; as `folder_of`.
+        """
+        self._mesh, self.chosen, self._folder = mesh, chosen, folder_of(FIELD, chosen)
+        there = checkpoint.load_config(self._folder, chosen.step)
+        self._lora = there.lora
+        self.cfg = config_of_teacher(cfg, there)
+        d, self._top_k = cfg.distill, cfg.distill.top_k
+        self._program = make_teacher_step(
+            self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
+        )
+        self._params: Any = None
+
+    def __str__(self) -> str:
+        return str(self.chosen)
+
+    def load(self) -> None:
+        """Read the teacher's weights, merged with its adapters."""
+        there = replace(self.cfg, lora=self._lora)
+        params = checkpoint.restore_params(self._folder, there, self._mesh, self.chosen.step)
+        self._params = adapters.merge(params, there, self._mesh)
+
+    def attach(self, batch: Batch) -> Batch:
+        """Add the teacher's likeliest tokens to a batch, which may be abstract."""
+        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
+            shape = (*batch.tokens.shape, self._top_k)
+            of = lambda dtype: batch.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
+            return dataclasses.replace(
+                batch, teacher_ids=of(jnp.int32), teacher_scores=of(jnp.float32)
+            )
+        ids, scores = self._program(self._params, batch)
+        return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)

@@ -1,1 +1,0 @@
-"""Frozen models beside the one that is trained: the reference of preferences, and a teacher."""
