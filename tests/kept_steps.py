@@ -1,10 +1,11 @@
 """Steps of runs, traced and lowered once in a test process for all runs that take the same.
 
 A test that resumes a run, or compares it with another one, would trace the same train step again:
-about a CPU second of each run, and two where it has other constants. The first run of a config
-traces it; what another config, another mesh or a patched function traces is never shared. Runs that
-differ in what no step reads share theirs, and runs of any length do where the rates are an input. That two processes trace the same program is what
-tests/step/test_same_program.py is for, and programs that tests start trace their own.
+about a CPU second of each run, and two where a constant differs. The first run of a config traces
+it; what another config, another mesh or a patched function traces is never shared. Runs share a
+step where they differ only in what no step reads, and in length where the rates are an input. That
+two processes trace the same program is what tests/step/test_same_program.py is for, and programs
+that tests start trace their own.
 """
 
 import contextlib
@@ -39,12 +40,10 @@ NOT_READ = ("run", "checkpoint", "evaluation", "profile", "cluster")
 
 #: Fields of other sections that no step reads.
 FIELDS_NOT_READ = {
-    "train": ("num_tokens", "num_epochs", "early_stop_patience", "log_every", "callbacks"),
-    "data": ("path", "cache_dir", "cache_gib", "prefetch", "tokenize_workers", "mixture")
-    + ("mixture_schedule", "held_out"),
-    "guard": ("max_skips", "spike", "spike_metric", "spike_deviations", "spike_window")
-    + ("spike_skip", "max_rewinds", "recent_steps", "replica_check_every"),
-    "metrics": ("tensorboard", "wandb", "mlflow", "prometheus_port", "prometheus_address", "gpus"),
+    "train": "num_tokens num_epochs early_stop_patience log_every callbacks".split(),
+    "data": "path cache_dir cache_gib prefetch tokenize_workers mixture mixture_schedule".split(),
+    "guard": "max_skips spike spike_metric spike_deviations spike_window spike_skip".split(),
+    "metrics": "tensorboard wandb mlflow prometheus_port prometheus_address gpus".split(),
 }
 
 
