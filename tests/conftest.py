@@ -103,7 +103,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     write_to_memory()
     heed_signals()
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+    starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    keep_memory(starts_workers)
+    if starts_workers:
         return  # pytest-xdist's workers have the tests, and start when this process is ready
     if wants_gpu(config):
         from jaxpar.execution.xla_flag_table import ALWAYS
@@ -145,6 +147,31 @@ def write_to_memory() -> None:
     there = os.statvfs(MEMORY)
     if there.f_bavail * there.f_frsize > LEAST_FREE and not there.f_flag & os.ST_NOEXEC:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = MEMORY
+
+
+#: glibc's own: how much freed memory a process keeps, from which size on an array is given pages of
+#: its own, by how much the heap grows, and that large pages may be used for it.
+ALLOCATION = {
+    "MALLOC_TRIM_THRESHOLD_": "1000000000",
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+def keep_memory(in_workers: bool) -> None:
+    """Have pytest's workers keep the memory that they free; programs of tests are as users' are.
+
+    XLA frees all that a compilation took, and the next one has the pages made again: a twelfth of
+    the CPU time of compiling on meshes was the kernel's.
+
+    Args:     in_workers: whether they are started from here. They have read these variables.
+    """
+    for name, value in ALLOCATION.items():
+        if in_workers:
+            os.environ.setdefault(name, value)
+        elif os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def heed_signals() -> None:

@@ -1,13 +1,16 @@
 """Steps of runs, traced and lowered once in a test process for all runs that take the same.
 
 A test that resumes a run, or compares it with another one, would trace the same train step again:
-about a CPU second of each run. The first run of a config traces it; what another config, another
-mesh or a patched function traces is never shared. That two processes trace the same program is what
-tests/step/test_same_program.py is for, and programs that tests start trace their own.
+about a CPU second of each run, and two where a constant differs. The first run of a config traces
+it; what another config, another mesh or a patched function traces is never shared. Runs share a
+step where they differ only in what no step reads, and in length where the rates are an input. That
+two processes trace the same program is what tests/step/test_same_program.py is for, and programs
+that tests start trace their own.
 """
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,6 +20,8 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config, registry
+from jaxpar.optimizer.rate_table import rate_table
+from jaxpar.step.fixed_input import FixedInput
 from jaxpar.training import evaluation, programs
 
 #: Jitted steps in memory.
@@ -31,6 +36,14 @@ OF_STEPS = tuple(f"jaxpar.{room}." for room in ROOMS)
 
 #: Sections of a config that no step reads: tests/step/test_kept_steps.py.
 NOT_READ = ("run", "checkpoint", "evaluation", "profile", "cluster")
+
+#: Fields of other sections that no step reads.
+FIELDS_NOT_READ = {
+    "train": "num_tokens num_epochs early_stop_patience log_every callbacks".split(),
+    "data": "path cache_dir cache_gib prefetch tokenize_workers mixture mixture_schedule".split(),
+    "guard": "max_skips spike spike_metric spike_deviations spike_window spike_skip".split(),
+    "metrics": "tensorboard wandb mlflow prometheus_port prometheus_address gpus".split(),
+}
 
 
 @contextlib.contextmanager
@@ -49,28 +62,39 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def made(cfg: Config, mesh: Any, max_segments: Any, ex: Any = None, **more: Any) -> Any:
         code = functions()
+        rates = cfg.optimizer.schedule_as_input
+        table = rate_table(cfg.optimizer, cfg.train.num_steps) if rates else None
+        read = functools.partial(read_by_steps, any_length=rates)
         if ex is not None:
-            ex = dataclasses.replace(ex, cfg=read_by_steps(ex.cfg))
+            ex = dataclasses.replace(ex, cfg=read(ex.cfg))
         optimized = jax.config.read("jax_disable_most_optimizations")
-        given = read_by_steps(cfg), mesh, max_segments, ex
-        key = make, given, tuple(more.items()), optimized, tuple(map(id, code))
+        given = read(cfg), mesh, max_segments, ex
+        length = None if table is None else len(table)
+        key = make, given, tuple(more.items()), length, optimized, tuple(map(id, code))
         if key not in KEPT:
             KEPT[key] = make(*given, **more), code  # the functions stay: no other has their ids
             if len(KEPT) > MOST:
                 KEPT.popitem(last=False)
         KEPT.move_to_end(key)
-        return KEPT[key][0]
+        step = KEPT[key][0]
+        return step.with_value(table) if isinstance(step, FixedInput) else step
 
     return made
 
 
-def read_by_steps(cfg: Config) -> Config:
-    """The config with the defaults of what no step reads."""
-    unread = {name: getattr(Config(), name) for name in NOT_READ}
-    metrics = dataclasses.replace(
-        Config().metrics, layers=cfg.metrics.layers, layers_every=cfg.metrics.layers_every
-    )
-    return dataclasses.replace(cfg, metrics=metrics, **unread)
+def read_by_steps(cfg: Config, any_length: bool = False) -> Config:
+    """The config with the defaults of what no step reads.
+
+    Args:     any_length: whether the number of steps is read by none either.
+    """
+    default = Config()
+    unread = {name: getattr(default, name) for name in NOT_READ}
+    for name, fields in FIELDS_NOT_READ.items():
+        more = ("num_steps",) if name == "train" and any_length else ()
+        of = getattr(default, name)
+        values = {field: getattr(of, field) for field in (*fields, *more)}
+        unread[name] = dataclasses.replace(getattr(cfg, name), **values)
+    return dataclasses.replace(cfg, **unread)
 
 
 def functions() -> list[Any]:

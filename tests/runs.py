@@ -1,4 +1,8 @@
-"""Fixtures of every test: a tiny config, a little text prepared for it, and runs of it."""
+"""Fixtures of every test: a tiny config, a little text prepared for it, and runs of it.
+
+The rates of the tiny config are an input of its step, so that runs of all lengths share one. The
+config of `write_ranks` compiles its schedule, as is the default.
+"""
 
 import contextlib
 import functools
@@ -31,7 +35,7 @@ def get_config():
             vocab_size=272, dtype="float32",
         ),
         train=TrainConfig(num_steps=120, global_batch_size=8, log_every=1),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10, schedule_as_input=True),
         checkpoint=CheckpointConfig(every=40),
         evaluation=EvaluationConfig(every=60, num_batches=2),
     )

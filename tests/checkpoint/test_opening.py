@@ -1,5 +1,6 @@
 """A path is what its user means, and what cannot be opened is not damaged."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -57,21 +58,21 @@ CLOSED = ("checkpoints", "checkpoints/4", "checkpoints/4/state", "checkpoints/4/
 CLOSED += ("checkpoints/4/_CHECKPOINT_METADATA", "")
 
 
-@pytest.mark.parametrize("closed", CLOSED)
-@pytest.mark.parametrize("mode", [0o000, 0o600])
-def test_what_may_not_be_read_is_no_damage_and_no_reason_for_another_step(cfg, closed, mode):
-    place = Path(cfg.run.dir, closed)
-    before = place.stat().st_mode
-    place.chmod(mode)
-    try:
-        told = as_another_user(lambda: starting_step(cfg))
-        assert told.startswith("Unreadable: ") and "Permission denied" in told, told
-        verified = as_another_user(
-            lambda: call("checkpoint", ["verify", cfg.run.dir, "--step", "4"])
-        )
-        assert verified.startswith("Unreadable: "), verified
-    finally:
-        place.chmod(before)
+def test_what_may_not_be_read_is_no_damage_and_no_reason_for_another_step(cfg):
+    for closed, mode in itertools.product(CLOSED, (0o000, 0o600)):
+        place = Path(cfg.run.dir, closed)
+        before = place.stat().st_mode
+        place.chmod(mode)
+        try:
+            told = as_another_user(lambda: starting_step(cfg))
+            verified = as_another_user(
+                lambda: call("checkpoint", ["verify", cfg.run.dir, "--step", "4"])
+            )
+        finally:
+            place.chmod(before)
+        case = f"{closed or 'the run'} with mode {mode:o}"
+        assert told.startswith("Unreadable: ") and "Permission denied" in told, (case, told)
+        assert verified.startswith("Unreadable: "), (case, verified)
 
 
 def test_a_folder_of_arrays_that_may_not_be_read_is_no_damage_without_a_list_of_files(cfg):

@@ -60,6 +60,7 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(-(-f.stat().st_size // 4096) * 4096 for f in folder.rglob("*") if f.is_file())
 
 
+@pytest.mark.slow  # quicker: checkpoint/test_failures.py
 def test_a_disk_that_fills_in_a_save(train_on, config_file, tmp_path, capfd):
     disk, run, one_save = tmp_path / "disk", tmp_path / "run", tmp_path / "one_save"
     disk.mkdir()

@@ -42,6 +42,7 @@ def in_two(*words: str, at: tuple[Path | None, ...] = (None, None)) -> list[tupl
     return [(code, own(out), err) for code, (out, err) in zip(codes, said, strict=True)]
 
 
+@pytest.mark.slow  # quicker: processes that are refused, below, have joined as well
 def test_two_processes_write_the_text_of_one(whole, capsys):
     words = [str(whole), "--temperature", "0", "--max-tokens", "20"]
     words += ["--tensor", "2", "--prompt", "the cat "]

@@ -30,9 +30,10 @@ FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 KINDS = replace(GEMMA4, **{"model.num_layers": 4, "metrics.layers": "all"})
 
 MESHES = [
-    ("data=2,tensor=2", BASE),
-    ("pipeline=2,data=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
-    ("expert=2,pipeline=2", EXPERTS),
+    ("pipeline=2,data=2,tensor=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
+    ("expert=2,data=2", replace(EXPERTS, **{"model.num_layers": 2})),
+    slow("data=2,tensor=2", BASE),
+    slow("expert=2,pipeline=2", EXPERTS),
     slow("pipeline=2,tensor=2,num_microbatches=2", BASE),  # stages of two layers and of one
     slow("sequence=2,data=2", BASE),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),

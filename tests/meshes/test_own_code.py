@@ -116,11 +116,8 @@ EXPERTS = replace(
 FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 
 MESHES = [
-    ("data=2,tensor=2", BASE),
-    (
-        "pipeline=2,data=2,virtual_stages=2,num_microbatches=2",
-        replace(BASE, **{"model.num_layers": 4}),
-    ),
+    ("pipeline=2,data=2,tensor=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
+    slow("data=2,tensor=2", BASE),
     slow("pipeline=2,tensor=2,num_microbatches=2", BASE),
     slow("sequence=2,data=2", BASE),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),

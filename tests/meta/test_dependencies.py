@@ -1,6 +1,7 @@
 """Every package that jaxpar imports is declared, with what it is for, and no other."""
 
 import ast
+import functools
 import sys
 import tomllib
 from pathlib import Path
@@ -29,6 +30,7 @@ NOT_IMPORTED = {"safetensors"}
 TORCH = ROOT / "jaxpar" / "convert" / "torch_model"
 
 
+@functools.cache
 def imported() -> set[str]:
     """The packages that the package imports, wherever in a file."""
     found = set[str]()

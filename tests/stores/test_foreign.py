@@ -13,6 +13,7 @@ from jaxpar.stores import steps
 from jaxpar.stores.folders import new_folder_at
 from jaxpar.stores.objects import OddName
 from jaxpar.stores.reading import for_reading, runs_at
+from tests.slow import slow
 from tests.stores.folders import write_run, write_step
 from tests.stores.test_mirror import mirrored
 
@@ -36,12 +37,14 @@ def complete(address, folder, *numbers: int) -> None:
     assert mirror.drain(), mirror.waiting()
 
 
-@pytest.mark.parametrize("key", MARKERS)
-def test_a_marker_stops_no_upload_and_no_reader(s3, address, store, tmp_path, key, capsys):
-    put(s3, address, key)
+@pytest.mark.parametrize(
+    "keys", [pytest.param(MARKERS, id="all at once"), *(slow((key,), id=key) for key in MARKERS)]
+)
+def test_a_marker_stops_no_upload_and_no_reader(s3, address, store, tmp_path, keys, capsys):
+    put(s3, address, *keys)
     complete(address, tmp_path / "run", 10, 20)
     assert steps.complete_steps(store) == [10, 20]
-    put(s3, address, key)
+    put(s3, address, *keys)
     write_step(tmp_path / "run", 30)
     complete(address, tmp_path / "run", 10, 20, 30)
     folder = for_reading("RUN", str(address), print)

@@ -352,6 +352,7 @@ def test_processes_agree(monkeypatch):
         assert found == {15: (True, "A: enough", True)}
 
 
+@pytest.mark.slow  # quicker: what processes agree on, above
 @pytest.mark.waits
 def test_processes_end_after_the_same_step(write_ranks, tmp_path):
     """One of two asks to stop. The checkpoint has the state of process 0."""

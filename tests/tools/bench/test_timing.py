@@ -41,6 +41,7 @@ def test_a_sustained_batch_is_timed_once_the_clocks_have_settled(monkeypatch):
     assert (found["a"].fastest, found["a"].slowest) == (2, 4), "of the second and the fourth"
 
 
+@pytest.mark.slow
 def test_the_pieces_between_the_matmuls(tmp_path, monkeypatch, capsys):
     path = Path(__file__).resolve().parents[3] / "scripts" / "measure" / "elementwise.py"
     spec = importlib.util.spec_from_file_location("elementwise", path)

@@ -149,6 +149,7 @@ def two_processes(tmp_path, *args: str) -> dict:
     return found
 
 
+@pytest.mark.slow  # quicker: every collective, in test_measuring.py
 def test_two_processes(tmp_path):
     args = ["--only", "versions,collectives", "--mesh", "data=4"]
     found = two_processes(tmp_path, *args)
