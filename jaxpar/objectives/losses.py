@@ -101,7 +101,8 @@ class Loss(Value):
         Returns:  float32 [B, T], averaged over labeled tokens; or (values, weights), each [B, T]:
                   the loss is the sum of values times weights over the sum of weights of the global
                   batch. A token's value and weight may depend on that token alone, and on its row
-                  where the mesh does not split sequences.
+                  where the mesh does not split sequences. Gradients of weights that depend on the
+                  scores count; a step then begins with a forward of its batch, for their sum.
         """
         raise NotImplementedError
 
@@ -183,8 +184,3 @@ def summed(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]
     """Return the sum of values times weights, and the sum of weights."""
     # Not a product: the value of a token without a label may be infinite.
     return jnp.sum(jnp.where(weights != 0, values, 0.0) * weights), jnp.sum(weights)
-
-
-def averaged(found: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of what a loss returned, and the sum of the weights."""
-    return summed(*split(found, labels))

@@ -34,8 +34,10 @@ class Objective:
     head: Callable[[Tree, jax.Array, Batch, Head], Sums]
     """(weights outside layers, x, microbatch, Head) -> (sum to differentiate, sums to report).
     Every device calls it; x is that of the last pipeline stage."""
-    count: Callable[[Batch, tuple[str, ...]], jax.Array] = count_labels
-    """(batch of this device, mesh axes) -> what the sums are divided by, of the global batch."""
+    count: Callable[[Batch, tuple[str, ...]], jax.Array | None] = count_labels
+    """(batch of this device, mesh axes) -> what the sums are divided by, of the global batch. None:
+    it depends on the model, and is the last of the sums in an evaluation; a training step evaluates
+    its batch first, and the head gets the mean."""
     report: Callable[[Any], dict[str, Any]] = _loss
     """Means of the sums -> metrics, among them "loss"."""
     metrics: dict[str, Metric] = field(default_factory=dict, hash=False, compare=False)

@@ -52,13 +52,14 @@ def staged_model(
     step: jax.Array | None = None,
     probes: tuple[LayerProbe, ...] = (),
     feeds: tuple[Feed, ...] = (),
+    mean: jax.Array | None = None,
 ) -> StagedModel:
     """Return the configured model in the form that the schedules of microbatches run.
 
     Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
               backward.
               step: int32 scalar, steps before this one; None counts as none.
-              probes, feeds: what leaves and enters the layers.
+              probes, feeds: what leaves and enters the layers. mean: as in `Head`.
     """
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
     of_routers = scale is not None and cfg.model.num_experts > 0 and cfg.lora.rank == 0
@@ -74,7 +75,7 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = Head(ex, weights, context, max_segments, trains=scale is not None)
+    head = Head(ex, weights, context, max_segments, trains=scale is not None, mean=mean)
     return StagedModel(
         embed=embed,
         context=context,

@@ -19,7 +19,12 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.features import features_of, own_probes
 from jaxpar.step.state import init_state, to_logical
-from jaxpar.step.train_step import LAYERS, make_train_step
+from jaxpar.step.train_step import (
+    LAYERS,
+    make_eval_step,
+    make_gradient_step,
+    make_train_step,
+)
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.slow import slow
@@ -38,6 +43,20 @@ class Smoothed(Loss):
         nll, rest = lse - scores.label(), lse - scores.mean()
         values = (1 - self.smoothing) * nll + self.smoothing * rest - 0.01 * scores.entropy()
         return values, 1.0 + batch.positions % 3
+
+    def metrics(self, values, batch):
+        return {"early_loss": (values, batch.positions < 5)}
+
+
+class Selected(Loss):
+    """Weights that depend on the scores: some of it has a gradient, some has none."""
+
+    stopped: bool = False
+
+    def __call__(self, scores, batch):
+        nll = scores.logsumexp() - scores.label()
+        weights = (nll > 3.5) + jax.lax.stop_gradient(scores.entropy())
+        return nll, weights if self.stopped else weights + jnp.exp(-nll)
 
     def metrics(self, values, batch):
         return {"early_loss": (values, batch.positions < 5)}
@@ -172,6 +191,45 @@ def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
     np.testing.assert_allclose(rows, 1.0, atol=1e-6)
     kept = np.asarray(now.extra["unit_rows"]["layers"]["norm"])
     assert kept.shape == rows.shape and np.all(kept != 1)
+
+
+def weighted(cfg: Config, loss: Loss) -> Config:
+    own: dict[str, Any] = {"train.probes": (), "train.post_updates": (), "optimizer.ema_decay": 0.0}
+    return replace(cfg, **own, **{"train.loss": loss})
+
+
+@functools.cache
+def plain_gradients(cfg: Config) -> tuple[float, dict[str, Any]]:
+    batch = traces.random_batch(cfg)
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    found = jax.jit(lambda p: traces.reference_gradients(p, batch, cfg))(params)
+    return float(found[0]), traces.to_host(found[1])
+
+
+@pytest.mark.parametrize(
+    ("item", "cfg"),
+    [
+        pytest.param(item, weighted(cfg, Selected()), marks=mesh.marks)
+        for mesh in (pytest.param(*MESHES[0]), pytest.param(*MESHES[1]), *MESHES[2:])
+        for item, cfg in [mesh.values]
+    ]
+    + [slow("pipeline=2,data=2,num_microbatches=2", weighted(BASE, Selected(stopped=True)))],
+)
+def test_weights_that_depend_on_the_scores_have_exact_gradients(item, cfg):
+    loss, wanted = plain_gradients(cfg)
+    here, mesh = on_mesh(item, cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    params = init_state(here, mesh).params
+    metrics, grads = make_gradient_step(here, mesh)(params, batch)
+    found = traces.logical(grads, here)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    for name, value in wanted.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found[name], value, atol=2e-5 * scale, err_msg=name)
+    total, count = make_eval_step(here, mesh)(params, batch)
+    evaluated = objective_of(here).report(total / count)
+    for name in ("loss", "early_loss"):
+        assert float(evaluated[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
 
 
 def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):
