@@ -101,6 +101,10 @@ def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
 
 
+def mean_of_cubes(x: jax.Array) -> jax.Array:
+    return jnp.mean(x.astype(jnp.float32) ** 3, axis=-1)  # a norm makes squares trivial
+
+
 PROBES = (
     Probe(name="stream", reduce="mean", value=rms),
     Largest(name="largest_stream"),
@@ -109,6 +113,8 @@ PROBES = (
     Largest(name="into_feed_forward", point="feed_forward_input"),
     Probe(name="from_feed_forward", point="feed_forward_output", reduce="mean", value=rms),
     Probe(name="score", point="scores", reduce="max", value=lambda x: x),
+    Probe(name="into_head", point="head", reduce="mean", value=mean_of_cubes),
+    Largest(name="largest_into_head", point="head"),
 )
 
 BASE = replace(

@@ -21,7 +21,8 @@ class Probe(Value):
     """A metric of every layer: a function of a value in the layer, reduced over all tokens.
 
     A subclass defines `__call__`; or pass a function as `value`. The metric is a list with a number
-    for each layer, in the model's order; null for a layer without the point. Points:
+    for each layer, in the model's order; null for a layer without the point. At the point "head",
+    it is one number. Points:
 
         residual              [B, T, D]  the residual stream after the layer
         mixer_input           [B, T, D]  the normalized input of attention or of a recurrence
@@ -30,6 +31,7 @@ class Probe(Value):
         feed_forward_output   [B, T, D]
         router                [B, T, E]  probabilities of the experts, float32
         scores                [B, H]     largest attention score of each head, float32; reduce "max"
+        head                  [B, T, D]  the head's input: the last stream, normalized
     """
 
     kind: ClassVar[str] = "Probe"
@@ -85,6 +87,7 @@ POINTS = {
     "residual": "layer",
     "router": "routing",
     "scores": "queries",
+    "head": probes.HEAD,
     **{name: name for name in probes.OF_LAYER if name != "layer"},
 }
 
@@ -141,8 +144,9 @@ class OwnProbes(Feature):
 
     def is_on(self, cfg: Config) -> bool:
         for probe in probes_of(cfg):
-            meaning = f"{probe.reduce} over tokens at {probe.point}, of each layer"
-            declare_more({probe.metric: Metric("layers", "", meaning, probe.reduce or "mean")})
+            of = ("training", "") if probe.point == "head" else ("layers", ", of each layer")
+            meaning = f"{probe.reduce} over tokens at {probe.point}{of[1]}"
+            declare_more({probe.metric: Metric(of[0], "", meaning, probe.reduce or "mean")})
         return bool(cfg.train.probes)
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
@@ -159,12 +163,17 @@ def in_layers(some: tuple[Probe, ...]) -> tuple[probes.LayerProbe, ...]:
 
 
 def measured(s: TrainStep, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
-    """Return the metrics of probes, float32 [layers] each. Communication: an all-reduce of each."""
+    """Return the metrics of probes, float32 [layers] each, or [] at the point "head".
+
+    Communication: an all-reduce of each.
+    """
     tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
     found = {}
     for probe in some:
         of_layers = s.layer_maxima if probe.reduce == "max" else s.layer_sums
-        if probe.metric in s.probes:
+        if probe.point == "head":
+            value = s.at_head(probe.metric, probe.reduce or "mean")
+        elif probe.metric in s.probes:
             value = of_layers(probe.metric, absent=jnp.nan)
         else:  # no layer has the point
             value = jnp.full(s.cfg.model.num_layers, jnp.nan, jnp.float32)
@@ -178,20 +187,22 @@ def probes_of(cfg: Config) -> tuple[Probe, ...]:
 
 
 def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
-    """Compute the metrics of some probes with the plain model: float32 [layers] each."""
+    """Compute the metrics of some probes with the plain model, as `measured` returns them."""
     found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in some}
     reached: dict[str, jax.Array] = {}
 
     def watch(point: str, value: jax.Array) -> None:
         reached[point] = value
-        if point != "layer":
+        if point not in ("layer", probes.HEAD):
             return
         for probe in some:
-            found[probe.metric].append(_reduced(probe, reached))
+            if (probe.point == "head") == (point == probes.HEAD):
+                found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
 
     reference.hidden_and_routers(reference.scale_adapters(params, cfg), batch, cfg, watch)
-    return {name: jnp.stack(values) for name, values in found.items()}
+    at_head = {probe.metric for probe in some if probe.point == "head"}
+    return {n: values[0] if n in at_head else jnp.stack(values) for n, values in found.items()}
 
 
 def _reduced(probe: Probe, reached: dict[str, jax.Array]) -> jax.Array:
