@@ -20,6 +20,7 @@ from jaxpar.objectives.dpo import MEASURES
 from jaxpar.objectives.head import Head, Sums, Tree, count_labels
 from jaxpar.objectives.losses import Loss
 from jaxpar.parallel.collectives import psum
+from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.batch import Batch
 
 
@@ -42,6 +43,18 @@ class Objective:
     """Means of the sums -> metrics, among them "loss"."""
     metrics: dict[str, Metric] = field(default_factory=dict, hash=False, compare=False)
     """The metrics that it adds."""
+    of_metrics: int = 0
+    """How many of the sums, the last ones, are those of metrics: over all replicas of DiLoCo."""
+
+    def summed(self, sums: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Sum what heads have reported over devices, and metrics over all replicas.
+
+        Communication: an all-reduce over `axes`, and one of metrics over REPLICA if it is another.
+        """
+        total, n = psum(sums, axes), self.of_metrics
+        if not n or REPLICA in axes:
+            return total
+        return jnp.concatenate([total[:-n], psum(total[-n:], REPLICA)])
 
 
 def _next_token(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
@@ -87,7 +100,8 @@ def of_loss(loss: Loss) -> Objective:
     declare_more({name: Metric("training", "", meaning) for name in names})
     head = functools.partial(own_loss.head, loss)
     count = functools.partial(own_loss.count, loss)
-    return Objective(head, count, functools.partial(own_loss.report, loss))
+    report = functools.partial(own_loss.report, loss)
+    return Objective(head, count, report, of_metrics=2 * len(names))
 
 
 NEXT_TOKEN = Objective(_next_token)

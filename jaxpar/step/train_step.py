@@ -168,7 +168,7 @@ def gradients(s: TrainStep, features: tuple[Feature, ...], max_segments: int | N
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     (_, sums), grads = schedule_of(cfg)(model, *weights[:2], microbatches, s.scale / count)
     grads, found = back(grads)
-    mean = psum(sums, axes) / count
+    mean = objective.summed(sums, axes) / count
     norm = global_norm(fused_weights.unstack_layers(grads, cfg), trainer_axes(cfg, AXES))
     s = s.replace(grads=grads, probes=found.pop(links.PROBES), results=found)
     s = s.with_metrics(grad_norm=norm, num_tokens=num_tokens, **objective.report(mean))

@@ -27,6 +27,7 @@ from jaxpar.step.train_step import (
 )
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.small_config import steady
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -236,6 +237,40 @@ def test_weights_that_depend_on_the_scores_have_exact_gradients(item, cfg):
     evaluated = objective_of(here).report(total / count)
     for name in ("loss", "early_loss"):
         assert float(evaluated[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "item", ["replica=2,data=2", slow("replica=2,tensor=2,num_microbatches=2")]
+)
+@pytest.mark.parametrize("loss", [OfSources(), slow(Selected())])
+def test_replicas_of_diloco_train_on_means_of_their_own(item, loss):
+    """A step of each, with its own source. Metrics are of the global batch."""
+    cfg = steady(replace(weighted(BASE, loss), **{"train.probes": PROBES}))
+    rows = cfg.train.global_batch_size // 2
+    batch = traces.random_batch(cfg)
+    replicas = np.repeat(np.arange(2, dtype=np.int32), rows)
+    if loss.reads:
+        batch.extra["source"][:] = replicas[:, None]
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    whole = own_probes.plain(params, batch, cfg, PROBES)
+    halves = [jax.tree.map(lambda a, r=r: a[replicas == r], batch) for r in range(2)]
+    steps = [traces.reference_trace(cfg, [half], 1) for half in halves]
+    tokens = [np.sum(half.labels >= 0) for half in halves]
+
+    diloco = {"diloco.every": 4, "parallel.replica": 2}
+    here, mesh = on_mesh(item, replace(cfg, **diloco))
+    placed = traces.shard_batch(batch, here, mesh)
+    state, metrics = make_train_step(here, mesh)(init_state(here, mesh), placed)
+    wanted = np.average([step.loss for step in steps], weights=tokens)
+    assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+    for name, value in whole.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
+    if loss.reads:
+        found = [float(metrics[f"loss_{r}"]) for r in range(2)]
+        np.testing.assert_allclose(found, [step.loss for step in steps], rtol=1e-5)
+    for name, both in flat(jax.device_get(state.extra["diloco"]["weights"])).items():
+        for value, step in zip(both, steps, strict=True):
+            np.testing.assert_allclose(value, step.params[name], atol=2e-5, err_msg=name)
 
 
 def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):

@@ -146,7 +146,8 @@ class OwnProbes(Feature):
         for probe in probes_of(cfg):
             of = ("training", "") if probe.point == "head" else ("layers", ", of each layer")
             meaning = f"{probe.reduce} over tokens at {probe.point}{of[1]}"
-            declare_more({probe.metric: Metric(of[0], "", meaning, probe.reduce or "mean")})
+            over: Reduction = "max" if probe.reduce == "max" else "mean"  # of all replicas already
+            declare_more({probe.metric: Metric(of[0], "", meaning, over)})
         return bool(cfg.train.probes)
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
