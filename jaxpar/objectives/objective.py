@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.metrics import METRICS, Metric, declare, declare_more
+from jaxpar.config.metrics import METRICS, Metric, declare
 from jaxpar.config.values import unknown_code
 from jaxpar.model import transformer
 from jaxpar.objectives import distillation, own_loss, pairs
@@ -95,13 +95,13 @@ def of_loss(loss: Loss) -> Objective:
     meaning = f"a metric of train.loss, {type(loss).__name__}, averaged like the loss"
     names = own_loss.metric_names(loss)
     if there := sorted(METRICS.keys() & names):
-        rule, fix = "returns a metric of this name, which is another's", "use another name"
+        rule, fix = "returns a metric of this name, which is another's", f'use "{there[0]}_2"'
         raise ConfigError(f"train.loss: {type(loss).__name__}.metrics", there[0], rule, fix)
-    declare_more({name: Metric("training", "", meaning) for name in names})
+    metrics = {name: Metric("training", "", meaning) for name in names}
     head = functools.partial(own_loss.head, loss)
     count = functools.partial(own_loss.count, loss)
     report = functools.partial(own_loss.report, loss)
-    return Objective(head, count, report, of_metrics=2 * len(names))
+    return Objective(head, count, report, metrics, 2 * len(names))
 
 
 NEXT_TOKEN = Objective(_next_token)

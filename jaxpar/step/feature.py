@@ -236,9 +236,20 @@ class Feature:
     """Whether `after_update` itself changes nothing where `TrainStep.ok` is False. Otherwise the
     step selects, which takes no extra pass for what `after_update` returns unchanged."""
 
+    names: ClassVar[list[str]] = []
+    """Those of all features."""
+
+    def __init_subclass__(cls) -> None:
+        if isinstance(cls.name, str):
+            Feature.names.append(cls.name)
+
     def is_on(self, cfg: Config) -> bool:
         """Whether a config has the feature."""
         raise NotImplementedError
+
+    def own_metrics(self, cfg: Config) -> dict[str, Metric]:
+        """Return the metrics that users' values in a config add."""
+        return {}
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         """Return what its layers measure."""

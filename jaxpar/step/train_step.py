@@ -29,7 +29,7 @@ from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import links
 from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import Feature, TrainStep
-from jaxpar.step.features import features_of
+from jaxpar.step.features import declare_own_metrics, features_of
 from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.global_updates import with_post_updates
 from jaxpar.step.links import Weights
@@ -59,6 +59,7 @@ def make_train_step(
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
     require_code(cfg, OF_STEPS)
+    declare_own_metrics(cfg)
     specs, ex, everywhere = state_specs(cfg), ex or execution_of(cfg), PartitionSpec()
     as_input = cfg.optimizer.schedule_as_input
     step: Callable = functools.partial(train_step, ex, max_segments, requested=tuple(requested))

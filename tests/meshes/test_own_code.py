@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import Loss, ParamSpec, PostUpdate, Probe
+from jaxpar import Loss, Probe, load_config
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
@@ -17,7 +17,7 @@ from jaxpar.model.parameters import specs_of
 from jaxpar.objectives.objective import objective_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.features import features_of, own_probes
+from jaxpar.step.features import declare_own_metrics, own_probes
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import (
     LAYERS,
@@ -83,23 +83,16 @@ class Largest(Probe):
         return jnp.max(jnp.abs(x), axis=-1)
 
 
-class UnitRows(PostUpdate):
-    """Rows of w_down back to unit norm, with a running mean of the norms before it."""
-
-    def extra(self, params):
-        w = params["layers"]["w_down"]
-        return {"layers": {"norm": ParamSpec(shape=w.shape[:-1], axes=w.axes[:-1], init="ones")}}
-
-    def __call__(self, params, before, extra, step):
-        w = params["layers"]["w_down"]
-        norm = jnp.linalg.norm(w, axis=-1)
-        mean = 0.9 * extra["layers"]["norm"] + 0.1 * norm
-        layers = params["layers"] | {"w_down": w / jnp.maximum(norm, 1e-6)[..., None]}
-        return params | {"layers": layers}, {"layers": {"norm": mean}}
-
-
 def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+
+def unchanged(scores: jax.Array) -> jax.Array:
+    return scores
+
+
+def likeliest(probabilities: jax.Array) -> jax.Array:
+    return jnp.max(probabilities, axis=-1)
 
 
 def mean_of_cubes(x: jax.Array) -> jax.Array:
@@ -113,7 +106,7 @@ PROBES = (
     Probe(name="from_mixer", point="mixer_output", reduce="mean", value=rms),
     Largest(name="into_feed_forward", point="feed_forward_input"),
     Probe(name="from_feed_forward", point="feed_forward_output", reduce="mean", value=rms),
-    Probe(name="score", point="scores", reduce="max", value=lambda x: x),
+    Probe(name="score", point="scores", reduce="max", value=unchanged),
     Probe(name="into_head", point="head", reduce="mean", value=mean_of_cubes),
     Largest(name="largest_into_head", point="head"),
 )
@@ -124,11 +117,11 @@ BASE = replace(
         "model.num_layers": 3,
         "train.loss": Smoothed(),
         "train.probes": PROBES,
-        "train.post_updates": (UnitRows(),),
+        "train.post_updates": load_config("extending").train.post_updates,
         "optimizer.ema_decay": 0.9,
     },
 )
-ROUTERS = Probe(name="router", point="router", reduce="mean", value=lambda p: jnp.max(p, axis=-1))
+ROUTERS = Probe(name="router", point="router", reduce="mean", value=likeliest)
 EXPERTS = replace(
     BASE,
     **{
@@ -275,7 +268,7 @@ def test_replicas_of_diloco_train_on_means_of_their_own(item, loss):
 
 def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):
     monkeypatch.setattr("jaxpar.config.metrics.MORE", {})
-    objective_of(BASE), features_of(BASE)
+    declare_own_metrics(BASE)
     loss, stream = metric_of("early_loss"), metric_of("stream")
     assert loss.group == "training" and "Smoothed" in loss.meaning
     assert (

@@ -1,5 +1,6 @@
 """Metrics of what layers compute: `Probe`, a user's function at a point of every layer."""
 
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -7,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ConfigError, flag, require
-from jaxpar.config.metrics import METRICS, Metric, Reduction, declare_more
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
 from jaxpar.model import probes, reference
 from jaxpar.model.qk_clip.logits import across, largest
@@ -35,6 +36,9 @@ class Probe(Value):
     """
 
     kind: ClassVar[str] = "Probe"
+    refuses: ClassVar[dict[str, str]] = {
+        "lora.rank": "trains adapters alone, and probes are among the trained weights of layers"
+    }
 
     name: str = ""
     """Of the metric. Empty: that of the class."""
@@ -51,19 +55,19 @@ class Probe(Value):
         reductions = ("max",) if self.point == "scores" else ("mean", "sum", "max")
         if self.reduce not in reductions:
             rule = f"must say how tokens are reduced at {self.point}"
-            fix = f"use {' or '.join(reductions)}"
+            fix = f"use reduce={' or '.join(map(json.dumps, reductions))}"
             raise ConfigError(f"{path}: {self.metric}.reduce", self.reduce, rule, fix)
         if self.point == "router" and not cfg.model.num_experts:
-            rule, fix = "needs a model with experts", "use another point, or --model.num-experts 8"
+            rule, fix = "needs a model with experts", 'use point="feed_forward_input"'
             raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
-        rule = "trains adapters alone, and probes are among the trained weights of layers"
-        require(cfg.lora.rank == 0, cfg, "lora.rank", rule, flag("lora.rank", 0))
-        if (self.value is None) == (type(self).__call__ is Probe.__call__):
-            rule, fix = "needs one function", "define __call__, or pass value"
+        has_method = type(self).__call__ is not Probe.__call__
+        if (self.value is None) != has_method:
+            rule = "needs one function, and has " + ("two" if has_method else "none")
+            fix = "leave out value" if has_method else "use value=FUNCTION"
             raise ConfigError(f"{path}: {self.metric}.value", self.value, rule, fix)
         names = [probe.metric for probe in probes_of(cfg)]
         if names.count(self.metric) > 1 or self.metric in METRICS:
-            rule, fix = "is the name of another metric", 'use another: name="..."'
+            rule, fix = "is the name of another metric", f'use name="{self.metric}_2"'
             raise ConfigError(f"{path}: {type(self).__name__}.name", self.metric, rule, fix)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -108,7 +112,8 @@ def _of_tokens(probe: Probe, x: jax.Array) -> jax.Array:
     wanted = x.shape[:1] if probe.point == "scores" else x.shape[:2]
     if found.shape[: len(wanted)] != wanted or (probe.point != "scores" and found.ndim != 2):
         rule = f"must return a number for each token, {list(wanted)}, of {list(x.shape)}"
-        raise ConfigError("train.probes", f"{probe.metric}: {list(found.shape)}", rule, "do so")
+        fix = "reduce the last axis alone, as jnp.mean(x, axis=-1) does"
+        raise ConfigError("train.probes", f"{probe.metric}: {list(found.shape)}", rule, fix)
     return found
 
 
@@ -143,12 +148,10 @@ class OwnProbes(Feature):
     by_layer = True
 
     def is_on(self, cfg: Config) -> bool:
-        for probe in probes_of(cfg):
-            of = ("training", "") if probe.point == "head" else ("layers", ", of each layer")
-            meaning = f"{probe.reduce} over tokens at {probe.point}{of[1]}"
-            over: Reduction = "max" if probe.reduce == "max" else "mean"  # of all replicas already
-            declare_more({probe.metric: Metric(of[0], "", meaning, over)})
         return bool(cfg.train.probes)
+
+    def own_metrics(self, cfg: Config) -> dict[str, Metric]:
+        return {probe.metric: _described(probe) for probe in probes_of(cfg)}
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
         return in_layers(probes_of(cfg))
@@ -156,6 +159,13 @@ class OwnProbes(Feature):
     def after_gradients(self, s: TrainStep) -> TrainStep:
         """Communication: an all-reduce of a number for each layer and probe over every axis."""
         return s.with_metrics(**measured(s, probes_of(s.cfg)))
+
+
+def _described(probe: Probe) -> Metric:
+    of_layers = probe.point != "head"
+    meaning = f"{probe.reduce} over tokens at {probe.point}" + of_layers * ", of each layer"
+    over: Reduction = "max" if probe.reduce == "max" else "mean"  # it is of all replicas already
+    return Metric("layers" if of_layers else "training", "", meaning, over)
 
 
 def in_layers(some: tuple[Probe, ...]) -> tuple[probes.LayerProbe, ...]:
