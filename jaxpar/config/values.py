@@ -42,6 +42,8 @@ class Value:
     reads: ClassVar[tuple[str, ...]] = ()
     """What it reads of a batch beside tokens and labels: "source" is the index of each token's
     source in a mixture."""
+    refuses: ClassVar[dict[str, str]] = {}
+    """Fields of the config that must have their defaults with it, and why."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -156,15 +158,20 @@ def check_values(path: str, given: Any) -> None:
             what = "" if several else " or None"
             raise ConfigError(path, value, f"must be a jaxpar.{kind}{what}", fix)
         for field in dataclasses.fields(value):
-            try:
-                dict.fromkeys([getattr(value, field.name)])
-            except TypeError:
-                where, held = (
-                    f"{path}: {type(value).__name__}.{field.name}",
-                    getattr(value, field.name),
-                )
-                rule = "must be hashable, as programs are compiled for it"
-                raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
+            where = f"{path}: {type(value).__name__}.{field.name}"
+            _check_field(where, getattr(value, field.name))
+
+
+def _check_field(where: str, held: Any) -> None:
+    """Raises:   ConfigError for what cannot be compiled for, or named in JSON."""
+    try:
+        hash(held)
+    except TypeError:
+        rule = "must be hashable, as programs are compiled for it"
+        raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
+    if callable(held) and "<" in (name := getattr(held, "__qualname__", "<no name>")):
+        rule = "has no name by which --code finds it in a file"
+        raise ConfigError(where, name, rule, "define it by `def` at the top of the file")
 
 
 def require_code(cfg: Any, paths: Iterable[str] = FIELDS) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import Config, ConfigError, ModelConfig, TrainConfig
 from jaxpar.model import reference
 from jaxpar.model.moe.reference import router_loss
 from jaxpar.model.parameters import specs_of
-from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, Scores, averaged
+from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, Scores, split, summed
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.params import flat
@@ -95,13 +96,15 @@ def loss_of_logical(params: Params, batch: Batch, cfg: Config, loss: AnyLoss) ->
     params = reference.scale_adapters(params, cfg)
     x, routers = reference.hidden_and_routers(params, batch, cfg)
     scores = Scores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
-    total, count = averaged(of_tokens(scores, batch), scores.labels)
+    total, count = summed(*split(of_tokens(scores, batch), scores.labels))
+    mean = total / count
     for labels, h, of_module in reference.modules(params, x, batch, cfg):
         scores = Scores(reference.logits_of_module(h, params, cfg.model), labels)
-        further, _ = averaged(of_tokens(scores, batch), labels)
-        total += terms.mtp_loss / cfg.model.mtp_depth * further
+        values, weights = split(of_tokens(scores, batch), labels)
+        further, _ = summed(values, lax.stop_gradient(weights))
+        mean += terms.mtp_loss / cfg.model.mtp_depth * further / lax.stop_gradient(count)
         routers += [of_module] if of_module else []
-    return total / count + sum(router_loss(one, cfg) for one in routers)
+    return mean + sum(router_loss(one, cfg) for one in routers)
 
 
 def _with_terms(cfg: Config, loss: Loss) -> Config:

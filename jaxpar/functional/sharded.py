@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
+from jaxpar.objectives.objective import objective_of
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.start import PRECISIONS
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -54,15 +55,15 @@ def make_eval_step(
     """Return the evaluation step of a config.
 
     Args:     as for `make_train_step`.
-    Returns:  (params, batch) -> metrics: `loss`, the mean cross entropy of the labeled tokens, and
-              `num_tokens`, their number.
+    Returns:  (params, batch) -> metrics: `loss`, its metrics, and `num_tokens`, the number of
+              labeled tokens.
     """
     cfg = resolve(config, mesh.size)
     step = _prepared(train_step.make_eval_step(cfg, mesh, max_segments), cfg, mesh)
 
     def take(params: Any, batch: Batch) -> dict[str, jax.Array]:
         total, count = step(params, batch)
-        return {"loss": total / count, "num_tokens": count}
+        return objective_of(cfg).report(total / count) | {"num_tokens": (batch.labels >= 0).sum()}
 
     return take
 

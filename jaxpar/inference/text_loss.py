@@ -1,4 +1,4 @@
-"""Computes the loss of a model on a split of a dataset, as evaluations during training do."""
+"""Computes the cross entropy of a model on a split of a dataset."""
 
 import contextlib
 import functools
@@ -99,6 +99,7 @@ def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config
     values = {
         "train.global_batch_size": batch_size,
         "train.batch_schedule": "",
+        "train.loss": None,
         "data.length_schedule": "",
     }
     if data is None:

@@ -18,10 +18,13 @@ A point is a place in a layer that offers its values:
     layer     after a layer: x is the residual stream
     mixer_input, mixer_output, feed_forward_input, feed_forward_output
               a branch's normalized input, and what it adds to the residual stream
+
+The point "head" is not in a layer: the last residual stream after its norm. The zeros of its probes
+are among the weights outside the layers, and it counts on the last stage.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.model.chunks import layer_outside, with_layers
+from jaxpar.model.norm import named_norm
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
@@ -50,6 +54,16 @@ OF_LAYER = (
     "feed_forward_input",
     "feed_forward_output",
 )
+
+#: The point after the layers.
+HEAD = "head"
+
+
+class Observers(NamedTuple):
+    """What `observe` reads of an AttentionContext."""
+
+    probes: tuple
+    rows: jax.Array | None
 
 
 class Seen(NamedTuple):
@@ -111,6 +125,8 @@ class Probed(NamedTuple):
     """[dense layers before the stages, ...]; zeros but on the first stage."""
     modules: jax.Array | None = None
     """[modules of multi-token prediction, ...]; zeros but on the first stage."""
+    head: jax.Array | None = None
+    """[...], at the point "head"; it counts on the last stage."""
 
 
 def is_extra(name: str) -> bool:
@@ -160,6 +176,17 @@ def observe(
     return with_gradients(x, tuple(likes), varying(tuple(gradients)))
 
 
+def observe_head(
+    x: jax.Array, top: Tree, rows: jax.Array | None, probes: tuple[LayerProbe, ...], cfg: Config
+) -> jax.Array:
+    """`observe` at the point "head".
+
+    Args:     x: the last residual stream. top: weights outside the layers. rows: `Batch.rows`.
+    """
+    norm = lambda: named_norm(x, top, "final_norm", cfg.model)  # noqa: E731
+    return observe(HEAD, x, top, Observers(probes, rows), cfg, seen=norm)
+
+
 def _by_row(like: jax.Array, value: jax.Array, context: Any) -> jax.Array:
     return jnp.zeros(like.shape, jnp.float32).at[context.rows].set(value)
 
@@ -195,21 +222,22 @@ def attach(weights: Tree, probes: tuple[LayerProbe, ...], batch: Batch, cfg: Con
     if not probes:
         return weights
 
+    def zeros(some: Iterable[LayerProbe], lead: tuple[int, ...]) -> Tree:
+        shape = lambda probe: (*lead, *probe.shape(batch, cfg))  # noqa: E731
+        return {probe.key: varying(jnp.zeros(shape(probe), jnp.float32)) for probe in some}
+
     def add(layer: Layer, w: Tree, *, stacked: bool) -> Tree:
         lead = jax.tree.leaves(w)[0].shape[:1] if stacked and w else ()
-        zeros = {
-            probe.key: varying(jnp.zeros((*lead, *probe.shape(batch, cfg)), jnp.float32))
-            for probe in probes
-            if w and layer.has_point(probe.point)
-        }
-        return w | zeros
+        there = [probe for probe in probes if w and layer.has_point(probe.point)]
+        return w | zeros(there, lead)
 
     scan = cfg.parallel.layer_loop == "scan"
     top = dict(weights["top"])
-    for prefix in _outside(top):
+    for prefix in _outside(weights["top"]):
         w = {n.removeprefix(prefix): a for n, a in top.items() if n.startswith(prefix)}
         layer = layer_outside(prefix, cfg.model)
         top |= {prefix + n: a for n, a in add(layer, w, stacked=False).items()}
+    top |= zeros((probe for probe in probes if probe.point == HEAD), ())
     of_layer = functools.partial(add, stacked=scan)
     return {"top": top, "layers": with_layers(of_layer, cfg, weights["layers"])}
 
@@ -219,12 +247,14 @@ def detach(grads: Tree, cfg: Config) -> tuple[Tree, dict[str, Probed]]:
     extra = lambda w: {n: a for n, a in w.items() if is_extra(n)}  # noqa: E731
     rest = lambda w: {n: a for n, a in w.items() if not is_extra(n)}  # noqa: E731
     top, layers = grads["top"], grads["layers"]
+    of_head = extra(top)
     outside = [n for n in top if is_extra(n.partition(".")[2])]
     keys = {n.partition(".")[2] for n in outside}
     for chunk in layers:
         keys |= {n for w in _each(chunk) for n in extra(w)}
     found = {key.split(".", 2)[2]: _probed(key, grads, cfg) for key in sorted(keys)}
-    top = {n: a for n, a in top.items() if n not in outside}
+    found |= {key.split(".", 2)[2]: Probed(None, (), head=a) for key, a in of_head.items()}
+    top = {n: a for n, a in top.items() if n not in {*outside, *of_head}}
     return {"top": top, "layers": tuple(_map(rest, chunk) for chunk in layers)}, found
 
 

@@ -96,7 +96,7 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, watch=None):
     """Compute the last residual stream, and of each layer with experts what `_router_of` gives.
 
-    Args:     watch: called with the name of each point of a layer (`probes.py`), and the value
+    Args:     watch: called with the name of each point (`probes.py`), and the value
               there; at "queries" with the masked attention scores, [B, H, T, S].
     """
     m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
@@ -110,6 +110,8 @@ def hidden_and_routers(params: Tree, batch: Batch, cfg: Config, watch=None):
         x = block(x, w, positions, segments, of_i, watch)
         if watch is not None:
             watch("layer", x)
+    if watch is not None:
+        watch("head", _stream_norm(x, params, "final_norm", m))
     return x, routers
 
 

@@ -31,6 +31,8 @@ class Head:
     max_segments: int | None
     trains: bool
     """False for the head of an evaluation."""
+    mean: jax.Array | None = None
+    """The loss of the global batch, if a forward has computed it (`Objective.count`)."""
 
     @property
     def cfg(self) -> Config:

@@ -13,17 +13,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config import Config, ConfigError, flag
 from jaxpar.config.values import Value, fields_of
 from jaxpar.sharding.batch import IGNORED, Batch
-
-#: Fields that train another loss, or a term that a loss of tokens has itself.
-REFUSED = {
-    "dpo.beta": "trains a loss of pairs",
-    "distill.teacher": "trains a loss of its own",
-    "train.z_loss": "is a term of the default loss: add one of scores.logsumexp() to yours",
-    "train.z_loss_schedule": "is a term of the default loss",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +59,12 @@ class Loss(Value):
     """
 
     kind: ClassVar[str] = "Loss"
+    refuses: ClassVar[dict[str, str]] = {
+        "dpo.beta": "trains a loss of pairs",
+        "distill.teacher": "trains a loss of its own",
+        "train.z_loss": "is a term of the default loss: add one of scores.logsumexp() to yours",
+        "train.z_loss_schedule": "is a term of the default loss",
+    }
 
     mtp_loss: float = 0.0
     """Weight of the loss of the modules of multi-token prediction."""
@@ -84,10 +82,6 @@ class Loss(Value):
 
     def check(self, cfg: Config, path: str) -> None:
         name = type(self).__name__
-        for other, why in REFUSED.items():
-            default = default_of(other)
-            rule = f"{why}, and {path} is {name}"
-            require(value_of(cfg, other) == default, cfg, other, rule, flag(other, default))
         for term in TERMS:
             if getattr(self, term) != getattr(Loss, term):
                 rule, fix = f"is train.{term} in a run", f"use {flag(f'train.{term}')}"
@@ -101,7 +95,8 @@ class Loss(Value):
         Returns:  float32 [B, T], averaged over labeled tokens; or (values, weights), each [B, T]:
                   the loss is the sum of values times weights over the sum of weights of the global
                   batch. A token's value and weight may depend on that token alone, and on its row
-                  where the mesh does not split sequences.
+                  where the mesh does not split sequences. Gradients of weights that depend on the
+                  scores count; a step then begins with a forward of its batch, for their sum.
         """
         raise NotImplementedError
 
@@ -183,8 +178,3 @@ def summed(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]
     """Return the sum of values times weights, and the sum of weights."""
     # Not a product: the value of a token without a label may be infinite.
     return jnp.sum(jnp.where(weights != 0, values, 0.0) * weights), jnp.sum(weights)
-
-
-def averaged(found: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of what a loss returned, and the sum of the weights."""
-    return summed(*split(found, labels))

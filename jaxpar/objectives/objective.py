@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.metrics import METRICS, Metric, declare, declare_more
+from jaxpar.config.metrics import METRICS, Metric, declare
 from jaxpar.config.values import unknown_code
 from jaxpar.model import transformer
 from jaxpar.objectives import distillation, own_loss, pairs
@@ -20,6 +20,7 @@ from jaxpar.objectives.dpo import MEASURES
 from jaxpar.objectives.head import Head, Sums, Tree, count_labels
 from jaxpar.objectives.losses import Loss
 from jaxpar.parallel.collectives import psum
+from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.batch import Batch
 
 
@@ -34,12 +35,26 @@ class Objective:
     head: Callable[[Tree, jax.Array, Batch, Head], Sums]
     """(weights outside layers, x, microbatch, Head) -> (sum to differentiate, sums to report).
     Every device calls it; x is that of the last pipeline stage."""
-    count: Callable[[Batch, tuple[str, ...]], jax.Array] = count_labels
-    """(batch of this device, mesh axes) -> what the sums are divided by, of the global batch."""
+    count: Callable[[Batch, tuple[str, ...]], jax.Array | None] = count_labels
+    """(batch of this device, mesh axes) -> what the sums are divided by, of the global batch. None:
+    it depends on the model, and is the last of the sums in an evaluation; a training step evaluates
+    its batch first, and the head gets the mean."""
     report: Callable[[Any], dict[str, Any]] = _loss
     """Means of the sums -> metrics, among them "loss"."""
     metrics: dict[str, Metric] = field(default_factory=dict, hash=False, compare=False)
     """The metrics that it adds."""
+    of_metrics: int = 0
+    """How many of the sums, the last ones, are those of metrics: over all replicas of DiLoCo."""
+
+    def summed(self, sums: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Sum what heads have reported over devices, and metrics over all replicas.
+
+        Communication: an all-reduce over `axes`, and one of metrics over REPLICA if it is another.
+        """
+        total, n = psum(sums, axes), self.of_metrics
+        if not n or REPLICA in axes:
+            return total
+        return jnp.concatenate([total[:-n], psum(total[-n:], REPLICA)])
 
 
 def _next_token(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
@@ -80,12 +95,13 @@ def of_loss(loss: Loss) -> Objective:
     meaning = f"a metric of train.loss, {type(loss).__name__}, averaged like the loss"
     names = own_loss.metric_names(loss)
     if there := sorted(METRICS.keys() & names):
-        rule, fix = "returns a metric of this name, which is another's", "use another name"
+        rule, fix = "returns a metric of this name, which is another's", f'use "{there[0]}_2"'
         raise ConfigError(f"train.loss: {type(loss).__name__}.metrics", there[0], rule, fix)
-    declare_more({name: Metric("training", "", meaning) for name in names})
+    metrics = {name: Metric("training", "", meaning) for name in names}
     head = functools.partial(own_loss.head, loss)
     count = functools.partial(own_loss.count, loss)
-    return Objective(head, count, functools.partial(own_loss.report, loss))
+    report = functools.partial(own_loss.report, loss)
+    return Objective(head, count, report, metrics, 2 * len(names))
 
 
 NEXT_TOKEN = Objective(_next_token)

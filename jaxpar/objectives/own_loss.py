@@ -8,7 +8,6 @@ import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ConfigError
 from jaxpar.model import transformer
 from jaxpar.model.transformer import before_logits
 from jaxpar.objectives import token_scores
@@ -56,20 +55,31 @@ def _wanted(loss: Loss, batch: Batch) -> tuple[str, ...]:
 def head(loss: Loss, top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
     """Compute the weighted sum of a microbatch's loss from the last stage's residual stream.
 
+    With weights that depend on the scores, the gradient is that of sum(values weights) /
+    sum(weights): of the sum minus the mean, a constant, times the sum of weights.
+
     Args:     x: [B, T/(sequence*tensor), D], read on the last pipeline stage.
     Returns:  (loss with that of modules of multi-token prediction; float32 [1 + depth + 2 metrics]:
-              the loss, that of each module, and the sums of values and of weights of each metric).
+              the loss, that of each module, and the sums of values and of weights of each metric;
+              in an evaluation, if weights depend on the scores, also their sum).
     Communication: a broadcast over PIPELINE; that of `token_scores.of_hidden`; that of modules.
     """
+    wanted, weighs = _wanted(loss, mb), _weighs_scores(loss, mb)
 
-    def loss_of(top: Tree, x: jax.Array, mb: Batch) -> Sums:
-        scores = token_scores.of_hidden(top, x, mb.labels, h.cfg, _wanted(loss, mb))
-        values, weights = split(loss(_Scores(scores.__getitem__), mb), mb.labels)
-        total, _ = summed(values, weights)
-        metrics = loss.metrics(lax.stop_gradient(values), mb)
-        pairs = [split(metrics[name], mb.labels) for name in sorted(metrics)]
-        sums = [part for pair in pairs for part in summed(*pair)]
-        return total, lax.stop_gradient(jnp.stack([total, *sums]))
+    def loss_of(top: Tree, x: jax.Array, of: Batch) -> Sums:
+        scores = token_scores.of_hidden(top, x, of.labels, h.cfg, wanted)
+        values, weights = split(loss(_Scores(scores.__getitem__), of), of.labels)
+        if of is not mb:  # a module's weights are constants
+            weights = lax.stop_gradient(weights)
+        total, count = summed(values, weights)
+        metrics = loss.metrics(lax.stop_gradient(values), of)
+        pairs = [split(metrics[name], of.labels) for name in sorted(metrics)]
+        sums = [total, *(part for pair in pairs for part in summed(*pair))]
+        if weighs and not h.trains:
+            sums.append(count)
+        if h.mean is not None and of is mb:
+            total -= h.mean * count
+        return total, lax.stop_gradient(jnp.stack(sums))
 
     if not (h.cfg.model.mtp_depth and h.trains):
         x = broadcast_from_last_stage(before_logits(top, x, h.cfg.model))
@@ -81,23 +91,29 @@ def head(loss: Loss, top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
     return total, jnp.concatenate([own[:1], of_modules, own[1:]])
 
 
-def count(loss: Loss, batch: Batch, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum of the weights over the tokens of the global batch, float32.
+def count(loss: Loss, batch: Batch, axes: tuple[str, ...]) -> jax.Array | None:
+    """Return the sum of the weights over the tokens of the global batch, float32; None if weights
+    depend on the model's scores.
 
     Communication: a scalar all-reduce over `axes`.
-    Raises:   ConfigError for weights that depend on the model's scores.
     """
-    none = jnp.zeros(batch.labels.shape, jnp.float32)
+    if _weighs_scores(loss, batch):
+        return None
+    return psum(_weights(loss, batch)(_zeros(loss, batch)), axes)
 
-    def weights(scores: dict[str, jax.Array]) -> jax.Array:
-        return jnp.sum(split(loss(_Scores(scores.__getitem__), batch), batch.labels)[1])
 
-    scores = dict.fromkeys(_wanted(loss, batch), none)
-    if _reads_input(jax.make_jaxpr(weights)(scores).jaxpr):
-        rule = "returns weights that depend on the model's scores, not on the batch alone"
-        fix = "multiply the values by them, with jax.lax.stop_gradient where they are constant"
-        raise ConfigError("train.loss", type(loss).__name__, rule, fix)
-    return psum(weights(scores), axes)
+def _weights(loss: Loss, batch: Batch) -> Callable[[dict[str, jax.Array]], jax.Array]:
+    """Return the function from scores of a batch to the sum of their weights."""
+    return lambda scores: jnp.sum(split(loss(_Scores(scores.__getitem__), batch), batch.labels)[1])
+
+
+def _zeros(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
+    return dict.fromkeys(_wanted(loss, batch), jnp.zeros(batch.labels.shape, jnp.float32))
+
+
+def _weighs_scores(loss: Loss, batch: Batch) -> bool:
+    """Return whether a loss's weights of tokens depend on the model's scores."""
+    return _reads_input(jax.make_jaxpr(_weights(loss, batch))(_zeros(loss, batch)).jaxpr)
 
 
 def _reads_input(jaxpr: Any) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_kinds import STACKS, dense_places
-from jaxpar.config.metrics import Metric
+from jaxpar.config.metrics import Metric, Reduction
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.model.probes import Feed, LayerProbe, Probed, num_before
@@ -120,6 +120,18 @@ class TrainStep:
         found, has = self._of_layers(self.probes[probe], 0.0)
         total, count = psum((found, has), AXES)
         return _with_absent(total, count, absent)
+
+    def at_head(self, probe: str, reduction: Reduction) -> jax.Array:
+        """Reduce a probe at the point "head" over all devices: a scalar, the same on every device.
+
+        Communication: an all-reduce over every axis.
+        """
+        value = self.probes[probe].head
+        assert value is not None
+        is_last = lax.axis_index(PIPELINE) == lax.axis_size(PIPELINE) - 1
+        if reduction == "max":
+            return lax.pmax(jnp.where(is_last, jnp.max(value), -jnp.inf), AXES)
+        return psum(jnp.where(is_last, value, 0.0), AXES)
 
     def layer_maxima(self, probe: str, absent: float = 0.0) -> jax.Array:
         """Return the maxima of a probe by row over all devices, like `layer_sums`.
@@ -224,9 +236,20 @@ class Feature:
     """Whether `after_update` itself changes nothing where `TrainStep.ok` is False. Otherwise the
     step selects, which takes no extra pass for what `after_update` returns unchanged."""
 
+    names: ClassVar[list[str]] = []
+    """Those of all features."""
+
+    def __init_subclass__(cls) -> None:
+        if isinstance(cls.name, str):
+            Feature.names.append(cls.name)
+
     def is_on(self, cfg: Config) -> bool:
         """Whether a config has the feature."""
         raise NotImplementedError
+
+    def own_metrics(self, cfg: Config) -> dict[str, Metric]:
+        """Return the metrics that users' values in a config add."""
+        return {}
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         """Return what its layers measure."""

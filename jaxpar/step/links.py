@@ -84,10 +84,10 @@ def of_parameters(ex: Execution, reduce: Sum) -> list[Link]:
     ]
 
 
-def of_evaluation(ex: Execution) -> list[Link]:
-    """The links of a step without gradients."""
+def of_evaluation(ex: Execution, values: Tree) -> list[Link]:
+    """The links of a step without gradients. `values`: as in `fed`."""
     plain = lambda w: (w._replace(trainable=fused_weights.fuse(w.trainable, ex)), _unchanged)  # noqa: E731
-    return [on_device(ex), replicated(_unchanged), plain, gathered(ex), slots(ex)]
+    return [on_device(ex), replicated(_unchanged), plain, gathered(ex), fed(values), slots(ex)]
 
 
 def _unchanged(grads: Tree) -> tuple[Tree, Found]:

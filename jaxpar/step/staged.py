@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,14 +20,14 @@ from jaxpar.model.attention_context import (
     with_probes,
 )
 from jaxpar.model.moe.router import loss_weight_of
-from jaxpar.model.probes import Feed, LayerProbe
+from jaxpar.model.probes import HEAD, Feed, LayerProbe, observe_head
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.objectives.objective import Head, head_of, objective_of
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
-from jaxpar.parallel.staged_model import StagedModel
+from jaxpar.parallel.staged_model import StagedModel, Sums
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.loss_weights import loss_weights
@@ -52,13 +53,14 @@ def staged_model(
     step: jax.Array | None = None,
     probes: tuple[LayerProbe, ...] = (),
     feeds: tuple[Feed, ...] = (),
+    mean: jax.Array | None = None,
 ) -> StagedModel:
     """Return the configured model in the form that the schedules of microbatches run.
 
     Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
               backward.
               step: int32 scalar, steps before this one; None counts as none.
-              probes, feeds: what leaves and enters the layers.
+              probes, feeds: what leaves and enters the layers. mean: as in `Head`.
     """
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
     of_routers = scale is not None and cfg.model.num_experts > 0 and cfg.lora.rank == 0
@@ -74,17 +76,31 @@ def staged_model(
     embed = functools.partial(transformer.embed, cfg=cfg)
     if dense_before_stages(cfg.model, cfg.parallel):
         embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
-    head = Head(ex, weights, context, max_segments, trains=scale is not None)
+    of_head = Head(ex, weights, context, max_segments, trains=scale is not None, mean=mean)
+    head = head_of(objective_of(cfg), of_head)
+    if any(probe.point == HEAD for probe in probes):
+        head = functools.partial(_observed, head, probes, cfg)
     return StagedModel(
         embed=embed,
         context=context,
         stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
-        head=head_of(objective_of(cfg), head),
+        head=head,
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
         adds_gradients=bool(probes) or cfg.model.num_experts > 0,
         layers_per_vjp=ex.layers_per_vjp,
     )
+
+
+def _observed(
+    head: Callable[..., Sums],
+    probes: tuple[LayerProbe, ...],
+    cfg: Config,
+    top: Any,
+    x: jax.Array,
+    mb: Batch,
+) -> Sums:
+    return head(top, observe_head(x, top, mb.rows, probes, cfg), mb)
 
 
 def schedule_of(cfg: Config) -> Callable:

@@ -17,6 +17,7 @@ from jaxpar.config import Config
 from jaxpar.config.values import OF_STEPS, require_code
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters
+from jaxpar.model.probes import Feed
 from jaxpar.objectives.objective import count_labels, objective_of
 from jaxpar.optimizer import moments
 from jaxpar.parallel.collectives import psum, varying
@@ -28,7 +29,7 @@ from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import links
 from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import Feature, TrainStep
-from jaxpar.step.features import features_of
+from jaxpar.step.features import declare_own_metrics, features_of
 from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.global_updates import with_post_updates
 from jaxpar.step.links import Weights
@@ -58,6 +59,7 @@ def make_train_step(
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
     require_code(cfg, OF_STEPS)
+    declare_own_metrics(cfg)
     specs, ex, everywhere = state_specs(cfg), ex or execution_of(cfg), PartitionSpec()
     as_input = cfg.optimizer.schedule_as_input
     step: Callable = functools.partial(train_step, ex, max_segments, requested=tuple(requested))
@@ -158,21 +160,33 @@ def gradients(s: TrainStep, features: tuple[Feature, ...], max_segments: int | N
     feeds = tuple(feed for feature in features for feed in feature.feeds(cfg, s.batch))
     s = each(features, "before_gradients", s)
     num_tokens = count_labels(s.batch, axes)
-    is_tokens = objective.count is count_labels
-    count = num_tokens if is_tokens else objective.count(s.batch, axes)
+    count, known = counted(s, num_tokens, max_segments, feeds)
     batch = with_rows(s.batch) if feeds or any(probe.by_row for probe in probes) else s.batch
     to_model = [links.probed(ex, probes, batch), links.fed(s.fed), links.slots(ex)]
     chain = links.chain([*links.of_parameters(ex, links.sum_of(features, s)), *to_model])
     weights, back = chain(Weights(s.params))
-    model = staged_model(ex, max_segments, s.scale, s.step, probes, feeds)
+    model = staged_model(ex, max_segments, s.scale, s.step, probes, feeds, known)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     (_, sums), grads = schedule_of(cfg)(model, *weights[:2], microbatches, s.scale / count)
     grads, found = back(grads)
-    mean = psum(sums, axes) / count
+    mean = objective.summed(sums, axes) / count
     norm = global_norm(fused_weights.unstack_layers(grads, cfg), trainer_axes(cfg, AXES))
     s = s.replace(grads=grads, probes=found.pop(links.PROBES), results=found)
     s = s.with_metrics(grad_norm=norm, num_tokens=num_tokens, **objective.report(mean))
     return each(features, "after_gradients", s)
+
+
+def counted(
+    s: TrainStep, num_tokens: jax.Array, max_segments: int | None, feeds: tuple[Feed, ...]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return what the sums of a batch are divided by, and the loss, if that took a forward."""
+    axes, objective = trainer_axes(s.cfg, TOKEN_AXES), objective_of(s.cfg)
+    if objective.count is count_labels:
+        return num_tokens, None
+    if (count := objective.count(s.batch, axes)) is not None:
+        return count, None
+    sums, count = evaluated(s, max_segments, axes, feeds)
+    return count, sums[0] / count
 
 
 def updated(s: TrainStep, opt_state: Any, rates: jax.Array | None) -> tuple[TrainStep, Any]:
@@ -212,11 +226,23 @@ def with_rows(batch: Batch) -> Batch:
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
     """Compute the objective's sums of a global batch, and its count."""
-    ex = without_backward(ex)
+    return evaluated(TrainStep(ex, None, params, batch), max_segments, TOKEN_AXES)
+
+
+def evaluated(
+    s: TrainStep, max_segments: int | None, axes: tuple[str, ...], feeds: tuple[Feed, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the objective's sums of a batch by a forward, and its count.
+
+    Args:     axes: over which tokens are split.
+    """
+    ex = without_backward(s.ex)
     cfg, objective = ex.cfg, objective_of(ex.cfg)
-    weights, _ = links.chain(links.of_evaluation(ex))(Weights(params))
+    weights, _ = links.chain(links.of_evaluation(ex, s.fed))(Weights(s.params))
+    batch = with_rows(s.batch) if feeds else s.batch
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
-    model = staged_model(ex, max_segments)
-    whole = join(*weights[:2])
-    _, sums = forward_only(model, whole, microbatches, cfg.parallel.virtual_stages)
-    return psum(sums, TOKEN_AXES), objective.count(batch, TOKEN_AXES)
+    model = staged_model(ex, max_segments, feeds=feeds)
+    _, sums = forward_only(model, join(*weights[:2]), microbatches, cfg.parallel.virtual_stages)
+    sums = psum(sums, axes)
+    count = objective.count(s.batch, axes)
+    return (sums[:-1], sums[-1]) if count is None else (sums, count)

@@ -1,9 +1,11 @@
 """Values of users' classes in a config: their fields, JSON, code that is loaded later, errors."""
 
 import dataclasses
+import functools
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -136,52 +138,139 @@ class Twice(PostUpdate):
         return params, extra
 
 
-class WithList(Loss):
-    sizes: list = dataclasses.field(default_factory=list)
+class WithSizes(Loss):
+    sizes: Any = ()
 
 
-BAD = [
-    ({"train.loss": Doubled}, "is a class, not a value.*Doubled()"),
-    ({"train.loss": Twice()}, "train.loss.*must be a jaxpar.Loss"),
-    ({"train.loss": lambda scores, batch: scores.label()}, "must be a jaxpar.Loss"),
-    ({"train.loss": WithList()}, "WithList.sizes.*must be hashable"),
-    ({"train.loss": Doubled()}, "Doubled.mtp_loss = 0.25: is train.mtp_loss in a run"),
-    ({"train.loss": Doubled(mtp_loss=0.0), "train.z_loss": 1e-4}, "train.z_loss.*logsumexp"),
-    ({"train.loss": Doubled(mtp_loss=0.0), "dpo.beta": 0.1}, "trains a loss of pairs"),
-    ({"train.probes": Probe(name="a", reduce="mean", value=abs)}, "must be a tuple"),
-    ({"train.probes": (Probe(name="a", value=abs),)}, "a.reduce.*must say how tokens are reduced"),
-    ({"train.probes": (Probe(name="a", reduce="max"),)}, "needs one function"),
+PLAIN = Doubled(mtp_loss=0.0)
+
+
+def one_of_each(x):
+    return x
+
+
+def probe(name: str = "a", reduce: str = "max", value: Any = abs, **more: Any) -> Probe:
+    return Probe(name=name, reduce=reduce, value=value, **more)
+
+
+class Max(Probe):
+    reduce = "max"
+
+    def __call__(self, x):
+        return x
+
+
+ADAPTERS = {"lora.rank": 2}
+REPLICAS = {"diloco.every": 2, "parallel.replica": 2}
+
+#: What is refused, the error, and the same after its fix.
+BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"train.loss": Doubled}, r"is a class, not a value.*Doubled\(\)", {"train.loss": PLAIN}),
+    ({"train.loss": Twice()}, r"train.loss.*must be a jaxpar.Loss.*loss=", {"train.loss": PLAIN}),
     (
-        {"train.probes": (Probe(name="a", reduce="max", value=abs, point="x"),)},
+        {"train.loss": lambda scores, batch: scores.label()},
+        r"must be a jaxpar.Loss or None.*loss=MyOwn\(\)",
+        {"train.loss": PLAIN},
+    ),
+    (
+        {"train.loss": WithSizes(sizes=[1])},
+        "WithSizes.sizes.*must be hashable.*a tuple",
+        {"train.loss": WithSizes(sizes=(1,))},
+    ),
+    (
+        {"train.loss": Doubled()},
+        "Doubled.mtp_loss = 0.25: is train.mtp_loss in a run.*use --train.mtp-loss",
+        {"train.loss": PLAIN},
+    ),
+    (
+        {"train.loss": PLAIN, "train.z_loss": 1e-4},
+        "train.z_loss.*logsumexp.*use --train.z-loss 0.0",
+        {"train.loss": PLAIN, "train.z_loss": 0.0},
+    ),
+    (
+        {"train.loss": PLAIN, "dpo.beta": 0.1},
+        "trains a loss of pairs.*use --dpo.beta 0.0",
+        {"train.loss": PLAIN, "dpo.beta": 0.0},
+    ),
+    ({"train.probes": probe()}, "must be a tuple.*,", {"train.probes": (probe(),)}),
+    (
+        {"train.probes": (probe(reduce=""),)},
+        'a.reduce.*must say how tokens are reduced.*use reduce="mean" or',
+        {"train.probes": (probe(reduce="mean"),)},
+    ),
+    (
+        {"train.probes": (probe(value=None),)},
+        "needs one function, and has none.*use value=FUNCTION",
+        {"train.probes": (probe(),)},
+    ),
+    (
+        {"train.probes": (Max(value=abs),)},
+        "needs one function, and has two.*leave out value",
+        {"train.probes": (Max(),)},
+    ),
+    (
+        {"train.probes": (probe(value=lambda x: x),)},
+        r"Probe.value = '.*<lambda>': has no name.*by `def` at the top",
+        {"train.probes": (probe(value=one_of_each),)},
+    ),
+    (
+        {"train.probes": (probe(value=functools.partial(one_of_each)),)},
+        "Probe.value = '<no name>': has no name",
+        {"train.probes": (probe(value=one_of_each),)},
+    ),
+    (
+        {"train.probes": (probe(point="x"),)},
         "no point.*residual",
+        {"train.probes": (probe(point="residual"),)},
     ),
     (
-        {"train.probes": (Probe(name="a", reduce="mean", value=abs, point="scores"),)},
-        "a.reduce = 'mean'.*use max",
+        {"train.probes": (probe(point="scores", reduce="mean"),)},
+        "a.reduce = 'mean'.*use reduce=\"max\"",
+        {"train.probes": (probe(point="scores", reduce="max"),)},
     ),
     (
-        {"train.probes": (Probe(name="a", reduce="max", value=abs, point="router"),)},
-        "needs a model with experts",
+        {"train.probes": (probe(point="router"),)},
+        'needs a model with experts.*use point="feed_forward_input"',
+        {"train.probes": (probe(point="feed_forward_input"),)},
     ),
     (
-        {"train.probes": (Probe(name="a", reduce="max", value=abs),), "lora.rank": 2},
-        "trains adapters alone, and probes",
+        {"train.probes": (probe(),)} | ADAPTERS,
+        "trains adapters alone, and probes.*use --lora.rank 0",
+        {"train.probes": (probe(),), "lora.rank": 0},
     ),
-    ({"train.probes": (Probe(name="loss", reduce="max", value=abs),)}, "name of another metric"),
-    ({"train.probes": 2 * (Probe(name="a", reduce="max", value=abs),)}, "name of another metric"),
-    ({"train.post_updates": 2 * (Twice(),)}, "'twice'.*name of another state"),
-    ({"train.post_updates": (Twice(key="ema"),)}, "'ema'.*name of another state"),
     (
-        {"train.post_updates": (Twice(),), "diloco.every": 2, "parallel.replica": 2},
-        "replicas have weights of their own",
+        {"train.probes": (probe("loss"),)},
+        'name of another metric.*use name="loss_2"',
+        {"train.probes": (probe("loss_2"),)},
+    ),
+    (
+        {"train.probes": 2 * (probe(),)},
+        'name of another metric.*use name="a_2"',
+        {"train.probes": (probe(), probe("a_2"))},
+    ),
+    (
+        {"train.post_updates": 2 * (Twice(),)},
+        "'twice'.*name of another state.*use key=\"twice_2\"",
+        {"train.post_updates": (Twice(), Twice(key="twice_2"))},
+    ),
+    (
+        {"train.post_updates": (Twice(key="ema"),)},
+        "'ema'.*name of another state.*use key=\"ema_2\"",
+        {"train.post_updates": (Twice(key="ema_2"),)},
+    ),
+    (
+        {"train.post_updates": (Twice(),)} | REPLICAS,
+        "replicas have weights of their own.*use --diloco.every 0",
+        {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco.every": 0},
     ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "match"), BAD)
-def test_bad_values_are_one_error(fields, match):
+@pytest.mark.parametrize(("fields", "match", "fixed"), BAD)
+def test_bad_values_are_one_error_whose_fix_helps(fields, match, fixed):
     with pytest.raises(ConfigError, match=match):
         check(replace(TINY, **fields))
+    check(replace(TINY, **fixed))
 
 
 def test_a_config_has_no_values_by_default():

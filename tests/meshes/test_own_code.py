@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import Loss, ParamSpec, PostUpdate, Probe
+from jaxpar import Loss, Probe, load_config
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
@@ -17,11 +17,17 @@ from jaxpar.model.parameters import specs_of
 from jaxpar.objectives.objective import objective_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.features import features_of, own_probes
+from jaxpar.step.features import declare_own_metrics, own_probes
 from jaxpar.step.state import init_state, to_logical
-from jaxpar.step.train_step import LAYERS, make_train_step
+from jaxpar.step.train_step import (
+    LAYERS,
+    make_eval_step,
+    make_gradient_step,
+    make_train_step,
+)
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.small_config import steady
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -38,6 +44,20 @@ class Smoothed(Loss):
         nll, rest = lse - scores.label(), lse - scores.mean()
         values = (1 - self.smoothing) * nll + self.smoothing * rest - 0.01 * scores.entropy()
         return values, 1.0 + batch.positions % 3
+
+    def metrics(self, values, batch):
+        return {"early_loss": (values, batch.positions < 5)}
+
+
+class Selected(Loss):
+    """Weights that depend on the scores: some of it has a gradient, some has none."""
+
+    stopped: bool = False
+
+    def __call__(self, scores, batch):
+        nll = scores.logsumexp() - scores.label()
+        weights = (nll > 3.5) + jax.lax.stop_gradient(scores.entropy())
+        return nll, weights if self.stopped else weights + jnp.exp(-nll)
 
     def metrics(self, values, batch):
         return {"early_loss": (values, batch.positions < 5)}
@@ -63,23 +83,20 @@ class Largest(Probe):
         return jnp.max(jnp.abs(x), axis=-1)
 
 
-class UnitRows(PostUpdate):
-    """Rows of w_down back to unit norm, with a running mean of the norms before it."""
-
-    def extra(self, params):
-        w = params["layers"]["w_down"]
-        return {"layers": {"norm": ParamSpec(shape=w.shape[:-1], axes=w.axes[:-1], init="ones")}}
-
-    def __call__(self, params, before, extra, step):
-        w = params["layers"]["w_down"]
-        norm = jnp.linalg.norm(w, axis=-1)
-        mean = 0.9 * extra["layers"]["norm"] + 0.1 * norm
-        layers = params["layers"] | {"w_down": w / jnp.maximum(norm, 1e-6)[..., None]}
-        return params | {"layers": layers}, {"layers": {"norm": mean}}
-
-
 def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+
+def unchanged(scores: jax.Array) -> jax.Array:
+    return scores
+
+
+def likeliest(probabilities: jax.Array) -> jax.Array:
+    return jnp.max(probabilities, axis=-1)
+
+
+def mean_of_cubes(x: jax.Array) -> jax.Array:
+    return jnp.mean(x.astype(jnp.float32) ** 3, axis=-1)  # a norm makes squares trivial
 
 
 PROBES = (
@@ -89,7 +106,9 @@ PROBES = (
     Probe(name="from_mixer", point="mixer_output", reduce="mean", value=rms),
     Largest(name="into_feed_forward", point="feed_forward_input"),
     Probe(name="from_feed_forward", point="feed_forward_output", reduce="mean", value=rms),
-    Probe(name="score", point="scores", reduce="max", value=lambda x: x),
+    Probe(name="score", point="scores", reduce="max", value=unchanged),
+    Probe(name="into_head", point="head", reduce="mean", value=mean_of_cubes),
+    Largest(name="largest_into_head", point="head"),
 )
 
 BASE = replace(
@@ -98,11 +117,11 @@ BASE = replace(
         "model.num_layers": 3,
         "train.loss": Smoothed(),
         "train.probes": PROBES,
-        "train.post_updates": (UnitRows(),),
+        "train.post_updates": load_config("extending").train.post_updates,
         "optimizer.ema_decay": 0.9,
     },
 )
-ROUTERS = Probe(name="router", point="router", reduce="mean", value=lambda p: jnp.max(p, axis=-1))
+ROUTERS = Probe(name="router", point="router", reduce="mean", value=likeliest)
 EXPERTS = replace(
     BASE,
     **{
@@ -171,9 +190,82 @@ def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
     assert kept.shape == rows.shape and np.all(kept != 1)
 
 
+def weighted(cfg: Config, loss: Loss) -> Config:
+    own: dict[str, Any] = {"train.probes": (), "train.post_updates": (), "optimizer.ema_decay": 0.0}
+    return replace(cfg, **own, **{"train.loss": loss})
+
+
+@functools.cache
+def plain_gradients(cfg: Config) -> tuple[float, dict[str, Any]]:
+    batch = traces.random_batch(cfg)
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    found = jax.jit(lambda p: traces.reference_gradients(p, batch, cfg))(params)
+    return float(found[0]), traces.to_host(found[1])
+
+
+@pytest.mark.parametrize(
+    ("item", "cfg"),
+    [
+        pytest.param(item, weighted(cfg, Selected()), marks=mesh.marks)
+        for mesh in (pytest.param(*MESHES[0]), pytest.param(*MESHES[1]), *MESHES[2:])
+        for item, cfg in [mesh.values]
+    ]
+    + [slow("pipeline=2,data=2,num_microbatches=2", weighted(BASE, Selected(stopped=True)))],
+)
+def test_weights_that_depend_on_the_scores_have_exact_gradients(item, cfg):
+    loss, wanted = plain_gradients(cfg)
+    here, mesh = on_mesh(item, cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, mesh)
+    params = init_state(here, mesh).params
+    metrics, grads = make_gradient_step(here, mesh)(params, batch)
+    found = traces.logical(grads, here)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    for name, value in wanted.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found[name], value, atol=2e-5 * scale, err_msg=name)
+    total, count = make_eval_step(here, mesh)(params, batch)
+    evaluated = objective_of(here).report(total / count)
+    for name in ("loss", "early_loss"):
+        assert float(evaluated[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "item", ["replica=2,data=2", slow("replica=2,tensor=2,num_microbatches=2")]
+)
+@pytest.mark.parametrize("loss", [OfSources(), slow(Selected())])
+def test_replicas_of_diloco_train_on_means_of_their_own(item, loss):
+    """A step of each, with its own source. Metrics are of the global batch."""
+    cfg = steady(replace(weighted(BASE, loss), **{"train.probes": PROBES}))
+    rows = cfg.train.global_batch_size // 2
+    batch = traces.random_batch(cfg)
+    replicas = np.repeat(np.arange(2, dtype=np.int32), rows)
+    if loss.reads:
+        batch.extra["source"][:] = replicas[:, None]
+    params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+    whole = own_probes.plain(params, batch, cfg, PROBES)
+    halves = [jax.tree.map(lambda a, r=r: a[replicas == r], batch) for r in range(2)]
+    steps = [traces.reference_trace(cfg, [half], 1) for half in halves]
+    tokens = [np.sum(half.labels >= 0) for half in halves]
+
+    diloco = {"diloco.every": 4, "parallel.replica": 2}
+    here, mesh = on_mesh(item, replace(cfg, **diloco))
+    placed = traces.shard_batch(batch, here, mesh)
+    state, metrics = make_train_step(here, mesh)(init_state(here, mesh), placed)
+    wanted = np.average([step.loss for step in steps], weights=tokens)
+    assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+    for name, value in whole.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
+    if loss.reads:
+        found = [float(metrics[f"loss_{r}"]) for r in range(2)]
+        np.testing.assert_allclose(found, [step.loss for step in steps], rtol=1e-5)
+    for name, both in flat(jax.device_get(state.extra["diloco"]["weights"])).items():
+        for value, step in zip(both, steps, strict=True):
+            np.testing.assert_allclose(value, step.params[name], atol=2e-5, err_msg=name)
+
+
 def test_metrics_of_a_loss_and_of_probes_are_described(monkeypatch):
     monkeypatch.setattr("jaxpar.config.metrics.MORE", {})
-    objective_of(BASE), features_of(BASE)
+    declare_own_metrics(BASE)
     loss, stream = metric_of("early_loss"), metric_of("stream")
     assert loss.group == "training" and "Smoothed" in loss.meaning
     assert (

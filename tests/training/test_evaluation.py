@@ -1,6 +1,7 @@
 """What a run is evaluated on: its held-out split, named sets, and once its test split; and with
 which weights: those that are trained, and their moving average."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,12 +16,14 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
+from jaxpar.config.values import SavedValue
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import ByteTokenizer
-from jaxpar.inference.load import load
+from jaxpar.inference.load import load, load_params_of
+from jaxpar.inference.text_loss import text_loss
 from jaxpar.model import reference
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.batch import IGNORED
@@ -125,6 +128,11 @@ def test_named_sets_and_the_test_split_have_losses_of_their_own(
     found = json.loads(output.read_text())["text_loss"]
     assert found["loss"] == pytest.approx(last["test_loss"], abs=2e-5)
     assert found["bits_per_byte"] == pytest.approx(last["test_bits_per_byte"], abs=3e-5)
+
+    model = load_params_of(str(run), None, 1, print)
+    own = replace(model.cfg, **{"train.loss": SavedValue(name="own.py:Own")})  # code not loaded
+    score = text_loss(dataclasses.replace(model, cfg=own), None, "test", 8, 3)
+    assert score.loss == pytest.approx(found["loss"])
 
 
 @pytest.mark.slow  # quicker: data/test_finite_sets.py, named sets above

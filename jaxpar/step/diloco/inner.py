@@ -17,7 +17,7 @@ from jaxpar.step.metrics import Step
 def of_each_replica(step: Step) -> Step:
     """Return the step of all replicas, from that of one trainer without DiLoCo.
 
-    Args:     step: without a collective over REPLICA.
+    Args:     step: without a collective over REPLICA, but for metrics.
     Communication: an all-gather of the metrics over REPLICA: some ten floats.
     """
 

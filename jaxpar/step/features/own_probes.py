@@ -1,5 +1,6 @@
 """Metrics of what layers compute: `Probe`, a user's function at a point of every layer."""
 
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -7,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ConfigError, flag, require
-from jaxpar.config.metrics import METRICS, Metric, Reduction, declare_more
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
 from jaxpar.model import probes, reference
 from jaxpar.model.qk_clip.logits import across, largest
@@ -21,7 +22,8 @@ class Probe(Value):
     """A metric of every layer: a function of a value in the layer, reduced over all tokens.
 
     A subclass defines `__call__`; or pass a function as `value`. The metric is a list with a number
-    for each layer, in the model's order; null for a layer without the point. Points:
+    for each layer, in the model's order; null for a layer without the point. At the point "head",
+    it is one number. Points:
 
         residual              [B, T, D]  the residual stream after the layer
         mixer_input           [B, T, D]  the normalized input of attention or of a recurrence
@@ -30,9 +32,13 @@ class Probe(Value):
         feed_forward_output   [B, T, D]
         router                [B, T, E]  probabilities of the experts, float32
         scores                [B, H]     largest attention score of each head, float32; reduce "max"
+        head                  [B, T, D]  the head's input: the last stream, normalized
     """
 
     kind: ClassVar[str] = "Probe"
+    refuses: ClassVar[dict[str, str]] = {
+        "lora.rank": "trains adapters alone, and probes are among the trained weights of layers"
+    }
 
     name: str = ""
     """Of the metric. Empty: that of the class."""
@@ -49,19 +55,19 @@ class Probe(Value):
         reductions = ("max",) if self.point == "scores" else ("mean", "sum", "max")
         if self.reduce not in reductions:
             rule = f"must say how tokens are reduced at {self.point}"
-            fix = f"use {' or '.join(reductions)}"
+            fix = f"use reduce={' or '.join(map(json.dumps, reductions))}"
             raise ConfigError(f"{path}: {self.metric}.reduce", self.reduce, rule, fix)
         if self.point == "router" and not cfg.model.num_experts:
-            rule, fix = "needs a model with experts", "use another point, or --model.num-experts 8"
+            rule, fix = "needs a model with experts", 'use point="feed_forward_input"'
             raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
-        rule = "trains adapters alone, and probes are among the trained weights of layers"
-        require(cfg.lora.rank == 0, cfg, "lora.rank", rule, flag("lora.rank", 0))
-        if (self.value is None) == (type(self).__call__ is Probe.__call__):
-            rule, fix = "needs one function", "define __call__, or pass value"
+        has_method = type(self).__call__ is not Probe.__call__
+        if (self.value is None) != has_method:
+            rule = "needs one function, and has " + ("two" if has_method else "none")
+            fix = "leave out value" if has_method else "use value=FUNCTION"
             raise ConfigError(f"{path}: {self.metric}.value", self.value, rule, fix)
         names = [probe.metric for probe in probes_of(cfg)]
         if names.count(self.metric) > 1 or self.metric in METRICS:
-            rule, fix = "is the name of another metric", 'use another: name="..."'
+            rule, fix = "is the name of another metric", f'use name="{self.metric}_2"'
             raise ConfigError(f"{path}: {type(self).__name__}.name", self.metric, rule, fix)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -85,6 +91,7 @@ POINTS = {
     "residual": "layer",
     "router": "routing",
     "scores": "queries",
+    "head": probes.HEAD,
     **{name: name for name in probes.OF_LAYER if name != "layer"},
 }
 
@@ -105,7 +112,8 @@ def _of_tokens(probe: Probe, x: jax.Array) -> jax.Array:
     wanted = x.shape[:1] if probe.point == "scores" else x.shape[:2]
     if found.shape[: len(wanted)] != wanted or (probe.point != "scores" and found.ndim != 2):
         rule = f"must return a number for each token, {list(wanted)}, of {list(x.shape)}"
-        raise ConfigError("train.probes", f"{probe.metric}: {list(found.shape)}", rule, "do so")
+        fix = "reduce the last axis alone, as jnp.mean(x, axis=-1) does"
+        raise ConfigError("train.probes", f"{probe.metric}: {list(found.shape)}", rule, fix)
     return found
 
 
@@ -140,10 +148,10 @@ class OwnProbes(Feature):
     by_layer = True
 
     def is_on(self, cfg: Config) -> bool:
-        for probe in probes_of(cfg):
-            meaning = f"{probe.reduce} over tokens at {probe.point}, of each layer"
-            declare_more({probe.metric: Metric("layers", "", meaning, probe.reduce or "mean")})
         return bool(cfg.train.probes)
+
+    def own_metrics(self, cfg: Config) -> dict[str, Metric]:
+        return {probe.metric: _described(probe) for probe in probes_of(cfg)}
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[probes.LayerProbe, ...]:
         return in_layers(probes_of(cfg))
@@ -153,18 +161,30 @@ class OwnProbes(Feature):
         return s.with_metrics(**measured(s, probes_of(s.cfg)))
 
 
+def _described(probe: Probe) -> Metric:
+    of_layers = probe.point != "head"
+    meaning = f"{probe.reduce} over tokens at {probe.point}" + of_layers * ", of each layer"
+    over: Reduction = "max" if probe.reduce == "max" else "mean"  # it is of all replicas already
+    return Metric("layers" if of_layers else "training", "", meaning, over)
+
+
 def in_layers(some: tuple[Probe, ...]) -> tuple[probes.LayerProbe, ...]:
     """Return what layers measure for probes."""
     return tuple(map(_in_layers, some))
 
 
 def measured(s: TrainStep, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
-    """Return the metrics of probes, float32 [layers] each. Communication: an all-reduce of each."""
+    """Return the metrics of probes, float32 [layers] each, or [] at the point "head".
+
+    Communication: an all-reduce of each.
+    """
     tokens = s.batch.tokens.size * lax.axis_size(TOKEN_AXES)
     found = {}
     for probe in some:
         of_layers = s.layer_maxima if probe.reduce == "max" else s.layer_sums
-        if probe.metric in s.probes:
+        if probe.point == "head":
+            value = s.at_head(probe.metric, probe.reduce or "mean")
+        elif probe.metric in s.probes:
             value = of_layers(probe.metric, absent=jnp.nan)
         else:  # no layer has the point
             value = jnp.full(s.cfg.model.num_layers, jnp.nan, jnp.float32)
@@ -178,20 +198,22 @@ def probes_of(cfg: Config) -> tuple[Probe, ...]:
 
 
 def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> dict[str, jax.Array]:
-    """Compute the metrics of some probes with the plain model: float32 [layers] each."""
+    """Compute the metrics of some probes with the plain model, as `measured` returns them."""
     found: dict[str, list[jax.Array]] = {probe.metric: [] for probe in some}
     reached: dict[str, jax.Array] = {}
 
     def watch(point: str, value: jax.Array) -> None:
         reached[point] = value
-        if point != "layer":
+        if point not in ("layer", probes.HEAD):
             return
         for probe in some:
-            found[probe.metric].append(_reduced(probe, reached))
+            if (probe.point == "head") == (point == probes.HEAD):
+                found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
 
     reference.hidden_and_routers(reference.scale_adapters(params, cfg), batch, cfg, watch)
-    return {name: jnp.stack(values) for name, values in found.items()}
+    at_head = {probe.metric for probe in some if probe.point == "head"}
+    return {n: values[0] if n in at_head else jnp.stack(values) for n, values in found.items()}
 
 
 def _reduced(probe: Probe, reached: dict[str, jax.Array]) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.values import Value
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import shardings
@@ -21,14 +21,8 @@ from jaxpar.step.layer_order import EMPTY, layer_order
 
 type Tree = dict[str, Any]
 
-#: Fields that do not go with post-updates.
-REFUSED = {
-    "diloco.every": "replicas have weights of their own",
-    "optimizer.offload_masters": "weights are in host memory",
-}
-
-#: Names of other parts of a state.
-RESERVED = ("step", "params", "opt_state", "guard", "ema", "diloco", "feedback")
+#: Names of parts of a state that are not of features.
+RESERVED = ("step", "params", "opt_state")
 
 
 class PostUpdate(Value):
@@ -40,19 +34,19 @@ class PostUpdate(Value):
     """
 
     kind: ClassVar[str] = "PostUpdate"
+    refuses: ClassVar[dict[str, str]] = {
+        "diloco.every": "replicas have weights of their own",
+        "optimizer.offload_masters": "weights are in host memory",
+    }
 
     key: str = ""
     """Name of its state in checkpoints. Empty: that of the class."""
 
     def check(self, cfg: Config, path: str) -> None:
         name = type(self).__name__
-        for other, why in REFUSED.items():
-            default = default_of(other)
-            rule = f"{why}: not supported with {path}, which has {name}"
-            require(value_of(cfg, other) == default, cfg, other, rule, flag(other, default))
         names = [update.name for update in post_updates_of(cfg)]
-        if names.count(self.name) > 1 or self.name in RESERVED:
-            rule, fix = "is the name of another state", 'use another: key="..."'
+        if names.count(self.name) > 1 or self.name in (*RESERVED, *Feature.names):
+            rule, fix = "is the name of another state", f'use key="{self.name}_2"'
             raise ConfigError(f"{path}: {name}.key", self.name, rule, fix)
 
     def extra(self, params: Tree) -> Tree:
