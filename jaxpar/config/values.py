@@ -165,7 +165,7 @@ def check_values(path: str, given: Any) -> None:
 def _check_field(where: str, held: Any) -> None:
     """Raises:   ConfigError for what cannot be compiled for, or named in JSON."""
     try:
-        hash(held)
+        dict.fromkeys([held])
     except TypeError:
         rule = "must be hashable, as programs are compiled for it"
         raise ConfigError(where, held, rule, "use a number, a text or a tuple") from None
