@@ -5,4 +5,4 @@ that is keyed by the names of weights follows. No file here imports JAX: `--help
 config do not wait for it. The computation is in `jaxpar/model`.
 """
 
-MAY_IMPORT = ("config",)
+MAY_IMPORT = ()

@@ -3,29 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.components.component import Mixer
+from jaxpar.components.component import Component, Mixer
 from jaxpar.components.model import Model
+from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
-from jaxpar.config import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rope:
-    """A rotary position embedding."""
-
-    theta: float = 500_000.0
-    """Base of the frequencies."""
-    scaling: RopeScaling | None = None
-    """Scaling of the frequencies to a longer context."""
-    fraction: float = 1.0
-    """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5)."""
-    layout: Literal["halves", "interleaved"] = "halves"
-    """Which dims are rotated together. halves: one of the first half with one of the second.
-    interleaved: neighbors (Helium, ERNIE 4.5)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class QkNorm:
+class QkNorm(Component):
     """RMSNorm over queries and keys."""
 
     over: Literal["head", "all"] = "head"
@@ -36,7 +21,7 @@ class QkNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryGrowth:
+class QueryGrowth(Component):
     """Queries times 1 + beta * log(1 + floor((position + 1) / span)) (Llama 4)."""
 
     beta: float
@@ -50,7 +35,7 @@ class Attention(Mixer):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope | None = Rope()
+    rope: Rope | None = Rope()  # noqa: RUF009
     """None: no rotary embedding (NoPE)."""
     window: int | None = None
     """Latest keys that a query attends to, its own included. None: all."""

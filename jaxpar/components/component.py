@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
+    """Base of all that a model is composed of: a frozen dataclass of numbers, texts, components."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term(Component):
     """A term of the residual stream, as a function of the stream's norm."""
 
     output_bias: ClassVar[str] = ""
@@ -28,7 +33,7 @@ class Component:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixer(Component):
+class Mixer(Term):
     """Mixes the tokens of a sequence: attention, or a recurrence in its place."""
 
     recurrent: ClassVar[bool] = False
@@ -36,5 +41,5 @@ class Mixer(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeedForward(Component):
+class FeedForward(Term):
     """Processes each token alone."""

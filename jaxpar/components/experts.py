@@ -7,14 +7,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.components.component import FeedForward
+from jaxpar.components.component import Component, FeedForward
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router:
+class Router(Component):
     """Which experts a token is sent to, with which weights."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"

@@ -6,7 +6,7 @@ Source:   Shazeer 2020 (2002.05202), equation 5; Vaswani et al. 2017 (1706.03762
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.components.component import FeedForward
+from jaxpar.components.component import Component, FeedForward
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
 
@@ -14,7 +14,7 @@ type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClampedSwiglu:
+class ClampedSwiglu(Component):
     """gate * sigmoid(alpha * gate) * (up + 1), both clamped to limit (gpt-oss)."""
 
     limit: float = 7.0

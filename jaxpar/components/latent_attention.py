@@ -6,9 +6,9 @@ Source:   DeepSeek-AI 2024 (2405.04434), section 2.1.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxpar.components.attention import Rope
 from jaxpar.components.component import Mixer
 from jaxpar.components.model import Model
+from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
 
 

@@ -10,12 +10,12 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.components.component import FeedForward, Mixer
+from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.weight import Init, Weight, vector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
+class Norm(Component):
     """The norm of the residual stream."""
 
     kind: Literal["rms", "layer"] = "rms"

@@ -4,6 +4,7 @@
 (`command_line.py`), `validate.py` checks it once, and the run saves it as JSON.
 """
 
+from jaxpar.components.rope import RopeScaling
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.schema import (
@@ -21,7 +22,7 @@ from jaxpar.config.schema import (
     TrainConfig,
 )
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.model import ModelConfig, MupConfig, RopeScaling
+from jaxpar.config.schema.model import ModelConfig, MupConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
@@ -52,4 +53,4 @@ __all__ = [
     "value_of",
 ]
 
-MAY_IMPORT = ()
+MAY_IMPORT = ("components",)

@@ -15,9 +15,9 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
+from jaxpar.config.names import CONFIG_MODULE
 from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.serialize import from_values
-from jaxpar.config.values import CONFIG_MODULE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

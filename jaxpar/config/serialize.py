@@ -4,7 +4,8 @@ import json
 import typing
 from typing import Any
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.components.model import Layer
+from jaxpar.config import Config, ConfigError, layers
 from jaxpar.config.fields import section_of, unknown_field
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.values import Value, from_saved, to_values
@@ -46,6 +47,8 @@ def _built(hint: Any, value: Any, path: str) -> Any:
     options = typing.get_args(hint) or (hint,)
     if Value in options and typing.get_origin(hint) is tuple:
         return _saved(value, path)
+    if Layer in options:
+        return layers.from_values(value)
     if Value in options:
         return None if value is None else from_saved(value, path)
     section = section_of(hint)

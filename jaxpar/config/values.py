@@ -6,12 +6,13 @@ understand.
 """
 
 import dataclasses
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
+from jaxpar.components.model import Layer
+from jaxpar.config import layers
 from jaxpar.config.errors import ConfigError
+from jaxpar.config.names import name_of
 
 #: The key of the class among the fields of a value in JSON.
 CLASS = "class"
@@ -92,19 +93,7 @@ class SavedValue(Value):
 
 def class_name(value: Any) -> str:
     """Return the name of a value's class: `module:Class`, or `file.py:Class`."""
-    return value.name if isinstance(value, SavedValue) else _name_of(type(value))
-
-
-def _name_of(cls: Any) -> str:
-    """Return the name of a class or a function: `module:name`, or `file.py:name`."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if file and cls.__module__.startswith((CONFIG_MODULE, "__main__")):
-        return f"{Path(file).name}:{cls.__qualname__}"
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-#: How the names of modules begin that are config files.
-CONFIG_MODULE = "jaxpar_config_"
+    return value.name if isinstance(value, SavedValue) else name_of(type(value))
 
 
 def to_values(node: Any) -> Any:
@@ -115,9 +104,11 @@ def to_values(node: Any) -> Any:
         return {CLASS: class_name(node), **_fields(node)}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return _fields(node)
+    if isinstance(node, tuple) and node and isinstance(node[0], Layer):
+        return layers.to_values(node)
     if isinstance(node, tuple):
         return [to_values(one) for one in node]
-    return _name_of(node) if callable(node) else node
+    return name_of(node) if callable(node) else node
 
 
 def _fields(node: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.components.component import Component, Mixer
+from jaxpar.components.component import Mixer, Term
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
@@ -109,7 +109,7 @@ def _of_local_layers(m: ModelConfig) -> ModelConfig:
     return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
 
 
-def component[C: Component](context: AttentionContext, kind: type[C]) -> C:
+def component[C: Term](context: AttentionContext, kind: type[C]) -> C:
     """Return the mixer or the feed-forward of the layer that reads a context."""
     found = context.layer.mixer if issubclass(kind, Mixer) else context.layer.feed_forward
     assert isinstance(found, kind)

@@ -8,9 +8,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.flags import STACK_OF_MODULES, layer_of_modules, model_of
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import STACK_OF_MODULES, layer_of_modules, model_of
 from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
 
 

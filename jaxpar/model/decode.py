@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.flags import model_of
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.flags import layer_of_modules, model_of
 from jaxpar.components.model import Layer, Model
 from jaxpar.components.weight import Fused, Weight, either_way, fused
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.layout.layer_kinds import STACKS, dense_places
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor

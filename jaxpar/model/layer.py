@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.components.component import Component
+from jaxpar.components.component import Term
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu, Mlp
-from jaxpar.components.flags import model_of
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.weight import either_way
 from jaxpar.config import ModelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
@@ -214,7 +214,7 @@ def _recurrent(name: str, module: Any) -> Computation:
     return Computation(name, module.mix, module.decode, module.held, STATE)
 
 
-_COMPUTATIONS: dict[type[Component], Computation] = {
+_COMPUTATIONS: dict[type[Term], Computation] = {
     Attention: Computation(
         "attention", attention.heads, attention.decode, attention.held, KEYS_AND_VALUES
     ),
@@ -243,7 +243,7 @@ _COMPUTATIONS: dict[type[Component], Computation] = {
 }
 
 
-def computation(component: Component) -> Computation:
+def computation(component: Term) -> Computation:
     """Return how a component computes."""
     return _COMPUTATIONS[type(component)]
 
@@ -263,7 +263,7 @@ def branches(layer: Layer, m: ModelConfig) -> tuple[Branch, ...]:
     return tuple(found)
 
 
-def _branch(component: Component, prefix: str, m: ModelConfig, **fields: Any) -> Branch:
+def _branch(component: Term, prefix: str, m: ModelConfig, **fields: Any) -> Branch:
     declared = component.weights(model_of(m))
     arrays = either_way(declared)
     adapted = [name for name, w in declared.items() if w.adapter]

@@ -5,10 +5,10 @@ import math
 from typing import Any
 
 from jaxpar.components import weight
-from jaxpar.components.flags import DENSE, layer_of_modules, model_of
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.config.layout.composition import DENSE, layer_of_modules, model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.model import lora
 from jaxpar.model.mtp import parameters as mtp

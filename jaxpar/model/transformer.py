@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.flags import layer_of_modules, model_of
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution

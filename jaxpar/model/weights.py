@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.flags import model_of
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora

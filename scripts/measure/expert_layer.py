@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
+from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from jaxpar.components.experts import Experts
-from jaxpar.components.flags import layer_of_modules, model_of
 from jaxpar.components.weight import either_way, fused, spread
 from jaxpar.config.config_file import load_config
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.model.fused_weights import dims_of, matrices_of
 from jaxpar.sharding.axes import RULES
 from tests.step.figures_of import names
@@ -62,5 +62,5 @@ def test_points_are_those_of_the_components():
 
 
 def test_components_import_no_jax():
-    code = "import sys, jaxpar.components.flags; assert 'jax' not in sys.modules"
+    code = "import sys, jaxpar.config.layout.composition; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

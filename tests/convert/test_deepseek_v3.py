@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import reference

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.flags import experts_of, model_of
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import reference
 from jaxpar.model.layer import branches

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.components.flags import experts_of
 from jaxpar.config import ModelConfig, replace
 from jaxpar.config.command_line import load_config
+from jaxpar.config.layout.composition import experts_of
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
 from jaxpar.model.moe import experts, router

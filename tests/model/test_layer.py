@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxpar.components.flags import model_of
 from jaxpar.config import Config, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights, layer, parameters
 from jaxpar.sharding.initial_values import initialize

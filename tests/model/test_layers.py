@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.components.feed_forward import Glu
-from jaxpar.components.flags import model_of
 from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
+from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import attention, embedding, feed_forward, rope
 from jaxpar.parallel.collectives import varying

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.components.flags import experts_of
 from jaxpar.config import ModelConfig, ParallelConfig
+from jaxpar.config.layout.composition import experts_of
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
 from jaxpar.monitoring.hlo import collective_bytes

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from jaxpar.components.flags import layer_of_modules, model_of
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.config_file import CONFIGS, load_config
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of

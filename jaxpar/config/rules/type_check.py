@@ -8,8 +8,10 @@ import types
 import typing
 from typing import Any, Literal
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, registry
 from jaxpar.config.fields import field_types, section_of
+from jaxpar.config.layers import check_layers
 from jaxpar.config.numerals import number
 from jaxpar.config.values import Value, check_values
 
@@ -25,6 +27,9 @@ def _check_types(node: Any, prefix: str) -> None:
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
         if Value in typing.get_args(hint):
             check_values(path, value)
+            continue
+        if Layer in typing.get_args(hint):
+            check_layers(value)
             continue
         if not fits(value, hint) and value not in registry.names(path):
             rule = f"must be {describe(hint)}{_or_added(path)}"
@@ -62,6 +67,8 @@ def _or_added(path: str) -> str:
 
 def describe(hint: Any) -> str:
     """Return a type in words: "a whole number or None"."""
+    if Layer in typing.get_args(hint):
+        return "layers of components"
     if Value in typing.get_args(hint):
         several = typing.get_origin(hint) is tuple
         return (

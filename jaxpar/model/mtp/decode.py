@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.components.flags import layer_of_modules
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import layer_of_modules
 from jaxpar.model import decode, norm
 from jaxpar.model.attention_context import context_of_layer
 from jaxpar.model.fused_weights import outside_layer

@@ -19,8 +19,8 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxpar.components.flags import model_of
 from jaxpar.config import ModelConfig, MupConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.sharding.params import ParamSpec
 
 type Tree = dict[str, Any]

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from jaxpar.components.flags import model_of
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import (
     ATTENTIONS,
     FEED_FORWARDS,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.flags import experts_of
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.layout.composition import experts_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels

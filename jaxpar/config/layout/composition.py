@@ -2,13 +2,14 @@
 
 import functools
 
-from jaxpar.components.attention import Attention, QkNorm, QueryGrowth, Rope
+from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
 from jaxpar.components.component import FeedForward, Mixer
 from jaxpar.components.experts import Experts, Router
 from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer, Model, Norm
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from jaxpar.components.rope import Rope
 from jaxpar.config import ModelConfig
 from jaxpar.config.layout import layer_kinds as of
 
@@ -19,12 +20,19 @@ DENSE = "dense_layers"
 # A plan has thousands of layouts of one model.
 @functools.lru_cache(maxsize=128)
 def model_of(m: ModelConfig) -> Model:
-    """Return the composition of a model."""
+    """Return the composition of a model: its layers, or those that its flags describe."""
+    if m.layers:
+        return _model(m, m.layers)
     dense = of.dense_places(m) if m.dense_layers else ()
+    layers = (_layer_at(m, i, kind, i in dense) for i, kind in enumerate(of.kinds(m)))
+    return _model(m, tuple(layers))
+
+
+def _model(m: ModelConfig, layers: tuple[Layer, ...]) -> Model:
     return Model(
         d_model=m.d_model,
         vocab_size=m.vocab_size,
-        layers=tuple(_layer_at(m, i, kind, i in dense) for i, kind in enumerate(of.kinds(m))),
+        layers=layers,
         norm=Norm(kind=m.norm, eps=m.norm_eps, offset=m.norm_offset),
         tie_embeddings=m.tie_embeddings,
         max_positions=m.max_positions if m.positions == "learned" else 0,

@@ -1,0 +1,278 @@
+"""`model.layers`, a model that is composed of layers: its JSON, its summary in flags, its checks.
+
+JSON has each different layer once, with the class and the fields of each component that are not the
+defaults. Classes of jaxpar are named by their name alone; others as `file.py:Class`, and reading
+them back imports no code: `--code FILE` does.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
+from jaxpar.components.component import Component, FeedForward, Mixer
+from jaxpar.components.model import Layer
+from jaxpar.config.errors import ConfigError
+from jaxpar.config.names import name_of
+
+FIELD = "model.layers"
+
+#: The key of the class among the fields of a component in JSON.
+CLASS = "class"
+
+_MODULES = attention, experts, feed_forward, latent_attention, recurrent, rope
+
+#: The components of jaxpar, by their names in JSON.
+OURS: dict[str, type[Component]] = {
+    name: value
+    for module in _MODULES
+    for name, value in vars(module).items()
+    if isinstance(value, type)
+    and issubclass(value, Component)
+    and value.__module__ == module.__name__
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedComponent(Component):
+    """A component of a run whose code is not loaded."""
+
+    name: str
+    """The name of its class."""
+    fields: tuple[tuple[str, Any], ...] = ()
+
+
+# ------------------------------------------------------------------------------------- as JSON
+
+
+def to_values(layers: Sequence[Layer]) -> Any:
+    """Return layers as JSON's types: the different ones, and the index of each in order."""
+    distinct = list(dict.fromkeys(layers))
+    return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
+
+
+def _values(node: Any) -> Any:
+    if isinstance(node, SavedComponent):
+        return {CLASS: node.name, **{name: _values(value) for name, value in node.fields}}
+    if isinstance(node, Component):
+        named = OURS.get(type(node).__name__) is type(node)
+        return {CLASS: type(node).__name__ if named else name_of(type(node)), **_fields(node)}
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return _fields(node)
+    return list(map(_values, node)) if isinstance(node, tuple) else node
+
+
+def _fields(node: Any) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if field.default is dataclasses.MISSING or value != field.default:
+            found[field.name] = _values(value)
+    return found
+
+
+def from_values(values: Any) -> tuple[Layer, ...]:
+    """Read layers of JSON. Components that are not jaxpar's become a `SavedComponent`.
+
+    Raises:   ConfigError for another form, an unknown class of jaxpar or an unknown field.
+    """
+    if values in ([], ()):
+        return ()
+    match values:
+        case {"distinct": list(distinct), "order": list(order)} if all(
+            isinstance(i, int) and 0 <= i < len(distinct) for i in order
+        ):
+            made = [_build(Layer, one, f"{FIELD}[{i}]") for i, one in enumerate(distinct)]
+            return tuple(made[i] for i in order)
+    rule = 'must be {"distinct": [...], "order": [...]}, with an index of distinct for each layer'
+    raise ConfigError(FIELD, str(values)[:80], rule, "use the config.json that a run wrote")
+
+
+def _built(hint: Any, value: Any, path: str) -> Any:
+    if isinstance(value, dict) and CLASS in value:
+        name, fields = value[CLASS], {n: v for n, v in value.items() if n != CLASS}
+        if name in OURS:
+            return _build(OURS[name], fields, path)
+        if not isinstance(name, str) or ":" not in name:
+            rule = f"is no component; there are {', '.join(OURS)}"
+            raise ConfigError(f"{path}.{CLASS}", name, rule, "use one of them, or file.py:Class")
+        inner = {n: _built(Any, v, f"{path}.{n}") for n, v in fields.items()}
+        return SavedComponent(name=name, fields=tuple(inner.items()))
+    if isinstance(value, dict):
+        options = typing.get_args(hint) or (hint,)
+        section = next((one for one in options if dataclasses.is_dataclass(one)), None)
+        return tuple(value.items()) if section is None else _build(section, value, path)
+    return tuple(_built(Any, one, path) for one in value) if isinstance(value, list) else value
+
+
+def _build(cls: Any, values: dict[str, Any], path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name in values:
+        if name not in known:
+            rule = f"is no field of {cls.__name__}, which has {', '.join(sorted(known))}"
+            raise ConfigError(f"{path}.{name}", values[name], rule, "remove it")
+    return cls(**{name: _built(hints[name], v, f"{path}.{name}") for name, v in values.items()})
+
+
+def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[Layer, ...]:
+    """Return layers with the components whose classes `find` returns; None for the others."""
+
+    def loaded(node: Any) -> Any:
+        if isinstance(node, SavedComponent):
+            cls = find(node.name)
+            if cls is None:
+                return node
+            return _build(cls, {name: _again(loaded(value)) for name, value in node.fields}, FIELD)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            fields = {f.name: loaded(getattr(node, f.name)) for f in dataclasses.fields(node)}
+            return dataclasses.replace(node, **fields)
+        return node
+
+    return tuple(map(loaded, layers))
+
+
+def _again(value: Any) -> Any:
+    """Return the object that `_built` made a tuple of, for want of its class."""
+    pairs = isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value)
+    return dict(value) if pairs and value else value
+
+
+# ------------------------------------------------------------------------------------- checks
+
+
+def check_layers(layers: Any) -> None:
+    """Check the layers of a composed model.
+
+    Raises:   ConfigError naming the layer: for what is no layer, for a component of which the code
+              is not loaded, and for a field of another type.
+    """
+    fix = "use layers=[Layer(name, mixer, feed_forward), ...] in a config file"
+    if not isinstance(layers, tuple) or not all(isinstance(one, Layer) for one in layers):
+        raise ConfigError(FIELD, layers, "must be a sequence of jaxpar.extend.Layer", fix)
+    for layer in dict.fromkeys(layers):
+        path = f"model.{layer.name}"
+        if not layer.name.isidentifier() or layer.name in _taken():
+            rule = "must be a name that is no field of the model: it addresses the layer"
+            raise ConfigError(f"{FIELD}: name", layer.name, rule, 'use another, such as "block"')
+        for role, kind in (("mixer", Mixer), ("feed_forward", FeedForward)):
+            value = getattr(layer, role)
+            if isinstance(value, SavedComponent):
+                file = value.name.partition(":")[0]
+                rule = "is of a class whose code is not loaded: reading a run imports none"
+                raise ConfigError(f"{path}.{role}", value.name, rule, f"add --code {file}")
+            if value is not None and not isinstance(value, kind):
+                rule = f"must be a {kind.__name__} or None"
+                raise ConfigError(f"{path}.{role}", type(value).__name__, rule, fix)
+        if layer.mixer is None and layer.feed_forward is None:
+            raise ConfigError(path, None, "has neither a mixer nor a feed-forward", fix)
+    by_name: dict[str, Any] = {}
+    for layer in layers:
+        first = by_name.setdefault(layer.name, layer)
+        if first != layer:
+            rule = "is the name of layers that differ: one name, one value"
+            raise ConfigError(f"{FIELD}: name", layer.name, rule, "give each its own name")
+
+
+def _taken() -> set[str]:
+    from jaxpar.config.schema.model import ModelConfig  # which has a field of Layers
+
+    reserved = {"embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"}
+    return {field.name for field in dataclasses.fields(ModelConfig)} | reserved
+
+
+# ----------------------------------------------------------------------------------- addresses
+
+
+def addressed(layers: Sequence[Layer], keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each field that an address names.
+
+    Args:     keys: of `model.block.mixer.num_heads`, those after model. A star is any one name.
+    """
+    for layer in dict.fromkeys(layers):
+        if keys[0] in ("*", layer.name):
+            yield from _found(layer, keys[1:], f"model.{layer.name}")
+
+
+def _found(node: Any, keys: Sequence[str], path: str) -> Iterator[tuple[str, Any]]:
+    if not keys:
+        yield path, node
+    elif dataclasses.is_dataclass(node):
+        names = [f.name for f in dataclasses.fields(node) if f.name != "name"]
+        for name in names if keys[0] == "*" else [keys[0]] * (keys[0] in names):
+            yield from _found(getattr(node, name), keys[1:], f"{path}.{name}")
+
+
+def type_at(layers: Sequence[Layer], path: str) -> Any:
+    """Return the declared type of a field at a path without a star."""
+    _, name, *keys = path.split(".")
+    node: Any = next(layer for layer in layers if layer.name == name)
+    for key in keys[:-1]:
+        node = getattr(node, key)
+    return typing.get_type_hints(type(node))[keys[-1]]
+
+
+def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, ...]:
+    """Return layers with another value of a field. Args:     path: without a star."""
+    _, name, *keys = path.split(".")
+
+    def put(node: Any, keys: Sequence[str]) -> Any:
+        inner = value if len(keys) == 1 else put(getattr(node, keys[0]), keys[1:])
+        return dataclasses.replace(node, **{keys[0]: inner})
+
+    return tuple(put(layer, keys) if layer.name == name else layer for layer in layers)
+
+
+def all_paths(layers: Sequence[Layer]) -> list[str]:
+    """Return the address of every field of a composed model."""
+    found: list[str] = []
+
+    def walk(node: Any, path: str) -> None:
+        for field in dataclasses.fields(node):
+            value, inner = getattr(node, field.name), f"{path}.{field.name}"
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                walk(value, inner)
+            elif field.name != "name":
+                found.append(inner)
+
+    for layer in dict.fromkeys(layers):
+        walk(layer, f"model.{layer.name}")
+    return found
+
+
+# ------------------------------------------------------------------------------------- summary
+
+
+@functools.lru_cache(maxsize=256)
+def summary(layers: tuple[Layer, ...]) -> dict[str, Any]:
+    """Return the flags of `ModelConfig` that describe a composed model: those of the first layer
+    with each kind of component, for code that reads flags."""
+    found: dict[str, Any] = {"num_layers": len(layers)}
+    mixers = [layer.mixer for layer in layers if layer.mixer]
+    forwards = [layer.feed_forward for layer in layers if layer.feed_forward]
+    of_experts = [f for f in forwards if isinstance(f, experts.Experts)]
+    dense = [f for f in forwards if isinstance(f, feed_forward.Glu)]
+    softmax = [a for a in mixers if isinstance(a, attention.Attention)]
+    if softmax:
+        first = softmax[0]
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_norm"):
+            found[name] = getattr(first, name)
+        found |= {"qkv_bias": first.bias, "out_bias": first.out_bias}
+        found |= {"attention_gate": first.gate, "attention_sinks": first.sinks}
+        found["attention_softcap"] = first.softcap
+        found["sliding_window"] = first.window
+        found["attention_chunk"] = first.chunk
+    if of_experts:
+        one = of_experts[0]
+        found |= {"num_experts": one.num_experts, "experts_per_token": one.experts_per_token}
+        found |= {"router_bias": one.router.balancing_bias, "d_ff": one.expert.d_ff}
+        found["num_shared_experts"] = one.num_shared_experts
+        found["mlp_gate"] = not isinstance(one.expert, feed_forward.Mlp)
+    elif dense:
+        found |= {"d_ff": dense[0].d_ff, "mlp_bias": dense[0].bias}
+        found["mlp_gate"] = not isinstance(dense[0], feed_forward.Mlp)
+        act = dense[0].activation
+        found["activation"] = act if isinstance(act, str) else "clamped_swiglu"
+    return found
