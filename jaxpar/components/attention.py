@@ -1,7 +1,7 @@
 """Softmax attention with grouped queries."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxpar.components.component import Component, Mixer
 from jaxpar.components.model import Model
@@ -67,6 +67,23 @@ class Attention(Mixer):
 
     output_bias: ClassVar[str] = "bo"
     points: ClassVar[tuple[str, ...]] = ("queries",)
+    products: ClassVar[bool] = True
+    recurrent: ClassVar[bool] = False
+
+    def heads(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        """Attend. A subclass may define another function of queries and keys.
+
+        Args:     q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE. k, v:
+                  [B, S, G, K], all tokens that a query may see. mask: `AttentionMask`; its
+                  `dense()` is bool [B, T, S].
+        Returns:  [B, T, H, K], in q's dtype.
+        """
+        raise NotImplementedError
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dims of each head that the rotary embedding turns."""
+        return int(self.head_dim * self.rope.fraction) if self.rope else 0
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, H, G, K = model.d_model, self.num_heads, self.num_kv_heads, self.head_dim

@@ -50,6 +50,7 @@ class Experts(FeedForward):
     """Multiply their output by the sigmoid of a number for each token (Qwen3-Next)."""
 
     points: ClassVar[tuple[str, ...]] = ("choice", "routing")
+    products: ClassVar[bool] = True
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, E, F, into = model.d_model, self.num_experts, self.expert.d_ff, self.expert.into

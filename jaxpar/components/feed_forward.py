@@ -21,7 +21,7 @@ class ClampedSwiglu(Component):
     alpha: float = 1.702
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Glu(FeedForward):
     """act(h W_gate) * (h W_up), times W_down."""
 
@@ -31,6 +31,7 @@ class Glu(FeedForward):
     bias: bool = False
 
     output_bias: ClassVar[str] = "b_down"
+    products: ClassVar[bool] = True
     into: ClassVar[tuple[str, ...]] = ("gate", "up")
     """The projections of the input."""
 
@@ -47,7 +48,7 @@ class Glu(FeedForward):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mlp(Glu):
     """act(h W_up) W_down, of two matrices (GPT-3, Nemotron 3)."""
 

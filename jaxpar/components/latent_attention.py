@@ -38,11 +38,18 @@ class LatentAttention(Mixer):
     """Added to the mean square in the RMSNorms of both latents."""
 
     points: ClassVar[tuple[str, ...]] = ("queries",)
+    products: ClassVar[bool] = True
+    recurrent: ClassVar[bool] = False
 
     @property
     def head_dim(self) -> int:
         """Width of a query or key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dims of each head that the rotary embedding turns."""
+        return self.qk_rope_head_dim if self.rope else 0
 
     def weights(self, model: Model) -> dict[str, Weight]:
         # The matrices that make latents are complete on each tensor rank, since all heads read

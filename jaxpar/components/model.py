@@ -50,12 +50,12 @@ class Layer:
         """Declare the weights of the layer, with its norms."""
         found: dict[str, Weight] = {}
         if self.mixer:
-            found |= self.mixer.weights(model)
+            found |= self.mixer.declared(model)
         found |= self._norms(model)
         if self.feed_forward and self.scaled:
             found["layer_scale"] = vector((), (), "ones")
         if self.feed_forward:
-            found |= self.feed_forward.weights(model)
+            found |= self.feed_forward.declared(model)
         return found
 
     def has_point(self, point: str) -> bool:
@@ -112,3 +112,11 @@ class Model:
         for layer in self.layers:
             found.setdefault(layer.name, []).append(layer)
         return {name: tuple(layers) for name, layers in found.items()}
+
+
+def period_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Return the shortest start of which layers are repetitions, the last perhaps in part."""
+    for n in range(1, len(layers)):
+        if all(layers[i] == layers[i % n] for i in range(n, len(layers))):
+            return layers[:n]
+    return layers

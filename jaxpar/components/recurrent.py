@@ -21,7 +21,7 @@ _BY_HEAD = ("heads", "head_dim")
 class Recurrent(Mixer):
     """A recurrence after a short convolution over tokens. Its state is a matrix for each head."""
 
-    recurrent: ClassVar[bool] = True
+    products: ClassVar[bool] = True
 
     conv_kernel_size: int = 4
     """Tokens of the convolution, the latest included; at least 2."""

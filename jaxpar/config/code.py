@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.config import layers
 from jaxpar.config.config_file import import_file
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import replace, value_of
@@ -42,6 +43,10 @@ def with_code(cfg: Config, files: Sequence[str]) -> Config:
     Raises:   ConfigError for a file that has nothing of the config's, or fails.
     """
     code = _Code(files)
+    if cfg.model.layers:
+        composed = layers.with_classes(cfg.model.layers, code.component)
+        if composed != cfg.model.layers:
+            cfg = replace(cfg, **{layers.FIELD: composed})
     for path in FIELDS:
         held = value_of(cfg, path)
         if any(
@@ -69,6 +74,7 @@ class _Code:
         if not isinstance(held, SavedValue) or not self._has(held.name):
             return held
         cls: Any = self._find(held.name, path)
+        cls = type(cls) if isinstance(cls, Value) else cls  # of `extend.token_loss`
         if not (isinstance(cls, type) and issubclass(cls, Value)):
             rule, fix = "is no class of values", "use the file that the run began with"
             raise ConfigError(path, held.name, rule, fix)
@@ -83,6 +89,10 @@ class _Code:
                 return held
             values[name] = self._find(value, path) if is_function else value
         return cls(**values)
+
+    def component(self, name: str) -> Any:
+        """Return the class of a component, or None if its code is not here."""
+        return self._find(name, layers.FIELD) if self._has(name) else None
 
     def _has(self, name: str) -> bool:
         where = name.rpartition(":")[0]

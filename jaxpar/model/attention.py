@@ -1,6 +1,7 @@
 """Grouped-query attention, as a branch of a layer. H and G count one tensor rank's heads."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,10 +42,18 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         deterministic=m.attention_deterministic,
         sinks=w.get("sinks"),
         softcap=a.softcap,
-        function=registry.function("model.attention", a.function),
+        function=function_of(a),
     )
     side_by_side = gated(out.reshape(*out.shape[:2], -1), h, w)
     return h.split(side_by_side).map(row_parallel, w, "wo", "attn_out")
+
+
+def function_of(a: Attention) -> Callable[..., jax.Array] | None:
+    """Return another function of queries and keys: `heads` of a user's class, or a registered one.
+    """
+    if type(a).heads is not Attention.heads:
+        return a.heads
+    return registry.function("model.attention", a.function)
 
 
 @jax.named_scope("output_gate")
@@ -163,7 +172,7 @@ def decode(
 
 
 def _attend(q, k, v, mask: AttentionMask, w: Weights, a: Attention, backend: Any) -> jax.Array:
-    if function := registry.function("model.attention", a.function):
+    if function := function_of(a):
         return function(q, k, v, mask)
     sinks = w.get("sinks")
     return attention(q, k, v, mask, sinks=sinks, softcap=a.softcap, backend=backend)[0]

@@ -1,54 +1,73 @@
-"""The attention context of a microbatch: its attention mask and rotary tables."""
+"""What layers know of a microbatch's tokens: attention masks, rotary tables, positions.
+
+`attention_context` computes them once: a view for each kind of attention of the model, by its
+window, its chunks and its rotary embedding. `context_of_layer` selects that of one layer.
+"""
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.attention import Attention
+from jaxpar.components.attention import Attention, QueryGrowth
 from jaxpar.components.component import Mixer, Term
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
+from jaxpar.components.rope import Rope
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import (
-    ATTENTION,
-    GLOBAL,
-    has_global_layers,
-    is_recurrent,
-    of_kind,
-)
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model.rope import Tables, nope_query_scale, query_scale, rope_tables
+from jaxpar.model.rope import Tables, query_growth, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 
 
+class View(NamedTuple):
+    """How a kind of attention sees the tokens of a sequence."""
+
+    window: int | None = None
+    chunk: int | None = None
+    rope: Rope | None = None
+    dims: int = 0
+    """Of each head, those that the rotary embedding turns."""
+    growth: QueryGrowth | None = None
+
+    @classmethod
+    def of(cls, mixer: Mixer | None) -> "View":
+        """Return the view of a mixer; of one that is no attention, all tokens before."""
+        match mixer:
+            case Attention() as a:
+                return cls(a.window, a.chunk, a.rope, a.rotary_dims, a.growth)
+            case LatentAttention() as a:
+                return cls(a.window, a.chunk, a.rope, a.rotary_dims)
+        return cls()
+
+
 @flax.struct.dataclass
 class AttentionContext:
-    """The attention mask and rotary tables of a microbatch, shared by all layers."""
+    """The attention mask and rotary tables of a microbatch, for the layers with one view."""
 
     mask: AttentionMask
     rope: Tables | None
     """None in layers without a rotary embedding."""
     query_scale: jax.Array | None = None
-    """`rope.query_scale` of every token; None without `rope_scaling.query_beta`."""
-    nope_query_scale: jax.Array | None = None
-    """The same for layers without a rotary embedding; None without `nope_query_beta`."""
+    """The factor of every token's queries, of `RopeScaling.query_beta` or `QueryGrowth`."""
     of: Layer | None = flax.struct.field(pytree_node=False, default=None)
-    """The layer that reads it (`context_of_layer`). None: the context of all layers."""
+    """The layer that reads it (`context_of_layer`)."""
     chunk: int | None = flax.struct.field(pytree_node=False, default=None)
-    """`model.attention_chunk` of these layers. The mask's segments are then chunks."""
-    in_global: "AttentionContext | None" = None
-    """The context of layers without a window, in models where only some layers have one."""
+    """`Attention.chunk` of these layers. The mask's segments are then chunks."""
     loss_weight: jax.Array | None = None
     """float32 [B]: factor of the losses of the router (`router.with_losses`). None outside training
     and without experts."""
     positions: jax.Array | None = None
-    """int32 [B, T/sequence]: of the tokens in their document. None without recurrent layers."""
+    """int32 [B, T/sequence]: of the tokens in their document. None if all mixers are attention."""
+    segments: jax.Array | None = None
+    """int32 [B, T/sequence]: their documents, or 1. None as `positions`."""
     rows: jax.Array | None = None
     """int32 [B]: `Batch.rows`, if a probe or a feed is by row."""
     probes: tuple = flax.struct.field(pytree_node=False, default=())
@@ -62,51 +81,59 @@ class AttentionContext:
         return self.of
 
 
+@flax.struct.dataclass
+class Contexts:
+    """The contexts of a model's layers, by their view."""
+
+    views: tuple[View, ...] = flax.struct.field(pytree_node=False)
+    each: tuple[AttentionContext, ...]
+
+    def map(self, fn: Callable[[AttentionContext], AttentionContext]) -> "Contexts":
+        """Apply a function to each context."""
+        return Contexts(self.views, tuple(map(fn, self.each)))
+
+
+def views_of(m: ModelConfig) -> tuple[View, ...]:
+    """Return the different views of a model's attention, in the order of the first layers that have
+    them; one, if there is no attention."""
+    layers = [*model_of(m).layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
+    mixers = [layer.mixer for layer in layers]
+    attends = [one for one in mixers if isinstance(one, Attention | LatentAttention)]
+    return tuple(dict.fromkeys(map(View.of, attends))) or (View(),)
+
+
+def masks_of(contexts: Contexts) -> tuple[AttentionMask, ...]:
+    """Return the different masks of a model, in the order of `layer_kinds.of_masks`."""
+    views = zip(contexts.views, contexts.each, strict=True)
+    found: dict[tuple, AttentionMask] = {}
+    for view, context in views:
+        found.setdefault((view.window, view.chunk), context.mask)
+    return tuple(found.values())
+
+
 def attention_context(
     batch: Batch,
     cfg: Config,
     max_segments: int | None,
     length: int | None = None,
     lengths: jax.Array | None = None,
-) -> AttentionContext:
-    """Compute the mask and rotary tables of a microbatch from its positions and segments.
+) -> Contexts:
+    """Compute the masks and rotary tables of a microbatch from its positions and segments.
 
     Args:     length: tokens of the longest sequence; None for those of the batch's rows. lengths:
               int32 [B], of each row, if LongRoPE's divisors are those of its own length.
     """
-    m = cfg.model
-    length = length or batch.positions.shape[1] * cfg.parallel.sequence
-    describe = functools.partial(
-        _describe, batch, cfg, max_segments, length=length, lengths=lengths
+    length, views = length or batch.positions.shape[1] * cfg.parallel.sequence, views_of(cfg.model)
+    return Contexts(
+        views, tuple(_describe(view, batch, cfg, max_segments, length, lengths) for view in views)
     )
-    if not has_global_layers(m):
-        return describe(m)
-    kind = GLOBAL if GLOBAL in m.layer_pattern else ATTENTION
-    of_global = dataclasses.replace(of_kind(m, kind), sliding_window=None, attention_chunk=None)
-    local, everywhere = describe(_of_local_layers(m)), describe(of_global)
-    return dataclasses.replace(local, in_global=everywhere)
 
 
-def context_of_layer(context: AttentionContext, layer: Layer) -> AttentionContext:
-    """Return the context of one layer, from that of all: its mask and its rotary embedding."""
-    mixer = layer.mixer
-    if not isinstance(mixer, Attention | LatentAttention):
-        return dataclasses.replace(context, in_global=None, of=layer)
-    if mixer.window is None and mixer.chunk is None:
-        context = context.in_global or context
-    context = dataclasses.replace(context, in_global=None, of=layer)
-    if mixer.rope is None:
-        grown = context.nope_query_scale
-        grown = context.query_scale if grown is None else grown
-        context = dataclasses.replace(context, rope=None, query_scale=grown)
-    return context
-
-
-def _of_local_layers(m: ModelConfig) -> ModelConfig:
-    """Return the model with the rotary embedding of its sliding-window layers."""
-    theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
-    scaling = m.rope_scaling if m.local_rope_scaling else None
-    return dataclasses.replace(m, rope_theta=theta, rope_scaling=scaling)
+def context_of_layer(contexts: Contexts, layer: Layer) -> AttentionContext:
+    """Return the context of one layer."""
+    view = View.of(layer.mixer)
+    at = contexts.views.index(view) if view in contexts.views else 0
+    return dataclasses.replace(contexts.each[at], of=layer)
 
 
 def component[C: Term](context: AttentionContext, kind: type[C]) -> C:
@@ -116,80 +143,84 @@ def component[C: Term](context: AttentionContext, kind: type[C]) -> C:
     return found
 
 
-def counted_once(context: AttentionContext) -> AttentionContext:
-    """Return the context of a layer that all stages of a pipeline compute, with the losses of its
-    router on the first stage alone."""
-    if context.loss_weight is None or lax.axis_size(PIPELINE) == 1:
-        return context
-    once = lax.axis_index(PIPELINE) == 0
-    return with_loss_weight(context, context.loss_weight * once)
+def counted_once(contexts: Contexts) -> Contexts:
+    """Return the contexts of layers that all stages of a pipeline compute, with the losses of
+    routers on the first stage alone."""
+    weight = contexts.each[0].loss_weight
+    if weight is None or lax.axis_size(PIPELINE) == 1:
+        return contexts
+    return with_loss_weight(contexts, weight * (lax.axis_index(PIPELINE) == 0))
 
 
-def with_probes(context: AttentionContext, probes: tuple, feeds: tuple) -> AttentionContext:
-    """Say what leaves and enters the layers of a context."""
-    if context.in_global is not None:
-        context = dataclasses.replace(
-            context, in_global=with_probes(context.in_global, probes, feeds)
-        )
-    return dataclasses.replace(context, probes=probes, feeds=feeds)
+def with_probes(contexts: Contexts, probes: tuple, feeds: tuple) -> Contexts:
+    """Say what leaves and enters the layers."""
+    return contexts.map(lambda one: dataclasses.replace(one, probes=probes, feeds=feeds))
 
 
-def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:
-    """Add the factor of the router's losses to a context."""
-    if context.in_global is not None:
-        context = dataclasses.replace(
-            context, in_global=with_loss_weight(context.in_global, weight)
-        )
-    return dataclasses.replace(context, loss_weight=weight)
+def with_loss_weight(contexts: Contexts, weight: jax.Array) -> Contexts:
+    """Add the factor of the routers' losses."""
+    return contexts.map(lambda one: dataclasses.replace(one, loss_weight=weight))
 
 
-def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
-    """Extend a context to other devices' tokens by `mask_across`, once for all layers."""
-    if context.in_global is not None:
-        context = dataclasses.replace(context, in_global=across_devices(context.in_global, cfg))
-    mask = mask_across(context.mask, cfg.parallel.context)
-    return dataclasses.replace(context, mask=mask if context.chunk is None else numbered(mask))
+def across_devices(contexts: Contexts, cfg: Config) -> Contexts:
+    """Extend the masks to other devices' tokens by `mask_across`, once for all layers."""
+
+    def across(context: AttentionContext) -> AttentionContext:
+        mask = mask_across(context.mask, cfg.parallel.context)
+        return dataclasses.replace(context, mask=mask if context.chunk is None else numbered(mask))
+
+    return contexts.map(across)
 
 
 def _describe(
+    view: View,
     batch: Batch,
     cfg: Config,
     max_segments: int | None,
-    m: ModelConfig,
-    *,
     length: int,
     lengths: jax.Array | None,
 ) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
-    if m.attention_chunk is not None:
-        segments = chunks(batch.positions, segments, m.attention_chunk, length)
+    if view.chunk is not None:
+        segments = chunks(batch.positions, segments, view.chunk, length)
         if max_segments is not None:
-            max_segments += length // m.attention_chunk
+            max_segments += length // view.chunk
     in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
     mask = AttentionMask(
         q_positions=batch.positions,
         kv_positions=batch.positions,
         q_segments=segments,
         kv_segments=segments,
-        window=m.sliding_window,
+        window=view.window,
         max_segments=max_segments,
         in_order=in_order,
     )
-    if m.attention_chunk is not None and cfg.parallel.sequence == 1:
+    if view.chunk is not None and cfg.parallel.sequence == 1:
         mask = numbered(mask)
-    rotates = m.positions == "rope" and m.rope_fraction
-    longest = length if lengths is None else lengths
-    rope = rope_tables(batch.positions, m, longest) if rotates else None
-    later, positions = query_scale(batch.positions, m), batch.positions if is_recurrent(m) else None
+    tables, scale = None, None
+    if view.rope is not None:
+        longest = length if lengths is None else lengths
+        tables = rope_tables(batch.positions, view.rope, view.dims, longest)
+        scale = query_scale(batch.positions, view.rope)
+    elif view.growth is not None:
+        scale = query_growth(batch.positions, view.growth)
+    mixers = {layer.mixer for layer in model_of(cfg.model).layers}
+    others = any(one and not isinstance(one, Attention | LatentAttention) for one in mixers)
+    own = any(one and not one.products for one in mixers)
     return AttentionContext(
         mask=mask,
-        rope=rope,
-        query_scale=later,
-        nope_query_scale=nope_query_scale(batch.positions, m),
-        chunk=m.attention_chunk,
-        positions=positions,
+        rope=tables,
+        query_scale=scale,
+        chunk=view.chunk,
+        positions=batch.positions if others else None,
+        segments=_documents(batch, cfg) if own else None,
         rows=batch.rows,
     )
+
+
+def _documents(batch: Batch, cfg: Config) -> jax.Array:
+    ids = batch.segment_ids
+    return ids if cfg.data.document_mask else jnp.ones_like(ids)
 
 
 def chunks(positions: jax.Array, segments: jax.Array | None, size: int, length: int) -> jax.Array:

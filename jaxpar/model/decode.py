@@ -22,7 +22,12 @@ from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
-from jaxpar.model.attention_context import AttentionContext, attention_context, context_of_layer
+from jaxpar.model.attention_context import (
+    AttentionContext,
+    Contexts,
+    attention_context,
+    context_of_layer,
+)
 from jaxpar.model.held import HeldSize, NewTokens
 from jaxpar.model.layer import branches, computation
 from jaxpar.model.loss import softcapped
@@ -64,7 +69,7 @@ def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
 
 
 def _empty(m: ModelConfig, rows: int, slots: int, tensor: int) -> Cache:
-    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype))
+    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype), m.d_model)
     mixers = [layer.mixer for layer in model_of(m).layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
@@ -155,7 +160,7 @@ def layer(
 
 def context_of(
     tokens: jax.Array, first: jax.Array, lengths: jax.Array, slots: int, cfg: Config
-) -> tuple[jax.Array, AttentionContext]:
+) -> tuple[jax.Array, Contexts]:
     """Return the positions and the attention context of new tokens, int32 [B, T].
 
     Args:     lengths: int32 [B], tokens of each row's text, with these.

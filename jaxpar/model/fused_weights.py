@@ -8,23 +8,28 @@ unstacks the layers. It is linear and local, so its transpose converts gradients
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.model import Layer, Model
+from jaxpar.components.model import Layer, Model, period_of
 from jaxpar.components.weight import Fused, Weight, either_way, fused
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import layer_of_modules, model_of
-from jaxpar.config.layout.layer_kinds import STACKS, dense_places
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.float8 import max_magnitude
 from jaxpar.model import lora
-from jaxpar.model.chunks import layer_outside, map_layers, with_layers
+from jaxpar.model.chunks import (
+    layer_outside,
+    layers_of_chunk,
+    map_layers,
+    with_layers,
+)
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.probes import is_extra
 from jaxpar.parallel.fsdp import gather
@@ -139,25 +144,8 @@ def fuse(params: Tree, ex: Execution) -> Tree:
         for k, w in enumerate(_each_layer(params["dense_layers"], before)):
             of_layer = _fuse_layer(w, model_of(cfg.model).layers[k], ex, stacked=False)
             top |= with_prefix(dense_prefix(k), of_layer)
-    v, scan = cfg.parallel.virtual_stages, cfg.parallel.layer_loop == "scan"
-    # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
-    split = _split_layers if scan else _unstack
-    chunks: tuple[Any, ...]
-    if pattern := cfg.model.layer_pattern:
-        periods = cfg.model.num_layers // (len(pattern) * cfg.parallel.pipeline * v)
-        by_kind = {
-            kind: split(params[STACKS[kind]], v)
-            if params.get(STACKS[kind])
-            else _nothing(periods * pattern.count(kind), v, scan=scan)
-            for kind in sorted(set(pattern))
-        }
-        chunks = _in_order(by_kind, pattern, v, scan=scan)
-    else:
-        chunks = split(params["layers"], v)
-    if dense := cfg.model.dense_layers - before:  # unrolled layers, in a single chunk
-        stack = params.get("dense_layers")
-        of_dense = _each_layer(stack, dense) if stack else ({},) * dense
-        chunks = (_placed(of_dense, tuple(chunks[0]), dense_places(cfg.model)),)
+    scan = cfg.parallel.layer_loop == "scan"
+    chunks = _chunks(params, cfg)
 
     def in_layer(layer: Layer, w: Tree) -> Tree:
         return _fuse_layer(w, layer, ex, stacked=scan)
@@ -165,37 +153,34 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     return {"top": top, "layers": with_layers(in_layer, cfg, chunks)}
 
 
-def _nothing(n: int, v: int, *, scan: bool) -> tuple:
-    """Return v chunks of n layers without arrays."""
-    return (({},) * n if not scan else {},) * v
+def _chunks(params: Tree, cfg: Config) -> tuple[Any, ...]:
+    """Put the layers of each name in the model's order: v chunks, not yet fused.
 
-
-def _placed(dense: tuple, others: tuple, places: tuple[int, ...]) -> tuple[Tree, ...]:
-    """Put dense layers at their places among the others."""
-    left, rest = iter(dense), iter(others)
-    return tuple(next(left if i in places else rest) for i in range(len(dense) + len(others)))
-
-
-def _in_order(
-    chunks: dict[str, tuple], pattern: str, v: int, *, scan: bool
-) -> tuple[tuple[Tree, ...] | list[Tree], ...]:
-    """Put layers of several kinds in the model's order.
-
-    Args:     chunks: of each kind, v chunks as of a model with only these layers.
-    Returns:  v chunks. For `scan`, a list of one period's layers, each stacked over periods.
+    Names without arrays, of the frozen or the trainable ones alone, have layers without any.
     """
-    if scan:
-        chunks = {
-            kind: tuple(_of_period(w, pattern.count(kind)) for w in of_kind)
-            for kind, of_kind in chunks.items()
-        }
-    ordered = []
-    for i in range(v):
-        left = {kind: iter(of_kind[i]) for kind, of_kind in chunks.items()}
-        count = sum(len(of_kind[i]) for of_kind in chunks.values())
-        layers = (next(left[kind]) for kind in itertools.islice(itertools.cycle(pattern), count))
-        ordered.append(list(layers) if scan else tuple(layers))
-    return tuple(ordered)
+    p, layers = cfg.parallel, layers_of_chunk(cfg)
+    scan, period = p.layer_loop == "scan", period_of(layers)
+    if scan and len(period) == 1:
+        return _split_layers(params[layers[0].name], p.virtual_stages)
+    places = period if scan else layers
+    names = [layer.name for layer in places]
+    of_names: dict[str, Iterator[tuple[Tree, ...]]] = {}
+    for name in dict.fromkeys(names):
+        stack, count = params.get(name), names.count(name)
+        if not stack:
+            of_names[name] = itertools.repeat(({},) * count)
+        elif scan:
+            split = _split_layers(stack, p.virtual_stages)
+            of_names[name] = iter([_of_period(w, count) for w in split])
+        else:
+            # A single pass that concatenates 32 layers reached a tenth of the bandwidth.
+            of_names[name] = iter(_unstack(stack, p.virtual_stages))
+    chunks = []
+    for _ in range(p.virtual_stages):
+        left = {name: iter(next(of_name)) for name, of_name in of_names.items()}
+        ordered = [next(left[name]) for name in names]
+        chunks.append(ordered if scan else tuple(ordered))
+    return tuple(chunks)
 
 
 def _of_period(stacked: Tree, n: int) -> tuple[Tree, ...]:
@@ -280,10 +265,13 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     Code that reads the tree layer by layer then reads each layer's arrays directly, and XLA needs
     no kernel that stacks them first.
     """
-    layers = tree["layers"]
     if cfg.parallel.layer_loop == "scan":
         return tree
-    return tree | {"layers": _split_layers(layers, next(iter(layers.values())).shape[0])}
+    names = ["layers"] if "layers" in tree else [*model_of(cfg.model).stacks]
+    found = dict(tree)
+    for name in names:
+        found[name] = _split_layers(tree[name], next(iter(tree[name].values())).shape[0])
+    return found
 
 
 def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:

@@ -35,6 +35,7 @@ class HeldSize(NamedTuple):
     """Devices of the tensor axis."""
     dtype: Any
     """The compute dtype."""
+    d_model: int
 
 
 #: How keys and values, [B, S, G/tensor, K] each, are split over a mesh.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.components.component import Term
+from jaxpar.components.component import Mixer, Term
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu, Mlp
 from jaxpar.components.latent_attention import LatentAttention
@@ -30,7 +30,7 @@ from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import attention, feed_forward, linear, lora, probes
+from jaxpar.model import attention, feed_forward, linear, lora, own_components, probes
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.held import KEYS_AND_VALUES, STATE
 from jaxpar.model.latent_attention import decode as latent_decode
@@ -244,8 +244,16 @@ _COMPUTATIONS: dict[type[Term], Computation] = {
 
 
 def computation(component: Term) -> Computation:
-    """Return how a component computes."""
-    return _COMPUTATIONS[type(component)]
+    """Return how a component computes: as its class or the nearest base, or by its own method."""
+    for cls in type(component).__mro__:
+        if cls in _COMPUTATIONS:
+            return _COMPUTATIONS[cls]
+    own = type(component).__name__.lower()
+    if isinstance(component, Mixer):
+        how = own_components.decode, own_components.held, own_components.INPUTS
+        return Computation(own, own_components.mixer, *how)
+    feed_forward = own_components.feed_forward
+    return Computation(own, feed_forward, _of_whole(feed_forward))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -264,7 +272,7 @@ def branches(layer: Layer, m: ModelConfig) -> tuple[Branch, ...]:
 
 
 def _branch(component: Term, prefix: str, m: ModelConfig, **fields: Any) -> Branch:
-    declared = component.weights(model_of(m))
+    declared = component.declared(model_of(m))
     arrays = either_way(declared)
     adapted = [name for name, w in declared.items() if w.adapter]
     of_branch = {

@@ -24,14 +24,10 @@ from jax import lax
 
 from jaxpar.components.weight import Weight
 from jaxpar.config import LoraConfig
-from jaxpar.config.layout.layer_kinds import STACKS
 from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]
-
-#: The stacks of layers that may have adapters.
-_STACKS = {"dense_layers", *STACKS.values()}
 
 #: Suffixes of the names of an adapter's two matrices.
 A, B = "_lora_a", "_lora_b"
@@ -55,7 +51,7 @@ def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
     specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
     names = [name for target in lora.targets.split(",") for name in TARGETS[target]]
     found = dict(specs)
-    for stack in sorted(_STACKS & specs.keys()):
+    for stack in sorted(name for name in specs if _may_have_adapters(specs, name)):
         blocks = specs[stack]
         pairs = (_pair(name, blocks[name], lora.rank) for name in names if name in blocks)
         found[stack] = functools.reduce(operator.or_, pairs, blocks)
@@ -141,7 +137,13 @@ def merge(params: Tree, factor: float) -> Tree:
 
     Args:     params: float32, with adapters: global arrays, or one device's shards of them.
     """
-    return {name: _merged(w, factor) if name in _STACKS else w for name, w in params.items()}
+    merged = {n: _merged(w, factor) for n, w in params.items() if _may_have_adapters(params, n)}
+    return params | merged
+
+
+def _may_have_adapters(tree: Tree, name: str) -> bool:
+    """Return whether an entry is a stack of layers: not an array, and not the modules (MTP)."""
+    return isinstance(tree[name], dict) and name != "mtp"
 
 
 def _merged(blocks: Tree, factor: float) -> Tree:

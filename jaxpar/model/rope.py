@@ -5,24 +5,25 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.components.attention import QueryGrowth
+from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.config.lists.rope_factors import longrope_factors
 
 #: Cosine and sine of every token's angles, float32 [B, T, 1, R/2] each; R dims are rotated.
 type Tables = tuple[jax.Array, jax.Array]
 
 
-def rope_frequencies(model: ModelConfig, length: int | jax.Array = 1) -> jax.Array:
+def rope_frequencies(rope: Rope, dims: int, length: int | jax.Array = 1) -> jax.Array:
     """Compute the angle per position of each pair of dims, float32 [R/2].
 
-    Args:     length: tokens of the longest sequence, which decides LongRoPE's divisors, or those of
-              each row, int32 [B]: the result is then [B, 1, 1, R/2].
+    Args:     dims: R, of each head. length: tokens of the longest sequence, which decides
+              LongRoPE's divisors, or those of each row, int32 [B]: the result is then
+              [B, 1, 1, R/2].
     Source:   Su et al. 2021 (2104.09864), section 3.4.2.
     """
-    R = model.rotary_dims
-    pairs = jnp.arange(0, R, 2, dtype=jnp.float32) / R
-    plain = 1.0 / (model.rope_theta**pairs)
-    match model.rope_scaling:
+    pairs = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
+    plain = 1.0 / (rope.theta**pairs)
+    match rope.scaling:
         case None:
             return plain
         case RopeScaling(kind="llama3") as s:
@@ -32,7 +33,7 @@ def rope_frequencies(model: ModelConfig, length: int | jax.Array = 1) -> jax.Arr
         case RopeScaling(kind="proportional") as s:
             return _proportional(plain, s)
         case RopeScaling(kind="yarn") as s:
-            return _yarn(plain, s, model)
+            return _yarn(plain, s, rope.theta)
         case s if isinstance(length, int):
             return plain / jnp.asarray(longrope_factors(s, length), jnp.float32)
         case s:
@@ -60,7 +61,7 @@ def _proportional(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
     return jnp.where(jnp.arange(pairs) < int(s.turning * pairs), frequencies / s.factor, 0.0)
 
 
-def _yarn(frequencies: jax.Array, s: RopeScaling, model: ModelConfig) -> jax.Array:
+def _yarn(frequencies: jax.Array, s: RopeScaling, theta: float) -> jax.Array:
     """Divide the frequencies of late dims by `factor`, with a ramp over dims to early ones.
 
     Source:   Peng et al. 2023 (2309.00071), section 3.2.
@@ -69,9 +70,9 @@ def _yarn(frequencies: jax.Array, s: RopeScaling, model: ModelConfig) -> jax.Arr
     def dim_with(turns: float) -> float:
         """Return the dim, as a fraction, that turns so often in the original context."""
         wavelength = s.original_max_position / turns
-        return R * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+        return R * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    R = model.rotary_dims
+    R = 2 * len(frequencies)
     first, last = dim_with(s.beta_fast), dim_with(s.beta_slow)
     if s.truncate:
         first, last = math.floor(first), math.ceil(last)
@@ -106,39 +107,39 @@ def score_factor(s: RopeScaling | None) -> float:
 
 
 @jax.named_scope("rope")
-def rope_tables(positions: jax.Array, model: ModelConfig, length: int | jax.Array = 1) -> Tables:
+def rope_tables(positions: jax.Array, rope: Rope, dims: int, length: int | jax.Array = 1) -> Tables:
     """Compute cosine and sine of every token's angles, float32 [B, T, 1, R/2] each.
 
-    Args:     positions: int32 [B, T]. length: as in `rope_frequencies`.
+    Args:     positions: int32 [B, T]. dims, length: as in `rope_frequencies`.
     """
-    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(model, length)
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, dims, length)
     tables = jnp.cos(angles), jnp.sin(angles)
-    factor = attention_factor(model.rope_scaling)
+    factor = attention_factor(rope.scaling)
     return tables if factor == 1 else (tables[0] * factor, tables[1] * factor)
 
 
-def query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
+def query_scale(positions: jax.Array, rope: Rope) -> jax.Array | None:
     """Compute the factor of every token's queries, float32 [B, T, 1, 1]; None if it is 1.
 
     Args:     positions: int32 [B, T].
     Source:   Nakanishi 2025 (2501.19399), as published with Ministral 3.
     """
-    s = model.rope_scaling
+    s = rope.scaling
     if s is None or s.query_beta == 0:
         return None
     turns = (positions // s.original_max_position).astype(jnp.float32)
     return (1 + s.query_beta * jnp.log1p(turns))[..., None, None]
 
 
-def nope_query_scale(positions: jax.Array, model: ModelConfig) -> jax.Array | None:
-    """Compute `query_scale` of layers without a rotary embedding. It grows one position earlier.
+def query_growth(positions: jax.Array, growth: QueryGrowth) -> jax.Array:
+    """Compute the factor of every token's queries in layers without a rotary embedding.
+
+    It grows one position earlier than `query_scale`.
 
     Source:   Nakanishi 2025 (2501.19399), as published with Llama 4.
     """
-    if model.nope_query_beta == 0:
-        return None
-    turns = ((positions + 1) // model.nope_query_span).astype(jnp.float32)
-    return (1 + model.nope_query_beta * jnp.log1p(turns))[..., None, None]
+    turns = ((positions + 1) // growth.span).astype(jnp.float32)
+    return (1 + growth.beta * jnp.log1p(turns))[..., None, None]
 
 
 @jax.named_scope("rope")

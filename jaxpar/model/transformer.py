@@ -25,7 +25,12 @@ from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
-from jaxpar.model.attention_context import AttentionContext, context_of_layer, counted_once
+from jaxpar.model.attention_context import (
+    AttentionContext,
+    Contexts,
+    context_of_layer,
+    counted_once,
+)
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.fused_weights import (
     IN_USE,
@@ -81,7 +86,7 @@ def embed_and_dense_layers(
     top: Tree,
     batch: Batch,
     ex: Execution,
-    context_of: Callable[[Batch], AttentionContext],
+    context_of: Callable[[Batch], Contexts],
 ) -> jax.Array:
     """`embed`, and the first dense layers of a model with experts. With pipeline stages.
 
@@ -110,7 +115,7 @@ def embed_and_dense_layers(
 def stage(
     chunk: Any,
     x: jax.Array,
-    context: AttentionContext,
+    context: Contexts,
     passthrough: Tree,
     ex: Execution,
     layers_of: Rematerialized,
@@ -127,8 +132,6 @@ def stage(
     """
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
-        if not isinstance(chunk, list):
-            context = context_of_layer(context, layers_of_chunk(ex.cfg)[0])
         return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
     in_use = iter([w.get(IN_USE) for w in chunk])
     chunk = tuple(map(_weights, chunk))
@@ -149,7 +152,7 @@ def _weights(w: Tree) -> Tree:
 
 
 def runs_of_layers(
-    chunk: tuple, context: AttentionContext, cfg: Config, first: int = 0
+    chunk: tuple, context: Contexts, cfg: Config, first: int = 0
 ) -> list[tuple[Layer, tuple, AttentionContext]]:
     """Split a chunk into runs of equal layers.
 
@@ -186,7 +189,7 @@ def head_with_modules(
     x: jax.Array,
     batch: Batch,
     ex: Execution,
-    context_of: Callable[[Batch], AttentionContext],
+    context_of: Callable[[Batch], Contexts],
     mtp_loss: jax.Array | float,
     loss_of: Callable[[Tree, jax.Array, Batch], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -259,7 +262,7 @@ def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 def logits_at(
-    weights: Tree, batch: Batch, context: AttentionContext, last: jax.Array, ex: Execution
+    weights: Tree, batch: Batch, context: Contexts, last: jax.Array, ex: Execution
 ) -> jax.Array:
     """Compute logits of the token after position `last`, for sampling on a mesh without stages.
 
@@ -318,27 +321,27 @@ def _blocks(
     return list(map(layer_that_saves, saved))
 
 
-def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext) -> jax.Array:
+def _loop(ex: Execution, stacked: Tree, x: jax.Array, contexts: Contexts) -> jax.Array:
     """Apply stacked layers, each with its saved values, or in groups that save only their input."""
     p = ex.cfg.parallel
     block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
 
-    def one(x: jax.Array, w: Tree | list[Tree], context: AttentionContext) -> jax.Array:
-        if isinstance(w, list):  # the layers of a period
-            runs = runs_of_layers(tuple(w), context, ex.cfg)
-            alike = ((w, of_run) for _, layers, of_run in runs for w in layers)
-            return functools.reduce(lambda x, of_layer: one(x, *of_layer), alike, x)
-        y, used = block(x, _weights(w), context), w.get(IN_USE)
-        return y if used is None else optional.select(used, y, x)
+    def period(x: jax.Array, w: Tree | list[Tree], contexts: Contexts) -> jax.Array:
+        of_layers = tuple(w) if isinstance(w, list) else (w,)
+        for _, alike, context in runs_of_layers(of_layers, contexts, ex.cfg):
+            for of in alike:
+                y, used = block(x, _weights(of), context), of.get(IN_USE)
+                x = y if used is None else optional.select(used, y, x)
+        return x
 
-    def layers(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return lax.scan(lambda x, w: (one(x, w, context), None), x, w)[0]
+    def layers(x: jax.Array, w: Tree, contexts: Contexts) -> jax.Array:
+        return lax.scan(lambda x, w: (period(x, w, contexts), None), x, w)[0]
 
     if p.remat_group == 1:
-        return layers(x, stacked, context)
+        return layers(x, stacked, contexts)
     groups = jax.tree.map(lambda a: a.reshape(-1, p.remat_group, *a.shape[1:]), stacked)
     group = rematerialize(layers, (), apart=True)
-    return lax.scan(lambda x, w: (group(x, w, context), None), x, groups)[0]
+    return lax.scan(lambda x, w: (group(x, w, contexts), None), x, groups)[0]
 
 
 def _block(ex: Execution):

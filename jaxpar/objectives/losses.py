@@ -40,6 +40,10 @@ class Scores:
         """Return the logarithm of the sum of the exponentials of the logits."""
         return jax.scipy.special.logsumexp(self.logits, axis=-1)
 
+    def log_prob(self) -> jax.Array:
+        """Return the logarithm of the label's probability."""
+        return self.label() - self.logsumexp()
+
     def mean(self) -> jax.Array:
         """Return the mean of the logits over the vocabulary."""
         return jnp.mean(self.logits, axis=-1)

@@ -13,7 +13,7 @@ from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import transformer
 from jaxpar.model.attention_context import (
-    AttentionContext,
+    Contexts,
     across_devices,
     attention_context,
     with_loss_weight,
@@ -65,7 +65,7 @@ def staged_model(
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
     of_routers = scale is not None and cfg.model.num_experts > 0 and cfg.lora.rank == 0
 
-    def context(mb: Batch) -> AttentionContext:
+    def context(mb: Batch) -> Contexts:
         context = across_devices(attention_context(mb, cfg, max_segments), cfg)
         context = with_probes(context, probes, feeds) if probes or feeds else context
         if not of_routers or scale is None:

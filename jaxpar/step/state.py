@@ -21,6 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import loss_scale, moments, moving_average
@@ -166,7 +167,7 @@ def logical_shardings(arrays: Any, running: Any, cfg: Config) -> Any:
         return running
 
     def one(path, array, sharding):
-        return logical_sharding(sharding, array.shape) if _is_layer(path) else sharding
+        return logical_sharding(sharding, array.shape) if _is_layer(path, cfg) else sharding
 
     return jax.tree_util.tree_map_with_path(one, arrays, running)
 
@@ -305,14 +306,14 @@ def to_running(state: TrainState, cfg: Config) -> TrainState:
     if order is None:
         return state
     if is_equal(cfg):
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, order), state)
+        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, order), state, cfg)
 
     def consume(x: jax.Array) -> jax.Array:
         converted = to_slots(x, order)
         x.delete()
         return converted
 
-    return _of_layers(consume, state)
+    return _of_layers(consume, state, cfg)
 
 
 def to_logical(state: TrainState, cfg: Config, *, on_host: bool = False) -> TrainState:
@@ -325,18 +326,22 @@ def to_logical(state: TrainState, cfg: Config, *, on_host: bool = False) -> Trai
         return state
     if is_equal(cfg):
         inverse = np.argsort(order)
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, inverse), state)
-    return _of_layers(lambda x: to_layers(x, order, on_host=on_host), state)
+        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, inverse), state, cfg)
+    return _of_layers(lambda x: to_layers(x, order, on_host=on_host), state, cfg)
 
 
-def _of_layers(convert: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:
-    """Convert the layer-stacked arrays of parameters and moments."""
-    one = lambda path, x: convert(x) if _is_layer(path) else x  # noqa: E731
+def _of_layers(
+    convert: Callable[[jax.Array], jax.Array], state: TrainState, cfg: Config
+) -> TrainState:
+    """Convert the layer-stacked arrays of parameters, moments and extra state."""
+    one = lambda path, x: convert(x) if _is_layer(path, cfg) else x  # noqa: E731
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def _is_layer(path: Any) -> bool:
-    return any(getattr(key, "key", None) == "layers" for key in path)
+def _is_layer(path: Any, cfg: Config) -> bool:
+    """Return whether an array has a row for each slot of the stages."""
+    names = {"layers", *model_of(cfg.model).stacks} - {DENSE}
+    return any(getattr(key, "key", None) in names for key in path)
 
 
 def snapshot(state: TrainState, cfg: Config) -> TrainState:
@@ -361,7 +366,7 @@ def abstract_snapshot(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
 
     def on_host(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         to: Any = x.sharding
-        to = to.with_memory_kind("pinned_host") if _is_layer(path) else to
+        to = to.with_memory_kind("pinned_host") if _is_layer(path, cfg) else to
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(on_host, abstract_logical(cfg, mesh))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.components.feed_forward import Glu
+from jaxpar.components.rope import Rope
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels import float8, softmax, swiglu
 from jaxpar.kernels.float8 import quantize_transpose
@@ -105,7 +106,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
-    tables = model_rope.rope_tables(jnp.arange(tokens)[None], m)
+    tables = model_rope.rope_tables(jnp.arange(tokens)[None], Rope(theta=m.rope_theta), m.head_dim)
     q, k = (normal((1, tokens, heads, m.head_dim)) for heads in (m.num_heads, m.num_kv_heads))
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
 from jaxpar.model import reference_rope, rope
 from tests.convert import tiny
@@ -32,7 +33,8 @@ def model_and_length(name: str) -> tuple[ModelConfig, int]:
 @pytest.mark.parametrize("name", tiny.ROPES)
 def test_frequencies_are_those_of_transformers(name):
     m, length = model_and_length(name)
-    found = rope.rope_frequencies(m, length)
+    a = model_of(m).layers[0].mixer
+    found = rope.rope_frequencies(a.rope, a.rotary_dims, length)
     assert found.dtype == jnp.float32
     found = np.append(found, rope.attention_factor(m.rope_scaling))
     np.testing.assert_allclose(found, GOLDEN[name], rtol=TOLERANCE)

@@ -89,7 +89,7 @@ def test_segments_are_chunks_numbered_from_one(documents):
     batch, at_most = traces.random_batch(cfg, 0), 6
     assert batch.segment_ids.max() <= at_most or not documents
     context = attention_context(batch, cfg, at_most)
-    mask, C = context.mask, cfg.model.attention_chunk
+    mask, C = context.each[0].mask, cfg.model.attention_chunk
     place, of = np.asarray(batch.positions), np.asarray(batch.segment_ids)
     same = place[:, :, None] // C == place[:, None, :] // C
     seen = same & (place[:, :, None] >= place[:, None, :])
@@ -99,7 +99,7 @@ def test_segments_are_chunks_numbered_from_one(documents):
     assert mask.in_order and set(np.unique(steps)) <= {0, 1}
     assert (np.asarray(mask.q_segments)[:, 0] == 1).all()
     assert mask.q_segments.max() <= mask.max_segments
-    everywhere = context.in_global
+    everywhere = context.each[1]
     assert everywhere.mask.max_segments == at_most and everywhere.chunk is None
 
 

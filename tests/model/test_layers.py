@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.components.feed_forward import Glu
+from jaxpar.components.rope import Rope
 from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
 from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels.norm import NormOutput, rms_norm
@@ -81,15 +82,14 @@ def published_frequencies(m: ModelConfig) -> np.ndarray:
 )
 def test_rope_frequencies(scaling):
     m = ModelConfig(head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)
-    found = rope.rope_frequencies(m)
+    found = rope.rope_frequencies(Rope(scaling=scaling), 128)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, published_frequencies(m), rtol=2e-6)
 
 
 def test_rope_scaling_keeps_fast_stretches_slow_and_ramps_between():
-    plain = ModelConfig(head_dim=128)
-    scaled = ModelConfig(head_dim=128, rope_scaling=RopeScaling())
-    ratio = np.asarray(rope.rope_frequencies(plain) / rope.rope_frequencies(scaled))
+    plain, scaled = (rope.rope_frequencies(Rope(scaling=s), 128) for s in (None, RopeScaling()))
+    ratio = np.asarray(plain / scaled)
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(8)
     assert (np.diff(ratio) > -1e-5).all() and ((ratio > 1.01) & (ratio < 7.99)).any()
 
@@ -105,20 +105,19 @@ def turned(x, positions, frequencies):
 def test_rope_turns_the_halves_against_each_other():
     m = ModelConfig(head_dim=8, rope_theta=100.0)
     x, positions = normal(2, 16, 3, 8), np.random.default_rng(0).integers(0, 500, (2, 16))
-    found = rope.rope(x, rope.rope_tables(positions, m))
+    found = rope.rope(x, rope.rope_tables(positions, Rope(theta=100.0), 8))
     wanted = turned(x.astype(np.float64), positions, published_frequencies(m))
     np.testing.assert_allclose(found, wanted, atol=2e-4)  # angles up to 500 rad, float32
-    assert rope.rope(jnp.asarray(x, jnp.bfloat16), rope.rope_tables(positions, m)).dtype == (
-        jnp.bfloat16
-    )
+    assert rope.rope(
+        jnp.asarray(x, jnp.bfloat16), rope.rope_tables(positions, Rope(theta=100.0), 8)
+    ).dtype == (jnp.bfloat16)
 
 
 def test_rope_scores_depend_on_distance_alone():
-    m = ModelConfig(head_dim=8, rope_theta=100.0)
     q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
 
     def score(q_position, k_position):
-        at = lambda x, p: rope.rope(x, rope.rope_tables(np.array([[p]]), m))  # noqa: E731
+        at = lambda x, p: rope.rope(x, rope.rope_tables(np.array([[p]]), Rope(theta=100.0), 8))  # noqa: E731
         return float(jnp.sum(at(q, q_position) * at(k, k_position)))
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)

@@ -6,6 +6,9 @@ Layers of one kind have the same parameters, and are stacked. A mesh runs them i
 import dataclasses
 import functools
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.model import Layer
 from jaxpar.config.schema import Config
 from jaxpar.config.schema.model import ModelConfig
 
@@ -56,6 +59,12 @@ def has_global_layers(m: ModelConfig) -> bool:
 def of_masks(m: ModelConfig) -> tuple[ModelConfig, ...]:
     """Return the model with the heads of each attention mask: that of all layers, or those of
     layers with a window and of global ones."""
+    if m.layers:
+        first: dict[tuple, Layer] = {}
+        for layer in m.layers:
+            if isinstance(a := layer.mixer, Attention | LatentAttention):
+                first.setdefault((a.window, a.chunk), layer)
+        return tuple(dataclasses.replace(m, layers=(layer,)) for layer in first.values())
     if not has_global_layers(m):
         return (m,)
     return m, of_kind(m, GLOBAL) if GLOBAL in m.layer_pattern else m
@@ -113,6 +122,8 @@ def norms_of(m: ModelConfig, kind: str) -> tuple[bool, bool]:
 
 def is_recurrent(m: ModelConfig) -> bool:
     """Return whether some layers carry a state from token to token."""
+    if m.layers:
+        return any(layer.mixer is not None and layer.mixer.recurrent for layer in m.layers)
     return any(kind in m.layer_pattern for kind in RECURRENT)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+from jaxpar.components.model import period_of
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.numerals import only_digits
@@ -18,6 +19,8 @@ _MAX_DIGITS = 6
 
 def layer_period(m: ModelConfig) -> int:
     """Return after how many layers the pattern of kinds, windows and rotary embeddings repeats."""
+    if m.layers:
+        return len(period_of(m.layers))
     every = m.global_every, m.nope_every, m.moe_every, len(m.layer_pattern)
     return math.lcm(*(max(n, 1) for n in every))
 

@@ -34,6 +34,10 @@ class AttentionMask:
     max_segments: int | None = flax.struct.field(pytree_node=False, default=None)
     in_order: bool = flax.struct.field(pytree_node=False, default=False)
 
+    def dense(self) -> jax.Array:
+        """Return it as bool [B, T, S]: whether a query sees a key."""
+        return dense_mask(self)
+
 
 def dense_mask(mask: AttentionMask) -> jax.Array:
     """Expand a mask to a dense array: bool [B, T, S]."""

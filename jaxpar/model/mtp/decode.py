@@ -50,8 +50,8 @@ def step(
     m, w = cfg.model, outside_layer(weights["top"], prefix(k))
     if of_text is None:
         of_text = first + tokens.shape[1] if lengths is None else lengths
-    positions, context = decode.context_of(tokens, first, of_text, cache.slots, cfg)
-    context = context_of_layer(context, layer_of_modules(m))
+    positions, contexts = decode.context_of(tokens, first, of_text, cache.slots, cfg)
+    context = context_of_layer(contexts, layer_of_modules(m))
     x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)

@@ -9,7 +9,7 @@ from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, regis
 from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
-from jaxpar.model.attention_context import attention_context
+from jaxpar.model.attention_context import attention_context, masks_of
 from jaxpar.parallel.context import kernel_request
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.shard import shard_of
@@ -57,7 +57,7 @@ def _chosen(
     shape = jax.ShapeDtypeStruct((rows, tokens), "int32")
     describe = functools.partial(attention_context, cfg=cfg, max_segments=SOME_DOCUMENTS)
     described = jax.eval_shape(describe, Batch(shape, shape, shape, shape))
-    masks = [described.mask] + ([described.in_global.mask] if described.in_global else [])
+    masks = masks_of(described)
     exact = model.attention_deterministic
     choices = [
         choose(

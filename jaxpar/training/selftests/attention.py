@@ -18,7 +18,7 @@ from jaxpar.config import Config, ConfigError, registry
 from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.data.loader import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, api, choose
-from jaxpar.model.attention_context import attention_context
+from jaxpar.model import attention_context
 from jaxpar.parallel.context import kernel_request
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone
@@ -26,10 +26,7 @@ from jaxpar.step.compiled import FirstRunAlone
 
 def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
     """Return the attention masks of a batch: one for each kind of layer, global layers last."""
-    context = attention_context(batch, cfg, max_segments)
-    if context.in_global is None:
-        return (context.mask,)
-    return context.mask, context.in_global.mask
+    return attention_context.masks_of(attention_context.attention_context(batch, cfg, max_segments))
 
 
 def configs_of_masks(cfg: Config) -> list[Config]:
