@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxpar.components.weight import Weight
 
@@ -30,6 +30,20 @@ class Term(Component):
         Args:     model: `d_model` and `norm` are read.
         """
         raise NotImplementedError
+
+    def plain(self, h: Any, w: Any, positions: Any, segments: Any, model: "Model") -> Any:
+        """Compute the component in plain jax.numpy on one device: what every mesh is compared with.
+        Those of our own components are in `model/plain`.
+
+        Args:
+            h: the normalized stream, float32 [B, T, D].
+            w: the weights by name, with their declared shapes, float32.
+            positions: of tokens in their documents, int32 [B, T].
+            segments: the document of each token, int32 [B, T].
+            model: `d_model` and `norm`, among others.
+        Returns:  what the component adds to the stream, float32 [B, T, D].
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no method `plain`")
 
 
 @dataclass(frozen=True, kw_only=True)
