@@ -3,7 +3,7 @@
     python -m jaxpar.verify llama3_8b --shrink --mesh data=2,tensor=2 --mesh pipeline=2,sequence=2
 
 Each mesh trains in float32 for a few steps on random packed documents, on simulated CPU devices or
-on the available accelerators, and is compared with `model/reference.py` and optax on one device.
+on the available accelerators, and is compared with `model/plain` and optax on one device.
 The criteria, where `t` is --tolerance:
 
     weights at init   identical bits on every mesh

@@ -60,7 +60,23 @@ class Term(Component):
 
     def compute(self, x: Any, w: dict[str, Any], tokens: Any) -> Any:
         """Compute the term. See `Mixer` and `FeedForward`; ours compute in `jaxpar/model`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no method `compute`")
+
+    def plain(self, h: Any, w: Any, positions: Any, segments: Any, model: "Model") -> Any:
+        """Compute the component in plain jax.numpy on one device: what every mesh is compared with.
+
+        Those of our own components are in `model/plain`. By default it is `compute`: the comparison
+        then shows that the sharding is right, and not the mathematics.
+
+        Args:
+            h: the normalized stream, float32 [B, T, D].
+            w: the weights by name, with their declared shapes, float32.
+            positions: of tokens in their documents, int32 [B, T].
+            segments: the document of each token, int32 [B, T].
+            model: `d_model` and `norm`, among others.
+        Returns:  what the component adds to the stream, float32 [B, T, D].
+        """
+        return self.compute(h, w, Tokens(positions, segments))
 
 
 @dataclass(frozen=True, kw_only=True)

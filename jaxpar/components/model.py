@@ -7,11 +7,13 @@ The list is the model: nothing else says what differs between layers.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.weight import Init, Weight, vector
+from jaxpar.config import MupConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,18 @@ class Model:
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
+    embed_scale: bool = False
+    """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Multiply embeddings by this (Granite)."""
+    residual_multiplier: float = 1.0
+    """Multiply what mixers and feed-forwards add to the residual stream by this (Granite)."""
+    logits_scaling: float = 1.0
+    """Divide the logits by this (Granite)."""
+    logits_softcap: float | None = None
+    """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
+    mup: MupConfig | None = None
+    """The maximal update parametrization. None: the standard one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -112,6 +126,12 @@ class Model:
         for layer in self.layers:
             found.setdefault(layer.name, []).append(layer)
         return {name: tuple(layers) for name, layers in found.items()}
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """The stack of each layer, and its index there."""
+        at = {name: itertools.count() for name in self.stacks}
+        return tuple((layer.name, next(at[layer.name])) for layer in self.layers)
 
 
 def period_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -12,4 +12,14 @@ torch_names       names in its files              torch_model       the model in
 selfcheck         compares logits
 """
 
-MAY_IMPORT = ("config", "runtime", "sharding", "model", "step", "data", "checkpoint", "stores")
+MAY_IMPORT = (
+    "components",
+    "config",
+    "runtime",
+    "sharding",
+    "model",
+    "step",
+    "data",
+    "checkpoint",
+    "stores",
+)

@@ -1,7 +1,7 @@
 """Checks that a conversion kept the model, by comparing logits of its input and output.
 
 Both sides are read from disk and computed layer by layer with the plain model
-(`model/reference.py`) in float32, so only one layer of each is in memory at a time. If
+(`model/plain`) in float32, so only one layer of each is in memory at a time. If
 `transformers` is installed, it also computes the logits of the published side.
 """
 
@@ -15,15 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.components.model import Layer, Model
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.layer_kinds import STACKS, dense_places, kinds
+from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
-from jaxpar.model import reference
 from jaxpar.model.flops import num_params
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.units import size
@@ -107,11 +108,13 @@ def logits(
 
     Args:     adapters: adapters that `read` also has, with their factor in the second matrix.
     """
+    model = model_of(m)
     shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
     def layer(i: int) -> dict[str, np.ndarray]:
-        stack, at = _place(m, i)
+        name, at = model.places[i]
+        stack = f"{name}/"
         paths = {p.removeprefix(stack): p for p in shapes if p.startswith(stack)}
         rest = {p: tuple(slice(0, n) for n in shapes[p][1:]) for p in paths.values()}
         return {name: read(p, (slice(at, at + 1), *rest[p]))[0] for name, p in paths.items()}
@@ -122,30 +125,21 @@ def logits(
     with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
         learned = {"positions": whole("positions")} if m.positions == "learned" else {}
-        x = reference.first_stream({"embed": embed} | learned, tokens, positions, m)
+        x = decoder.first_stream({"embed": embed} | learned, tokens, positions, model)
         if not m.tie_embeddings:
             del embed
         for i in range(m.num_layers):
             now.at(f"layer {i + 1} of {m.num_layers}")
-            x = _block(reference.of_layer(m, i))(x, layer(i), positions, segments)
+            x = _block(model.layers[i], model)(x, layer(i), positions, segments)
         top = {path: whole(path) for path in shapes if path.startswith("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
-        return np.asarray(jax.jit(lambda x, top: reference.output(x, top, m))(x, top))
-
-
-def _place(m: ModelConfig, i: int) -> tuple[str, int]:
-    """Return the stack that has the model's layer i, and its index there."""
-    dense, of_all = dense_places(m), kinds(m)
-    if i in dense:
-        return "dense_layers/", dense.index(i)
-    alike = [j for j in range(i) if of_all[j] == of_all[i] and j not in dense]
-    return STACKS[of_all[i]] + "/", len(alike)
+        return np.asarray(jax.jit(lambda x, top: decoder.output(x, top, model))(x, top))
 
 
 @functools.cache
-def _block(m: ModelConfig) -> Callable:
+def _block(of: Layer, model: Model) -> Callable:
     """Compile a layer of the plain model. It is called once for each layer of each side."""
-    return jax.jit(lambda x, w, place, segments: reference.block(x, w, place, segments, m))
+    return jax.jit(lambda x, w, place, segments: decoder.block(x, w, of, place, segments, model))
 
 
 def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:

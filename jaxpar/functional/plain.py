@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ConfigError, ModelConfig, TrainConfig
-from jaxpar.model import reference
-from jaxpar.model.moe.reference import router_loss
+from jaxpar.config.layout.composition import model_of
 from jaxpar.model.parameters import specs_of
+from jaxpar.model.plain import decoder
+from jaxpar.model.plain.feed_forward import router_loss
 from jaxpar.objectives.losses import AnyLoss, Loss, NextToken, Scores, split, summed
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.initial_values import initialize
@@ -62,7 +63,7 @@ def apply(
     """
     _check(params, model)
     batch = _batch({"tokens": tokens, "positions": positions, "segment_ids": segment_ids})
-    return reference.logits_of(params, batch.tokens, batch.positions, batch.segment_ids, model)
+    return decoder.logits_of(params, batch.tokens, batch.positions, batch.segment_ids, model)
 
 
 def loss(
@@ -92,19 +93,19 @@ def loss_of_logical(params: Params, batch: Batch, cfg: Config, loss: AnyLoss) ->
     """
     terms = loss if isinstance(loss, Loss) else Loss()
     of_tokens = loss.plain if isinstance(loss, Loss) else loss
-    cfg = _with_terms(cfg, terms)
-    params = reference.scale_adapters(params, cfg)
-    x, routers = reference.hidden_and_routers(params, batch, cfg)
-    scores = Scores(reference.output(x, params, cfg.model), jnp.asarray(batch.labels))
+    cfg, model = _with_terms(cfg, terms), model_of(cfg.model)
+    params = decoder.scale_adapters(params, cfg)
+    x, routings = decoder.hidden_and_routings(params, batch, cfg)
+    scores = Scores(decoder.output(x, params, model), jnp.asarray(batch.labels))
     total, count = summed(*split(of_tokens(scores, batch), scores.labels))
     mean = total / count
-    for labels, h, of_module in reference.modules(params, x, batch, cfg):
-        scores = Scores(reference.logits_of_module(h, params, cfg.model), labels)
+    for labels, h, of_module in decoder.modules(params, x, batch, cfg):
+        scores = Scores(decoder.logits_of_module(h, params, model), labels)
         values, weights = split(of_tokens(scores, batch), labels)
         further, _ = summed(values, lax.stop_gradient(weights))
         mean += terms.mtp_loss / cfg.model.mtp_depth * further / lax.stop_gradient(count)
-        routers += [of_module] if of_module else []
-    return mean + sum(router_loss(one, cfg) for one in routers)
+        routings += of_module
+    return mean + sum(router_loss(one, cfg) for one in routings)
 
 
 def _with_terms(cfg: Config, loss: Loss) -> Config:

@@ -49,8 +49,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
 
 def function_of(a: Attention) -> Callable[..., jax.Array] | None:
-    """Return another function of queries and keys: `heads` of a user's class, or a registered one.
-    """
+    """Return another function of queries and keys, of a user's class or registered; else None."""
     if type(a).heads is not Attention.heads:
         return a.heads
     return registry.function("model.attention", a.function)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config
-from jaxpar.model import reference
-from jaxpar.model.moe.reference import router_loss
+from jaxpar.config.layout.composition import model_of
+from jaxpar.model.plain import decoder
+from jaxpar.model.plain.feed_forward import router_loss
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
@@ -17,9 +18,9 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     Args:     params: the logical parameters. batch: [B, T] in text order; document 2k + 1 of a row
               is the chosen response of its pair k, document 2k + 2 the rejected one.
     """
-    params = reference.scale_adapters(params, cfg)
-    x, routers = reference.hidden_and_routers(params, batch, cfg)
-    scores = jax.nn.log_softmax(reference.output(x, params, cfg.model))
+    params = decoder.scale_adapters(params, cfg)
+    x, routings = decoder.hidden_and_routings(params, batch, cfg)
+    scores = jax.nn.log_softmax(decoder.output(x, params, model_of(cfg.model)))
     of_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
     ratios = jnp.where(batch.labels == IGNORED, 0.0, of_label - batch.reference)
     total, count = jnp.float32(0), jnp.float32(0)
@@ -31,7 +32,7 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
         there = jnp.any(batch.segment_ids == 2 * k + 1, axis=1)
         total += jnp.sum(jnp.where(there, _loss(cfg.dpo.beta * (chosen - rejected), cfg), 0.0))
         count += jnp.sum(there)
-    return total / count + sum(router_loss(one, cfg) for one in routers)
+    return total / count + sum(router_loss(one, cfg) for one in routings)
 
 
 def _loss(margin: jax.Array, cfg: Config) -> jax.Array:
@@ -44,9 +45,9 @@ def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     The divergence compares distributions of as many outcomes as the teacher names, and the tail.
     """
-    params = reference.scale_adapters(params, cfg)
-    x, routers = reference.hidden_and_routers(params, batch, cfg)
-    logits, T = reference.output(x, params, cfg.model), cfg.distill.temperature
+    params = decoder.scale_adapters(params, cfg)
+    x, routings = decoder.hidden_and_routings(params, batch, cfg)
+    logits, T = decoder.output(x, params, model_of(cfg.model)), cfg.distill.temperature
     labeled = batch.labels != IGNORED
     scores = jax.nn.log_softmax(logits)
     at_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
@@ -59,4 +60,4 @@ def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     mean = lambda a: jnp.sum(jnp.where(labeled, a, 0.0)) / jnp.sum(labeled)  # noqa: E731
     ce, share = -mean(at_label), cfg.distill.weight
     total = (1 - share) * ce + share * T**2 * mean(kl)
-    return total + sum(router_loss(one, cfg) for one in routers), ce
+    return total + sum(router_loss(one, cfg) for one in routings), ce

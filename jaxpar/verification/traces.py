@@ -2,8 +2,8 @@
 
 A `TrainingTrace` records a few training steps: initial weights, first gradients, the loss of each
 step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
-`model/reference.py` and optax on a single device, `mesh_trace` with the train step on a mesh.
-Batches are random packed documents.
+`model/plain` and optax on a single device, `mesh_trace` with the train step on a mesh. Batches are
+random packed documents.
 """
 
 import dataclasses

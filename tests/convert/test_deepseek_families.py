@@ -21,8 +21,8 @@ from jaxpar.convert.hf.tensor_layout import shape_of, sizes_of, tensor_shape
 from jaxpar.convert.peft.exporting import adapter_entries
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.convert.torch_names import PLAIN
-from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import flat
 from tests.convert import tiny
@@ -326,8 +326,8 @@ def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(name, gold
     ones = np.ones_like(tokens)
     batch = Batch(tokens, ones, ones, np.arange(tokens.shape[1], dtype=np.int32)[None])
     with jax.default_matmul_precision("highest"):
-        x, _ = reference.hidden_and_routers(params, batch, cfg)
-        ((_, h, _),) = reference.modules(params, x, batch, cfg)
+        x, _ = decoder.hidden_and_routings(params, batch, cfg)
+        ((_, h, _),) = decoder.modules(params, x, batch, cfg)
         found = np.asarray(h[0] @ params["head"])[:-1]
     wanted = np.load(Path(__file__).parent / f"goldens/{golden}.npz")["logits"]
     assert wanted.shape == (tiny.NUM_TOKENS - 1, 64) and np.abs(wanted).max() > 1

@@ -10,10 +10,10 @@ from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
 from jaxpar.execution.decisions import execution_of
-from jaxpar.model import reference
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
+from jaxpar.model.plain.components import plain
 from tests.convert import tiny
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/deepseek_v3.npz"))
@@ -86,7 +86,7 @@ def test_the_layer_is_that_of_transformers():
     of = model_of(MODEL).layers[-1]
     context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
     found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial
-    plain = reference._experts(x, w, MODEL)
+    of_plain = plain(experts_of(MODEL), x, w, None, None, model_of(MODEL))
     largest = np.abs(GOLDEN["out"]).max()
-    for out in (found, plain):
+    for out in (found, of_plain):
         assert np.abs(np.asarray(out[0]) - GOLDEN["out"]).max() <= TOLERANCE * largest

@@ -29,7 +29,7 @@ from jaxpar.inference.generation import (
     weights_for_sampling,
 )
 from jaxpar.inference.options import Sampling
-from jaxpar.model import reference
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
 from tests.slow import slow, slow_but
@@ -102,7 +102,7 @@ def plain_logits(params, cfg: Config, tokens: np.ndarray) -> np.ndarray:
     """Logits of the plain model, [tokens, vocabulary]."""
     one = np.ones_like(tokens)
     place = np.arange(tokens.shape[1])[None]
-    run = jax.jit(lambda p: reference.logits_of(p, tokens, place, one, cfg.model))
+    run = jax.jit(lambda p: decoder.logits_of(p, tokens, place, one, cfg.model))
     return np.asarray(run(params))[0]
 
 

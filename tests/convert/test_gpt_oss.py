@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.execution.decisions import execution_of
-from jaxpar.model import reference
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
+from jaxpar.model.plain.components import plain
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
 
@@ -91,7 +91,11 @@ def as_trained(w: dict, x: jax.Array) -> jax.Array:
     return jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(w, x)
 
 
-LAYERS = {"trained": as_trained, "plain": lambda w, x: reference._experts(x, w, MODEL)}
+def as_plain(w: dict, x: jax.Array) -> jax.Array:
+    return plain(experts_of(MODEL), x, w, None, None, model_of(MODEL))
+
+
+LAYERS = {"trained": as_trained, "plain": as_plain}
 
 
 @pytest.mark.parametrize("which", LAYERS)

@@ -29,7 +29,7 @@ from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.convert.peft.merging import MergedArrays
-from jaxpar.model import reference
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step import state
@@ -112,7 +112,7 @@ def test_logits_are_those_of_peft(run, devices):
     cfg = resolve(replace(run, **{"parallel.data": 1, "parallel.tensor": 2}), 2)
     mesh = make_mesh(cfg.parallel, devices[:2])
     params = restore_params(run.run.dir, cfg, mesh)
-    apart = plain_logits(reference.scale_adapters(jax.device_get(params), cfg), cfg, tokens)
+    apart = plain_logits(decoder.scale_adapters(jax.device_get(params), cfg), cfg, tokens)
     assert np.abs(apart - wanted).max() <= TOLERANCE
     alone = plain_logits(jax.device_get(merge(params, cfg, mesh)), base_config(cfg), tokens)
     assert np.abs(alone - wanted).max() <= TOLERANCE
@@ -293,7 +293,7 @@ def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, cap
     assert cfg.lora == LORA
     cfg = resolve(replace(cfg, **{"parallel.data": 1}), 1)
     params = restore_params(tmp_path / "run", cfg, make_mesh(cfg.parallel, jax.devices()[:1]))
-    apart = reference.scale_adapters(jax.device_get(params), cfg)
+    apart = decoder.scale_adapters(jax.device_get(params), cfg)
     found = plain_logits(apart, cfg, tiny.tokens(VALUES))
     assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
     assert call("convert", ["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.components.attention import Rope
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
-from jaxpar.model import reference_rope, rope
+from jaxpar.model import rope
+from jaxpar.model.plain import rope as plain_rope
 from tests.convert import tiny
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/rope.npz"))
@@ -43,9 +45,9 @@ def test_frequencies_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", tiny.ROPES)
 def test_the_plain_model_has_the_same(name):
     m, length = model_and_length(name)
-    half = m.rotary_dims // 2
-    found = [reference_rope.frequency(j, half, length, m) for j in range(half)]
-    found.append(reference_rope.rotary_factor(m.rope_scaling))
+    half, rope = m.rotary_dims // 2, Rope(theta=m.rope_theta, scaling=m.rope_scaling)
+    found = [plain_rope.frequency(j, half, length, rope) for j in range(half)]
+    found.append(plain_rope.rotary_factor(rope.scaling))
     np.testing.assert_allclose(found, GOLDEN[name], rtol=PLAIN_TOLERANCE)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import call
+from jaxpar.components import flags
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
@@ -158,7 +159,7 @@ def test_torch_computes_experts_as_the_model_does(options):
     import torch
 
     from jaxpar.convert.torch_model.feed_forward import Experts
-    from jaxpar.model import reference
+    from jaxpar.model.plain.components import plain
 
     m = ModelConfig(d_model=16, d_ff=8, num_experts=8, experts_per_token=3, **options)
     experts = Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
@@ -179,5 +180,5 @@ def test_torch_computes_experts_as_the_model_does(options):
     h = rng.normal(size=(2, 5, m.d_model)).astype("f")
     with torch.no_grad():
         found = experts(torch.from_numpy(h)).numpy()
-    wanted = reference._experts(h, w, m)
+    wanted = plain(flags.experts_of(m), h, w, None, None, flags.model_of(m))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

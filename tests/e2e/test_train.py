@@ -25,7 +25,7 @@ from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference import sample as inference_sample
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.options import Sampling
-from jaxpar.model import reference
+from jaxpar.model.plain import decoder
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
@@ -263,7 +263,7 @@ def greedy_text(run: Path, prompt: str, count: int) -> str:
     # Of the text so far, a token sees as many as in training.
     model = dataclasses.replace(cfg.model, sliding_window=cfg.data.seq_len)
     place, ones = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
-    logits = jax.jit(lambda tokens: reference.logits_of(params, tokens, place, ones, model))
+    logits = jax.jit(lambda tokens: decoder.logits_of(params, tokens, place, ones, model))
     ids = [int(i) for i in tokenizer.encode(prompt)]
     new = []
     while len(new) < count:

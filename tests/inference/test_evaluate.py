@@ -20,7 +20,7 @@ from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.inference import evaluate as inference_evaluate
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.load import load
-from jaxpar.model import reference
+from jaxpar.model.plain import decoder
 from jaxpar.runtime import hub
 from jaxpar.sharding.mesh import make_mesh
 
@@ -106,7 +106,7 @@ def log_probabilities(run: Path, text: str) -> np.ndarray:
     tokenizer = load_tokenizer(cfg.data.path)
     ids = jnp.asarray([[tokenizer.eos_id, *tokenizer.encode(text)]])
     place, ones = jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
-    scores = jax.nn.log_softmax(reference.logits_of(params, ids, place, ones, cfg.model))
+    scores = jax.nn.log_softmax(decoder.logits_of(params, ids, place, ones, cfg.model))
     return np.asarray(jnp.take_along_axis(scores[0, :-1], ids[0, 1:, None], axis=-1)[:, 0])
 
 

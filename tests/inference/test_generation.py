@@ -13,7 +13,8 @@ from jaxpar.config import Config, RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
 from jaxpar.inference.options import Sampling
-from jaxpar.model import decode, reference
+from jaxpar.model import decode
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.verification import small_config
@@ -181,7 +182,7 @@ def test_angles_of_longrope_are_those_of_a_text_so_far(values):
         for count, token in enumerate(new):
             text = np.array([[*prompt, *new[:count]]], np.int32)
             place = np.arange(text.shape[1], dtype=np.int32)[None]
-            logits = reference.logits_of(plain, text, place, place * 0, cfg.model)
+            logits = decoder.logits_of(plain, text, place, place * 0, cfg.model)
             assert token == int(jnp.argmax(logits[0, -1, :60]))
 
 

@@ -15,7 +15,8 @@ from jaxpar.inference.options import Sampling
 from jaxpar.inference.speculative import generation as speculative
 from jaxpar.inference.speculative import programs
 from jaxpar.inference.speculative.acceptance import next_chances, num_accepted
-from jaxpar.model import decode, reference
+from jaxpar.model import decode
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
@@ -159,8 +160,8 @@ def plain_drafts(cfg, params, text: np.ndarray) -> list[int]:
         row[0, : len(text) + k] = [*text, *found]
         place = np.arange(64, dtype=np.int32)[None]
         batch = Batch(row, row, np.ones_like(row), place)
-        x, _ = reference.hidden_and_routers(params, batch, cfg)
-        h = next(itertools.islice(reference.modules(params, x, batch, cfg), k, None))[1]
+        x, _ = decoder.hidden_and_routings(params, batch, cfg)
+        h = next(itertools.islice(decoder.modules(params, x, batch, cfg), k, None))[1]
         logits = h[0, len(text) - 2] @ params["head"]
         found.append(int(jnp.argmax(logits[:60])))
     return found

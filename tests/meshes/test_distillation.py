@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
@@ -73,7 +73,7 @@ def test_the_loss_is_least_where_student_and_teacher_agree():
     params = weights.values_of(tuple(flat(param_specs(cfg.model)).items()), 3)
     batch = traces.random_batch(cfg, 0)
     of = params, batch.tokens, batch.positions, batch.segment_ids
-    logits = np.asarray(reference.logits_of(*of, cfg.model)) / 1.5
+    logits = np.asarray(decoder.logits_of(*of, cfg.model)) / 1.5
     scores = np.asarray(jax.nn.log_softmax(logits))
     ids = np.argsort(-scores, axis=-1)[..., :5].astype(np.int32)
     own = {"teacher_ids": ids, "teacher_scores": np.take_along_axis(scores, ids, axis=-1)}
@@ -113,7 +113,7 @@ def test_the_likeliest_tokens(mesh, k, devices):
     ids, scores = (np.asarray(a if order is None else a[:, np.argsort(order)]) for a in found)
     plain = weights.values_of(tuple(flat(param_specs(cfg.model)).items()), cfg.train.seed)
     of = plain, batch.tokens, batch.positions, batch.segment_ids
-    logits = jax.jit(lambda *a: reference.logits_of(*a, cfg.model))(*of) / 2.0
+    logits = jax.jit(lambda *a: decoder.logits_of(*a, cfg.model))(*of) / 2.0
     expected = np.asarray(jax.nn.log_softmax(logits))
     assert np.abs(np.take_along_axis(expected, ids, axis=-1) - scores).max() < 1e-5
     best = -np.sort(-expected, axis=-1)[..., :k]

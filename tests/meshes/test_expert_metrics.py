@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
@@ -31,7 +31,7 @@ BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4, "model.num_lay
 def rows_of_plain_model(cfg: Config) -> np.ndarray:
     """Tokens of each expert, [layers, E], of the plain model."""
     params = weights.values_of(tuple(weights.flat(param_specs(cfg.model)).items()), cfg.train.seed)
-    loads = jax.jit(lambda params, batch: reference.loads(params, batch, cfg))
+    loads = jax.jit(lambda params, batch: decoder.loads(params, batch, cfg))
     return np.asarray(loads(params, traces.random_batch(cfg)))
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.layout.layer_kinds import STACKS, dense_places
-from jaxpar.model import reference
 from jaxpar.model.parameters import specs_of
+from jaxpar.model.plain import decoder
 from jaxpar.step.features import layer_metrics, own_probes
 from jaxpar.step.features.layer_metrics import LayerMetrics
 from jaxpar.step.state import init_state
@@ -79,7 +79,7 @@ def plain(cfg: Config) -> dict[str, Any]:
     found["layer_grad_norm"] = np.sqrt(of_layers(trace.gradients, cfg))
     found["layer_update"] = np.sqrt(of_layers(change, cfg) / of_layers(old, cfg))
     if cfg.model.num_experts:
-        rows = np.asarray(reference.loads(params, batch, cfg))
+        rows = np.asarray(decoder.loads(params, batch, cfg))
         fullest = np.full(cfg.model.num_layers, np.nan)
         fullest[-len(rows) :] = rows.max(axis=1) / rows.mean(axis=1)
         found["layer_fullest_expert"] = fullest

@@ -1,6 +1,6 @@
 """Mesh invariance: the same weights, loss, gradients and optimizer steps on every mesh.
 
-Each mesh is compared with the plain model of `jaxpar/model/reference.py` on packed documents. The
+Each mesh is compared with the plain model of `jaxpar/model/plain` on packed documents. The
 models are tiny, so compiling is nearly all of the time; LLVM's optimizations are left out of it.
 """
 

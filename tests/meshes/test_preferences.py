@@ -10,8 +10,8 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model import reference
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -103,7 +103,7 @@ def test_scores_and_held_out_loss(mesh, values, devices):
     found = found if order is None else found[:, np.argsort(order)]
     plain = weights.values_of(tuple(flat(param_specs(cfg.model)).items()), cfg.train.seed)
     of = plain, batch.tokens, batch.positions, batch.segment_ids
-    scores = jax.nn.log_softmax(jax.jit(lambda *a: reference.logits_of(*a, cfg.model))(*of))
+    scores = jax.nn.log_softmax(jax.jit(lambda *a: decoder.logits_of(*a, cfg.model))(*of))
     at = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
     expected = np.where(batch.labels == IGNORED, 0, at)
     assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()

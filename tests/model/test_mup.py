@@ -9,9 +9,9 @@ import pytest
 
 from jaxpar.config import ModelConfig, MupConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model import reference
 from jaxpar.model.mup.widths import in_words, standard
 from jaxpar.model.parameters import param_specs
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import abstract_state
@@ -91,7 +91,7 @@ def test_the_function_in_the_standard_parametrization():
     def logits_of_each():
         params = traces.initialize(param_specs(m), 0)
         models = m, plain, dataclasses.replace(m, mup=None)
-        return [reference.logits_of(params, tokens, tokens, one, model) for model in models]
+        return [decoder.logits_of(params, tokens, tokens, one, model) for model in models]
 
     mup, folded, without = map(np.asarray, logits_of_each())
     np.testing.assert_allclose(folded, mup, rtol=1e-5, atol=1e-6)

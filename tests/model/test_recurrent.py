@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.config import ParallelConfig
 from jaxpar.kernels.recurrence import api
 from jaxpar.kernels.recurrence.triton import api as triton
-from jaxpar.model.recurrent import reference
+from jaxpar.model.plain import recurrent as reference
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
 from jaxpar.model.recurrent.state_space import state_space

@@ -24,7 +24,7 @@ from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.inference.load import load, load_params_of
 from jaxpar.inference.text_loss import text_loss
-from jaxpar.model import reference
+from jaxpar.model.plain import decoder
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
@@ -77,7 +77,7 @@ def plain_loss(
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = checkpoint.restore_params(run, cfg, mesh, None, weights)
     b = Loader(cfg, mesh, split).host_rows(0, np.arange(sequences))
-    logits = reference.logits_of(params, b.tokens, b.positions, b.segment_ids, cfg.model)
+    logits = decoder.logits_of(params, b.tokens, b.positions, b.segment_ids, cfg.model)
     logits = logits[..., : ids or None]
     scores = np.asarray(jax.nn.log_softmax(logits))
     own = np.take_along_axis(scores, np.maximum(b.labels, 0)[..., None], axis=-1)[..., 0]

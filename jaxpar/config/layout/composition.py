@@ -38,6 +38,12 @@ def _model(m: ModelConfig, layers: tuple[Layer, ...]) -> Model:
         max_positions=m.max_positions if m.positions == "learned" else 0,
         mtp_depth=m.mtp_depth,
         init_std=m.init_std,
+        embed_scale=m.embed_scale,
+        embedding_multiplier=m.embedding_multiplier,
+        residual_multiplier=m.residual_multiplier,
+        logits_scaling=m.logits_scaling,
+        logits_softcap=m.logits_softcap,
+        mup=m.mup,
     )
 
 

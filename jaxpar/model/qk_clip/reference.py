@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config
-from jaxpar.model import reference
+from jaxpar.config.layout.composition import model_of
+from jaxpar.model.plain import decoder
 from jaxpar.model.qk_clip.rescale import factors, rescaled
 from jaxpar.sharding.batch import Batch
 
@@ -19,14 +20,15 @@ def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
         if point == "queries":
             found.append(jnp.max(value, axis=(0, 2, 3)))
 
-    reference.hidden_and_routers(params, batch, cfg, watch)
+    decoder.hidden_and_routings(params, batch, cfg, watch)
     return jnp.stack(found)
 
 
 def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
     """Return parameters after QK-clip, given the largest logits of the step."""
-    eta, dense = factors(largest, cfg.optimizer.qk_clip), cfg.model.dense_layers
-    found = params | {"layers": rescaled(params["layers"], eta[dense:], cfg.model)}
-    if dense:
-        found["dense_layers"] = rescaled(params["dense_layers"], eta[:dense], cfg.model)
+    eta, places = factors(largest, cfg.optimizer.qk_clip), model_of(cfg.model).places
+    found = dict(params)
+    for stack in dict.fromkeys(name for name, _ in places):
+        rows = jnp.array([i for i, (name, _) in enumerate(places) if name == stack])
+        found[stack] = rescaled(params[stack], eta[rows], cfg.model)
     return found

@@ -13,8 +13,8 @@ from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_kinds import STACKS, kinds_with_experts
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
-from jaxpar.model import reference
 from jaxpar.model.moe.router import LOSSES
+from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Probed, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE, TOKEN_AXES
@@ -98,7 +98,7 @@ class ExpertBalance(Feature):
     def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
         if not cfg.model.router_bias:
             return new
-        return reference.balanced(new, reference.loads(before, batch, cfg), cfg)
+        return decoder.balanced(new, decoder.loads(before, batch, cfg), cfg)
 
 
 @jax.named_scope("expert_loads")

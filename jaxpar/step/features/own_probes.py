@@ -11,7 +11,8 @@ from jax import lax
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
-from jaxpar.model import probes, reference
+from jaxpar.model import probes
+from jaxpar.model.plain import decoder
 from jaxpar.model.qk_clip.logits import across, largest
 from jaxpar.sharding.axes import TOKEN_AXES
 from jaxpar.sharding.batch import Batch
@@ -211,7 +212,7 @@ def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> di
                 found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
 
-    reference.hidden_and_routers(reference.scale_adapters(params, cfg), batch, cfg, watch)
+    decoder.hidden_and_routings(decoder.scale_adapters(params, cfg), batch, cfg, watch)
     at_head = {probe.metric for probe in some if probe.point == "head"}
     return {n: values[0] if n in at_head else jnp.stack(values) for n, values in found.items()}
 

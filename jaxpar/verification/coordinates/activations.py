@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, replace
-from jaxpar.model import reference
-from jaxpar.model.recurrent.reference import weights_of
+from jaxpar.config.layout.composition import model_of
+from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import make_train_step
@@ -38,18 +38,18 @@ def activations(params: Any, batch: Batch, cfg: Config) -> dict[str, jax.Array]:
 
     attention and feed-forward are what the branches add to the residual stream, of all layers.
     """
-    m, segments = cfg.model, jnp.asarray(batch.segment_ids)
+    model, segments = model_of(cfg.model), jnp.asarray(batch.segment_ids)
     if not cfg.data.document_mask:
         segments = jnp.ones_like(segments)
-    x = first = reference.first_stream(params, batch.tokens, batch.positions, m)
+    x = first = decoder.first_stream(params, batch.tokens, batch.positions, model)
     attention, feed_forward = [], []
-    for i in range(m.num_layers):
-        place = weights_of(params, i, m), batch.positions, segments, reference.of_layer(m, i)
-        between, after = reference.after_attention(x, *place), reference.block(x, *place)
+    for layer, w in decoder.layers_of(params, model):
+        place = w, layer, batch.positions, segments, model
+        between, after = decoder.after_mixer(x, *place), decoder.block(x, *place)
         attention.append(between - x)
         feed_forward.append(after - between)
         x = after
-    logits = reference.output(x, params, m)
+    logits = decoder.output(x, params, model)
     found = first, jnp.stack(attention), jnp.stack(feed_forward), x, logits
     return dict(zip(KINDS, found, strict=True))
 

@@ -1,8 +1,8 @@
-"""Frequencies of rotary embeddings in plain Python, for `reference.py`."""
+"""Frequencies of rotary embeddings in plain Python."""
 
 import math
 
-from jaxpar.config import ModelConfig
+from jaxpar.components.attention import Rope
 
 
 def rotary_factor(s) -> float:
@@ -16,9 +16,9 @@ def rotary_factor(s) -> float:
     return usual[s.kind] if s.attention_factor is None else s.attention_factor
 
 
-def frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
+def frequency(j: int, half: int, length: int, rope: Rope) -> float:
     """Return the angle per position of pair j, for sequences of `length` tokens."""
-    s, inv = m.rope_scaling, m.rope_theta ** (-j / half)
+    s, inv = rope.scaling, rope.theta ** (-j / half)
     if s is None:
         return inv
     if s.kind == "linear":
@@ -26,20 +26,20 @@ def frequency(j: int, half: int, length: int, m: ModelConfig) -> float:
     if s.kind == "proportional":  # turns the first pairs, and the others not
         return inv / s.factor if j < math.floor(s.turning * half) else 0.0
     if s.kind == "yarn":
-        return _yarn_frequency(j, half, inv, m)
+        return _yarn_frequency(j, half, inv, rope)
     if s.kind == "longrope":
         factors = s.short_factors if length <= s.original_max_position else s.long_factors
         return inv / float(factors.split(",")[j])
     return _llama_frequency(inv, s)
 
 
-def _yarn_frequency(j: int, half: int, inv: float, m: ModelConfig) -> float:
+def _yarn_frequency(j: int, half: int, inv: float, rope: Rope) -> float:
     """Divide by YaRN's factor where a ramp over pairs has ended, or a part of it on the ramp."""
-    s = m.rope_scaling
+    s = rope.scaling
     assert s is not None
     # Pair j turns original_max_position * theta^(-j / half) / (2 pi) times; solved for j.
     ends = [
-        half * math.log(s.original_max_position / (2 * math.pi * turns), m.rope_theta)
+        half * math.log(s.original_max_position / (2 * math.pi * turns), rope.theta)
         for turns in (s.beta_fast, s.beta_slow)
     ]
     if s.truncate:

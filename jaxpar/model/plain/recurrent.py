@@ -1,68 +1,18 @@
-"""Recurrent layers in plain jax.numpy, token by token: one device, no chunks, no communication.
-
-`jaxpar/model/reference.py` and the tests use it. It shares only parameter names with the layers.
-"""
-
-from typing import Any
+"""Recurrent mixers in plain jax.numpy, token by token, without chunks."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import ModelConfig
-
-type Tree = dict[str, Any]
-
-#: The stack of each kind of layer.
-STACKS = {
-    "*": "layers",
-    "A": "global_layers",
-    "G": "delta_layers",
-    "M": "mamba_layers",
-    "K": "kda_layers",
-    "k": "kda_dense_layers",
-    "-": "mlp_layers",
-    "E": "moe_layers",
-}
+from jaxpar.components.model import Model
+from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from jaxpar.model.plain.operations import Weights, times, unit_rms
 
 
-def weights_of(params: Tree, i: int, m: ModelConfig) -> Tree:
-    """Return the parameters of layer i, from the stack of its kind."""
-    if m.layer_pattern:
-        letters = [m.layer_pattern[j % len(m.layer_pattern)] for j in range(i + 1)]
-        stack = STACKS[letters[i]]
-        return jax.tree.map(lambda a: a[letters[:i].count(letters[i])], params[stack])
-    if m.moe_every > 1:
-        before, is_moe = (i + 1) // m.moe_every, (i + 1) % m.moe_every == 0
-        stack, i = ("layers", before - 1) if is_moe else ("dense_layers", i - before)
-        return jax.tree.map(lambda a: a[i], params[stack])
-    dense = len(params["dense_layers"]["wo"]) if "dense_layers" in params else 0
-    kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
-    return jax.tree.map(lambda a: a[i], params[kind])
+def delta_net(
+    a: GatedDeltaNet, h, w: Weights, positions, segments, model: Model, watch
+) -> jax.Array:
+    """Compute Gated DeltaNet.
 
-
-def stacks_of_biases(params: Tree, m: ModelConfig) -> list[str]:
-    """Return the stack of each layer with a router's bias, in order; modules come last."""
-    has_bias = {stack for stack in params if "router_bias" in params[stack]}
-    if not m.layer_pattern:
-        stacks = (stack for stack in ("layers", "mtp") if stack in has_bias)
-        return [stack for stack in stacks for _ in params[stack]["router_bias"]]
-    letters = m.layer_pattern * (m.num_layers // len(m.layer_pattern))
-    return [STACKS[kind] for kind in letters if STACKS[kind] in has_bias]
-
-
-def times(h: jax.Array, w: Tree, name: str) -> jax.Array:
-    """Compute h times a matrix, plus h times its adapter's two if it has one."""
-    y = jnp.tensordot(h, w[name], 1)
-    if name + "_lora_a" not in w:
-        return y
-    return y + jnp.tensordot(h @ w[name + "_lora_a"], w[name + "_lora_b"], 1)
-
-
-def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
-    """Compute Gated DeltaNet without its projection to the residual stream.
-
-    Args:     h: [B, T, D]. w: the parameters of one layer. segments: int32 [B, T].
-    Returns:  [B, T, H, V].
     Source:   Yang et al. 2024 (2412.06464).
     """
     begins = begins_of(segments)
@@ -70,45 +20,41 @@ def delta_net(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax
         jax.nn.silu(convolve(times(h, w, f"delta_{n}"), w[f"delta_conv_{n}"], begins))
         for n in "qkv"
     )
-    v = v.reshape(*v.shape[:2], m.linear_num_value_heads, -1)
-    unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
-    repeat = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(unit(a), repeat, axis=2) for a in (q, k))
+    v = v.reshape(*v.shape[:2], a.num_value_heads, -1)
+    served = a.num_value_heads // a.num_key_heads
+    q, k = (jnp.repeat(_unit(x), served, axis=2) for x in (q, k))
     by_head = lambda n: times(h, w, f"delta_{n}").reshape(*v.shape[:3], -1)  # noqa: E731
-    rate = (1 + m.linear_allow_neg_eigval) * jax.nn.sigmoid(by_head("b")[..., 0])
+    rate = (1 + a.allow_neg_eigval) * jax.nn.sigmoid(by_head("b")[..., 0])
     step = jax.nn.softplus(by_head("a")[..., 0] + w["delta_dt_bias"])
     decay = jnp.exp(-jnp.exp(w["delta_a_log"]) * step)
     out = delta_rule(q / q.shape[-1] ** 0.5, k, v, decay, rate, begins)
-    eps = m.norm_eps if m.linear_norm_eps is None else m.linear_norm_eps
-    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + eps)
-    return unit_rms * w["delta_norm"] * jax.nn.silu(by_head("z"))
+    out = unit_rms(out, a.norm_eps) * w["delta_norm"] * jax.nn.silu(by_head("z"))
+    return times(out, w, "delta_out", 2)
 
 
-def kimi_delta(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
-    """Compute Kimi Delta Attention without its projection to the residual stream.
+def kimi_delta(
+    a: KimiDeltaAttention, h, w: Weights, positions, segments, model: Model, watch
+) -> jax.Array:
+    """Compute Kimi Delta Attention.
 
-    Args, Returns: as `delta_net`.
     Source:   Kimi Team 2025 (2510.26692).
     """
     begins = begins_of(segments)
     q, k, v = (
         jax.nn.silu(convolve(times(h, w, f"kda_{n}"), w[f"kda_conv_{n}"], begins)) for n in "qkv"
     )
-    unit = lambda x: x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
     step, gate = (jnp.tensordot(times(h, w, f"kda_{n}_a"), w[f"kda_{n}_b"], 1) for n in "fg")
     step = jax.nn.softplus(step + w["kda_dt_bias"])
     decay = jnp.exp(-jnp.exp(w["kda_a_log"])[:, None] * step)
     rate = jax.nn.sigmoid(times(h, w, "kda_b"))
-    out = delta_rule(unit(q) / q.shape[-1] ** 0.5, unit(k), v, decay, rate, begins)
-    eps = m.norm_eps if m.linear_norm_eps is None else m.linear_norm_eps
-    unit_rms = out / jnp.sqrt(jnp.mean(out**2, axis=-1, keepdims=True) + eps)
-    return unit_rms * w["kda_norm"] * jax.nn.sigmoid(gate)
+    out = delta_rule(_unit(q) / q.shape[-1] ** 0.5, _unit(k), v, decay, rate, begins)
+    out = unit_rms(out, a.norm_eps) * w["kda_norm"] * jax.nn.sigmoid(gate)
+    return times(out, w, "kda_out", 2)
 
 
-def mamba(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Array:
-    """Compute Mamba-2 without its projection to the residual stream.
+def mamba(a: Mamba2, h, w: Weights, positions, segments, model: Model, watch) -> jax.Array:
+    """Compute Mamba-2.
 
-    Args, Returns: as `delta_net`.
     Source:   Dao & Gu 2024 (2405.21060).
     """
     begins = begins_of(segments)
@@ -119,16 +65,19 @@ def mamba(h: jax.Array, w: Tree, segments: jax.Array, m: ModelConfig) -> jax.Arr
         for n in "xbc"
     )
     step = jax.nn.softplus(times(h, w, "mamba_dt") + w["mamba_dt_bias"])
-    step = jnp.maximum(step, m.mamba_min_step)
-    repeat = x.shape[2] // key.shape[2]
-    key, query = (jnp.repeat(a, repeat, axis=2) for a in (key, query))
+    step = jnp.maximum(step, a.min_step)
+    key, query = (jnp.repeat(y, a.num_heads // a.num_groups, axis=2) for y in (key, query))
     decay = jnp.exp(-jnp.exp(w["mamba_a_log"]) * step)
     out = state_space(query, key, step[..., None] * x, decay, begins)
     out = out + w["mamba_d"][:, None] * x
     out = out * jax.nn.silu(times(h, w, "mamba_z"))
-    groups = out.reshape(*out.shape[:2], m.mamba_num_groups, -1)
-    unit_rms = groups / jnp.sqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + m.norm_eps)
-    return unit_rms.reshape(out.shape) * w["mamba_norm"]
+    groups = out.reshape(*out.shape[:2], a.num_groups, -1)
+    out = unit_rms(groups, a.norm_eps).reshape(out.shape) * w["mamba_norm"]
+    return times(out, w, "mamba_out", 2)
+
+
+def _unit(x):
+    return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def state_space(q, k, v, decay, begins) -> jax.Array:
