@@ -4,6 +4,7 @@
 (`command_line.py`), `validate.py` checks it once, and the run saves it as JSON.
 """
 
+from jaxpar.components.model import MupConfig
 from jaxpar.components.rope import RopeScaling
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
@@ -22,7 +23,7 @@ from jaxpar.config.schema import (
     TrainConfig,
 )
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.model import ModelConfig, MupConfig
+from jaxpar.config.schema.model import ModelConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [

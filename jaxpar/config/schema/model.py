@@ -4,26 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.components.model import Layer
+from jaxpar.components.model import Layer, MupConfig
 from jaxpar.components.rope import RopeScaling
 from jaxpar.config.layers import summary
-
-
-@dataclass(frozen=True, kw_only=True)
-class MupConfig:
-    """Maximal update parametrization: hyperparameters of a narrow base model hold for wide ones."""
-
-    base_width: int = 256
-    """d_model of the base model (Cerebras, Megatron: mup_base_hidden_size). Initial weights,
-    learning rates and logits depend on d_model / base_width."""
-    base_d_ff: int | None = None
-    """d_ff of the base model. None: in the proportion of d_model."""
-    base_head_dim: int | None = None
-    """head_dim of the base model. Scores are multiplied by sqrt(base_head_dim) / head_dim in place
-    of 1 / sqrt(head_dim). None: head_dim, so that wider models have more heads."""
-    base_depth: int | None = None
-    """num_layers of the base model: also multiply the outputs of attention and feed-forward by
-    base_depth / num_layers (CompleteP). None: factors do not depend on the depth."""
 
 
 @dataclass(frozen=True, kw_only=True)

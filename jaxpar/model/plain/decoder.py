@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.component import Component
+from jaxpar.components.component import Term
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer, Model
 from jaxpar.config import Config, ModelConfig
@@ -193,7 +193,7 @@ def after_mixer(
 
 def _branch(
     role: str,
-    component: Component,
+    component: Term,
     names: tuple[str, str],
     x: jax.Array,
     w: Tree,

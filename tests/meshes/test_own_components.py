@@ -1,0 +1,177 @@
+"""Components of a user's file on meshes, against their plain forms: a function of attention, a
+mixer with weights of its own, a feed-forward."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import load_config
+from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config.serialize import from_json, to_json
+from jaxpar.config.validate import check
+from jaxpar.extend import (
+    Attention,
+    Experts,
+    FeedForward,
+    Glu,
+    Layer,
+    Mixer,
+    Model,
+    component,
+    matrix,
+    vector,
+)
+from jaxpar.model.parameters import specs_of
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import traces
+from tests.meshes.test_own_code import on_mesh
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@component
+class DecayedMean(Mixer):
+    """Each head adds up the values of its document so far, each with a weight that decays."""
+
+    num_heads: int
+
+    def weights(self, model):
+        D, H = model.d_model, self.num_heads
+        K, by_head = D // H, ("heads", "head_dim")
+        return {
+            "mean_v": matrix((D, H, K), ("embed", *by_head), columns=2),
+            "mean_rate": vector((H,), ("heads",), "zeros"),
+            "mean_out": matrix((H, K, D), (*by_head, "embed"), to_stream=True),
+        }
+
+    def compute(self, x, w, tokens):
+        v = jnp.einsum("bsd,dhk->bshk", x, w["mean_v"])
+        back = tokens.positions[:, :, None] - tokens.positions[:, None]
+        seen = (back >= 0) & (tokens.segments[:, :, None] == tokens.segments[:, None])
+        rate = 0.1 * jnp.exp(w["mean_rate"])[:, None, None]
+        decay = jnp.where(seen[:, None], jnp.exp(-rate * back[:, None]), 0).astype(x.dtype)
+        return jnp.einsum("bhts,bshk,hkd->btd", decay, v, w["mean_out"])
+
+
+@component
+class Sine(FeedForward):
+    """Split over no axis: each tensor rank computes the same."""
+
+    width: int
+
+    def weights(self, model):
+        up = matrix((model.d_model, self.width), ("embed", "rank"))
+        down = matrix((self.width, model.d_model), ("rank", "embed"), to_stream=True)
+        return {"sine_up": up, "sine_down": down}
+
+    def compute(self, x, w, _):
+        return jnp.sin(x @ w["sine_up"]) @ w["sine_down"]
+
+
+SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
+
+
+def config(*layers: Layer, **fields: Any) -> Config:
+    m = TINY.model
+    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers, dtype="float32")
+    return replace(TINY, **{"model": model} | fields)
+
+
+LAYERS = {
+    "sigmoid": [Layer("block", OWN, Glu(24))] * 2,
+    "windows": [
+        Layer("local", Attention(**HEADS, window=5), Glu(24)),
+        Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
+    ]
+    * 2,
+    "mean": [
+        Layer("block", DecayedMean(num_heads=4), Sine(width=12)),
+        Layer("attends", ATTENTION, Glu(24), norms="around"),
+    ]
+    * 2,
+    "experts": [
+        Layer("block", DecayedMean(num_heads=4), Glu(24)),
+        Layer("routed", OWN, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
+    ]
+    * 2,
+}
+
+MESHES = [
+    ("data=2,tensor=2", "mean"),
+    ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
+    slow("data=2,tensor=2", "sigmoid"),
+    slow("sequence=2,data=2", "sigmoid"),
+    slow("sequence=2,context=ring,data=2", "sigmoid"),
+    slow("sequence=2,tensor=2", "mean"),
+    slow("pipeline=2,data=2,num_microbatches=2", "mean"),
+    slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
+    slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
+    slow("data=2,sequence=2", "windows"),
+    slow("pipeline=2,virtual_stages=2,num_microbatches=2", "sigmoid"),
+    slow("expert=2,tensor=2", "experts"),
+    slow("expert=2,pipeline=2", "experts"),
+    slow("expert=2,sequence=2", "experts"),
+]
+
+
+@functools.cache
+def plain_gradients(name: str) -> tuple[float, dict[str, Any]]:
+    cfg = config(*LAYERS[name])
+    batch, params = traces.random_batch(cfg), traces.initial_params(specs_of(cfg), cfg.train.seed)
+    found = jax.jit(lambda p: traces.reference_gradients(p, batch, cfg))(params)
+    return float(found[0]), traces.to_host(found[1])
+
+
+@pytest.mark.parametrize(("mesh", "name"), MESHES)
+def test_gradients_on_a_mesh_are_those_of_the_plain_forms(mesh, name):
+    wanted, cfg = plain_gradients(name), config(*LAYERS[name])
+    here, devices = on_mesh(mesh, cfg)
+    batch = traces.shard_batch(traces.random_batch(cfg), here, devices)
+    metrics, grads = make_gradient_step(here, devices)(init_state(here, devices).params, batch)
+    assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-5)
+    for path, value in traces.logical(grads, here).items():
+        scale = np.abs(wanted[1][path]).max()
+        np.testing.assert_allclose(value, wanted[1][path], atol=2e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_composed_model_is_saved_and_read(name):
+    cfg = config(*LAYERS[name])
+    check(cfg)
+    again = from_json(to_json(cfg))
+    assert len(again.model.layers) == len(LAYERS[name])
+    if name == "windows":
+        return
+    with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
+        check(again)
+
+
+def test_names_of_arrays_are_those_of_the_layers():
+    specs = flat(specs_of(config(*LAYERS["mean"])))
+    assert specs["block/mean_v"].shape == (2, TINY.model.d_model, 4, TINY.model.d_model // 4)
+    assert {name.split("/")[0] for name in specs} >= {"block", "attends", "embed"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([Layer("embed", ATTENTION, None)], "embed.*no field of the model"),
+        ([Layer("a", ATTENTION, None), Layer("a", None, Glu(8))], "one name, one value"),
+        ([Layer("a", Glu(8), None)], "model.a.mixer.*must be a Mixer"),
+        ([Layer("a", None, None)], "neither a mixer nor"),
+        (["block"], "sequence of jaxpar.extend.Layer"),
+    ],
+)
+def test_bad_layers_are_refused(layers, message):
+    with pytest.raises(ConfigError, match=message):
+        check(replace(TINY, model=ModelConfig(d_model=32, vocab_size=64, layers=layers)))
