@@ -91,7 +91,8 @@ def devices_and_handlers(number: int):
         patch.setattr(jax, "device_count", lambda: number)
         handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
-            yield
+            with quickly_made(), quickly_computed(), steps_kept():
+                yield
         finally:
             for n, handler in handlers.items():
                 signal.signal(n, handler)
@@ -101,21 +102,19 @@ def devices_and_handlers(number: int):
 def only_devices():
     """(number) -> a context in which a run takes so many of this process's devices.
 
-    Afterwards the process has its own signal handlers again.
+    Initial weights are those of tests/weights.py, and fingerprints of tests/fingerprints.py,
+    with the bits that other processes make. Steps are those of tests/kept_steps.py. Afterwards the
+    process has its own signal handlers again.
     """
     return devices_and_handlers
 
 
 @pytest.fixture(scope="session")
 def train_on(only_devices):
-    """(number of devices, command line) -> the exit code of a run inside this process.
-
-    Initial weights are those of tests/weights.py, and fingerprints of tests/fingerprints.py,
-    with the bits that other processes make. Steps are those of tests/kept_steps.py.
-    """
+    """(number of devices, command line) -> the exit code of a run inside this process."""
 
     def on(number: int, *args: str) -> int:
-        with only_devices(number), quickly_made(), quickly_computed(), steps_kept():
+        with only_devices(number):
             return call("train", args)
 
     return on

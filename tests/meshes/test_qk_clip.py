@@ -17,6 +17,7 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.random_pairs import max_segments
 from tests import weights
 from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
 from tests.slow import slow
@@ -83,7 +84,8 @@ def test_steps(mesh, values, devices):
     found = traces.mesh_trace(there, here, batches, STEPS)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
     placed = traces.shard_batch(batches[0], there, here)
-    _, measured = make_train_step(there, here)(init_state(there, here), placed)
+    step = make_train_step(there, here, max_segments(there))  # compiled above
+    _, measured = step(init_state(there, here), placed)
     assert measured["max_attention_logit"] == pytest.approx(largest.max(), rel=TOLERANCE)
     assert measured["clipped_heads"] == largest.size // 2
 

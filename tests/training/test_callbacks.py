@@ -17,10 +17,7 @@ from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
 from jaxpar.runtime import exit_codes
 from jaxpar.training.callbacks import own
 from tests import ranks
-from tests.fingerprints import quickly_computed
-from tests.kept_steps import steps_kept
 from tests.memory_checkpoint.hosts import folders_of
-from tests.weights import quickly_made
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -248,7 +245,7 @@ class Notes(Callback):
 def trainer_of(config_file, only_devices):
     """(overrides) -> a trainer of the tests' tiny config on two devices."""
     fields = {"train.num_steps": 4, "evaluation.every": 4, "checkpoint.every": 2}
-    with only_devices(2), quickly_made(), quickly_computed(), steps_kept():
+    with only_devices(2):
         yield lambda **more: Trainer(jaxpar.load_config(config_file, fields | more))
 
 

@@ -20,7 +20,6 @@ from jaxpar.step.state import init_state
 from jaxpar.training import chosen, frozen, initial_weights
 from jaxpar.training.chosen import INITIAL, TEACHER, Chosen, choose
 from jaxpar.training.run import Run
-from tests.fingerprints import quickly_computed
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_a_record_of_another_form_is_damage(wrong, finished, tmp_path, monkeypat
 
 
 def test_checkpoints_and_branches_carry_the_record(config, other, only_devices, tmp_path):
-    with only_devices(2), quickly_computed():
+    with only_devices(2):
         run = Run.open(config("--run.init-from", other, "--evaluation.every", "0"))
         record = chosen.to_json(run.weights_from)
         with checkpoint.Checkpointer(run.cfg, print, weights_from=record) as saver:

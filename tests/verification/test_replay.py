@@ -1,6 +1,5 @@
 """A step taken again: bit for bit, and data, hardware and numerics told apart."""
 
-import functools
 import itertools
 import json
 import re
@@ -19,6 +18,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.step import train_step
 from jaxpar.verification import replay
 from tests.e2e.test_train import files_of
+from tests.kept_steps import kept
 from tests.training.test_guards import FLAGS, NOISE, noisy_batches
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -39,17 +39,17 @@ def recorded(train_on, write_config, tmp_path_factory) -> Iterator[Path]:
 @pytest.fixture
 def run(recorded, tmp_path) -> Iterator[Path]:
     """The same, to be changed."""
-    kept = tmp_path / "kept"
-    shutil.copytree(recorded, kept)
+    copy = tmp_path / "copy"
+    shutil.copytree(recorded, copy)
     yield recorded
     shutil.rmtree(recorded)
-    shutil.move(kept, recorded)
+    shutil.move(copy, recorded)
 
 
 @pytest.fixture
 def again(run, only_devices, capsys, monkeypatch):
-    """(step) -> the verdict; nothing may be written. The steps of a test share their programs."""
-    monkeypatch.setattr(replay, "make_train_step", functools.cache(replay.make_train_step))
+    """(step) -> the verdict; nothing may be written. Steps are those of tests/kept_steps.py."""
+    monkeypatch.setattr(replay, "make_train_step", kept(replay.make_train_step))
 
     def take(number: int) -> str:
         before = files_of(run)
