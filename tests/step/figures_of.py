@@ -198,17 +198,25 @@ def plan(cfg: Config) -> Entries:
     found |= {f"time, {name}": short(value) for name, value in time.items()}
     found |= {f"exposed, {axis}": short(value) for axis, value in exposed.items()}
     found |= {f"sent, {axis}": short(one.sent) for axis, one in traffic.items()}
-    for number, kind in enumerate(layer_kinds(made.cfg)):
+    shares: dict[str, float] = {}
+    for kind in layer_kinds(made.cfg):
         m = kind.cfg.model
         parts = {
-            "share": short(kind.share),
+            "remat": kind.remat,
             "widths": digest([*map(short, widths(m, 1))]),
-            "matmuls": digest(projections(m, 1)),
+            "matmuls": digest(_matmuls(projections(m, 1))),
             "saved": digest({n: short(v) for n, v in bytes_of_names(m, 1).items()}),
             "recurrence": short(recurrence_bytes(m, 1)),
         }
-        found |= {f"layers {number}, {name}": value for name, value in parts.items()}
-    return found
+        name = "layers, " + ", ".join(f"{name} {value}" for name, value in parts.items())
+        shares[name] = shares.get(name, 0.0) + kind.share
+    return found | {name: short(share) for name, share in shares.items()}
+
+
+def _matmuls(sites: Any) -> Any:
+    """The sizes of the matmuls that there are, by name."""
+    sizes = {name: [tuple(map(short, one)) for one in of] for name, of in sites.items()}
+    return {name: [s for s in of if all(s)] for name, of in sizes.items() if any(map(all, of))}
 
 
 def _resolved(cfg: Config) -> Config:
