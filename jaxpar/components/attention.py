@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from jaxpar.components.component import Component, Mixer
+from jaxpar.components.component import Component, Mixer, NormForm
+from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -67,7 +68,7 @@ class Attention(Mixer):
 
     output_bias: ClassVar[str] = "bo"
     points: ClassVar[tuple[str, ...]] = ("queries",)
-    products: ClassVar[bool] = True
+    uses_products: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False
 
     def heads(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -113,3 +114,39 @@ class Attention(Mixer):
         if self.out_bias:
             found["bo"] = vector((D,), ("norm",))
         return found
+
+    # ---------------------------------------------------------------------------------- costs
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        both: tuple[NormForm, ...] = ("written", "in_quantizer")
+        return both if self.bias else (*both, "deferred_scale")
+
+    @property
+    def attention_heads(self) -> Heads:
+        H, G, K = self.num_heads, self.num_kv_heads, self.head_dim
+        return Heads(H, G, K, K, self.softcap, self.function)
+
+    @property
+    def is_local(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
+    @property
+    def output_passes(self) -> int:
+        return 2 * self.sinks
+
+    def num_pairs(self, length: int) -> float:
+        return num_pairs(length, self.window, self.chunk)
+
+    def widths(self, model: Model, tensor: int) -> Widths:
+        query, key = (n * self.head_dim / tensor for n in (self.num_heads, self.num_kv_heads))
+        return Widths(query, key, key, query, 2 * key, 0.0)
+
+
+def num_pairs(length: int, window: int | None, chunk: int | None) -> float:
+    """Return the causal query-key pairs of a sequence within a window, or within chunks."""
+    if chunk is not None:
+        return length * min(chunk, length) / 2
+    if window is None or window >= length:
+        return length * length / 2
+    return window * (length - window / 2)

@@ -1,14 +1,23 @@
 """What a layer is composed of: `Mixer` and `FeedForward`, the two kinds of terms."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
+from jaxpar.components.costs import Heads, Projection, Widths
 from jaxpar.components.weight import Weight
 
 if TYPE_CHECKING:
     from jaxpar.components.model import Model
+
+
+#: Logical axes that the tensor axis of a mesh splits.
+_SPLIT = frozenset({"heads", "kv_heads", "mlp"})
+
+#: In which form a component's matmuls can read the norm of its input (`Execution.norm`).
+type NormForm = Literal["written", "deferred_scale", "in_quantizer"]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -39,7 +48,7 @@ class Term(Component):
     """Name of the bias [D] that is added to the sum over tensor ranks."""
     points: ClassVar[tuple[str, ...]] = ()
     """Points of probes and feeds within the component (`model/probes.py`)."""
-    products: ClassVar[bool] = False
+    uses_products: ClassVar[bool] = False
     """Whether its matrices are multiplied by `linear.products`, which rounds to float8 and sums
     gradients in float32. False: it gets plain arrays in the compute dtype."""
 
@@ -53,9 +62,9 @@ class Term(Component):
     def declared(self, model: "Model") -> dict[str, Weight]:
         """Return the weights, as the step treats them."""
         weights = self.weights(model)
-        if self.products:
+        if self.uses_products:
             return dict(weights)
-        plain: dict[str, Any] = {"float8": False, "products": False}
+        plain: dict[str, Any] = {"float8": False, "in_products": False}
         return {name: dataclasses.replace(w, **plain) for name, w in weights.items()}
 
     def compute(self, x: Any, w: dict[str, Any], tokens: Any) -> Any:
@@ -78,6 +87,44 @@ class Term(Component):
         """
         return self.compute(h, w, Tokens(positions, segments))
 
+    # ---------------------------------------------------------------------------------- costs
+    # Defaults follow from `weights`. Overrides make them exact, or count what is not a matmul.
+
+    products: ClassVar[tuple[str, str]]
+    """Names of its matmuls in `matmuls`: of the input, and to the residual stream."""
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        """Forms in which its matmuls can read the norm of its input. "written" is always right."""
+        return ("written",)
+
+    def num_idle(self, model: "Model") -> int:
+        """Return the number of parameters that are not used for a token, of those of a layer."""
+        return 0
+
+    def matmuls(self, model: "Model", tensor: int) -> dict[str, list[Projection]]:
+        """Return the dense matmuls of a tensor rank, by what a remat policy saves of them.
+
+        Args:     tensor: number of tensor ranks.
+        """
+        into, out = self.products
+        found: dict[str, list[Projection]] = {}
+        for weight, one in self._matmuls(model, tensor):
+            name = "latents" if weight.inputs == "own_tokens" else into
+            found.setdefault(out if weight.to_stream else name, []).append(one)
+        return found
+
+    def _matmuls(self, model: "Model", tensor: int) -> Iterator[tuple[Weight, Projection]]:
+        """Yield each matrix that all tokens multiply with, and its matmul."""
+        for weight in self.weights(model).values():
+            if not weight.is_matrix or weight.of_experts:
+                continue
+            pairs = zip(weight.shape, weight.axes, strict=True)
+            sizes = [n / tensor if axis in _SPLIT else n for n, axis in pairs]
+            inner, outer = sizes[: -weight.columns], sizes[-weight.columns :]
+            share = 1 / tensor if weight.inputs == "own_tokens" else 1.0
+            yield weight, Projection(math.prod(inner), math.prod(outer), share=share)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer(Term):
@@ -95,6 +142,86 @@ class Mixer(Term):
     recurrent: ClassVar[bool] = True
     """Whether it needs tokens in text order. False: any order, by `Tokens.positions`."""
 
+    # ---------------------------------------------------------------------------------- costs
+
+    products: ClassVar[tuple[str, str]] = ("qkv", "wo")
+
+    @property
+    def attention_heads(self) -> Heads | None:
+        """The heads of softmax attention. None for a mixer that is something else."""
+        return None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether queries attend to some of the keys before them alone: a window, or chunks."""
+        return False
+
+    @property
+    def output_passes(self) -> int:
+        """Times that its output is read or written again in a forward, beside its kernels."""
+        return 0
+
+    def num_pairs(self, length: int) -> float:
+        """Return the query-key pairs of a sequence of one document."""
+        return length * length / 2
+
+    def pair_flops(self) -> float:
+        """Return the FLOPs of a forward for one query and one key, in all heads."""
+        heads = self.attention_heads
+        return 2 * heads.queries * (heads.key_dim + heads.value_dim) if heads else 0.0
+
+    def pair_kernel_flops(self) -> float:
+        """Return the FLOPs of attention kernels for one query and one key, forward and backward:
+        7 products, since the backward computes the scores again; 4 are of keys and 3 of values."""
+        heads = self.attention_heads
+        return heads.queries * (8 * heads.key_dim + 6 * heads.value_dim) if heads else 0.0
+
+    def model_flops(self) -> float:
+        """Return the FLOPs per token, forward and backward, of a recurrence as MFU defines them:
+        token by token, beside matmuls with weights."""
+        return 0.0
+
+    def token_flops(self, tensor: int) -> float:
+        """Return the FLOPs of a forward per token and tensor rank that a recurrence computes."""
+        return 0.0
+
+    def backward_bytes(self, tensor: int, *, by_kernels: bool) -> float:
+        """Return the bytes per token and tensor rank that its backward needs at once, beside what
+        the backward of any layer needs. Args:     by_kernels: rather than plain JAX."""
+        return 0.0
+
+    def matmuls(self, model: "Model", tensor: int) -> dict[str, list[Projection]]:
+        """Matmuls with inputs of one width count as one, of all their columns."""
+        found = super().matmuls(model, tensor)
+        return {name: _joined(of) for name, of in found.items()}
+
+    def widths(self, model: "Model", tensor: int) -> Widths:
+        """Return the values per token of its arrays."""
+        out, projected, latents = 0.0, 0.0, 0.0
+        for weight, one in self._matmuls(model, tensor):
+            if weight.to_stream:
+                out += one.inner
+            elif weight.inputs == "own_tokens":
+                latents += one.out
+            elif weight.axes[0] == "embed":
+                projected += one.out
+        return Widths(0.0, 0.0, projected, out, projected, latents)
+
+    def received(self, model: "Model") -> float:
+        """Return the values per token that a tensor rank gathers to compute it."""
+        reads_stream = any(
+            weight.axes[0] == "embed" and weight.inputs != "own_tokens"
+            for weight, _ in self._matmuls(model, 1)
+        )
+        return reads_stream * model.d_model + self.widths(model, 1).latents
+
+
+def _joined(of: list[Projection]) -> list[Projection]:
+    columns: dict[tuple[float, float], float] = {}
+    for one in of:
+        columns[one.inner, one.share] = columns.get((one.inner, one.share), 0) + one.out
+    return [Projection(inner, out, share=share) for (inner, share), out in columns.items()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Term):
@@ -106,3 +233,19 @@ class FeedForward(Term):
 
     with x and w as those of a `Mixer`, of some of the tokens.
     """
+
+    # ---------------------------------------------------------------------------------- costs
+
+    products: ClassVar[tuple[str, str]] = ("gate_up", "down")
+
+    @property
+    def fuses_gate_up(self) -> bool:
+        """Whether one matmul may compute gate and up (`Execution.fused_gate_up`)."""
+        return False
+
+    def hidden(self, model: "Model", tensor: int) -> tuple[float, float]:
+        """Return the values per token of a tensor rank, of all tokens: those of the projections
+        of the input, and those that the last matmul reads."""
+        found = self.matmuls(model, tensor)
+        into, out = (found.get(name, []) for name in self.products)
+        return sum(one.out for one in into), sum(one.inner for one in out)

@@ -4,10 +4,11 @@ Source:   Shazeer et al. 2017 (1701.06538), section 2.1.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.components.component import Component, FeedForward
+from jaxpar.components.component import Component, FeedForward, NormForm
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
@@ -50,7 +51,7 @@ class Experts(FeedForward):
     """Multiply their output by the sigmoid of a number for each token (Qwen3-Next)."""
 
     points: ClassVar[tuple[str, ...]] = ("choice", "routing")
-    products: ClassVar[bool] = True
+    uses_products: ClassVar[bool] = True
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, E, F, into = model.d_model, self.num_experts, self.expert.d_ff, self.expert.into
@@ -78,3 +79,20 @@ class Experts(FeedForward):
             # Every device adds those of its tokens, whichever device has the experts.
             found["b_down"] = vector((E, D), ("router", "norm"))
         return found
+
+    # ---------------------------------------------------------------------------------- costs
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        return ("written", "in_quantizer")
+
+    def num_idle(self, model: Model) -> int:
+        weights = self.expert.weights(model).values()
+        of_expert = sum(math.prod(weight.shape) for weight in weights)
+        return (self.num_experts - self.experts_per_token) * of_expert
+
+
+def experts_in(model: Model) -> tuple[Experts, ...]:
+    """Return the experts of each layer that has some, in the model's order."""
+    found = (layer.feed_forward for layer in model.layers)
+    return tuple(one for one in found if isinstance(one, Experts))

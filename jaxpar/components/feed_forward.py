@@ -6,7 +6,7 @@ Source:   Shazeer 2020 (2002.05202), equation 5; Vaswani et al. 2017 (1706.03762
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.components.component import Component, FeedForward
+from jaxpar.components.component import Component, FeedForward, NormForm
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
 
@@ -31,7 +31,7 @@ class Glu(FeedForward):
     bias: bool = False
 
     output_bias: ClassVar[str] = "b_down"
-    products: ClassVar[bool] = True
+    uses_products: ClassVar[bool] = True
     into: ClassVar[tuple[str, ...]] = ("gate", "up")
     """The projections of the input."""
 
@@ -46,6 +46,17 @@ class Glu(FeedForward):
             found |= {f"b_{n}": vector((F,), ("mlp",)) for n in self.into}
             found["b_down"] = vector((D,), ("norm",))
         return found
+
+    # ---------------------------------------------------------------------------------- costs
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        both: tuple[NormForm, ...] = ("written", "in_quantizer")
+        return (*both, "deferred_scale") if self.fuses_gate_up else both
+
+    @property
+    def fuses_gate_up(self) -> bool:
+        return self.activation == "silu" and len(self.into) == 2 and not self.bias
 
 
 @dataclass(frozen=True)

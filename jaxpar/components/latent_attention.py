@@ -6,7 +6,9 @@ Source:   DeepSeek-AI 2024 (2405.04434), section 2.1.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxpar.components.component import Mixer
+from jaxpar.components.attention import num_pairs
+from jaxpar.components.component import Mixer, NormForm
+from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -38,7 +40,7 @@ class LatentAttention(Mixer):
     """Added to the mean square in the RMSNorms of both latents."""
 
     points: ClassVar[tuple[str, ...]] = ("queries",)
-    products: ClassVar[bool] = True
+    uses_products: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False
 
     @property
@@ -85,3 +87,28 @@ class LatentAttention(Mixer):
         found["wkv_b"] = read(kv, self.qk_nope_head_dim + V, "kv_b_proj")
         found["wo"] = matrix((H, V, D), (*by_head, "embed"), to_stream=True, adapter="o_proj")
         return found
+
+    # ---------------------------------------------------------------------------------- costs
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        return ("written", "in_quantizer")
+
+    @property
+    def attention_heads(self) -> Heads:
+        return Heads(self.num_heads, self.num_heads, self.head_dim, self.v_head_dim)
+
+    @property
+    def is_local(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
+    def num_pairs(self, length: int) -> float:
+        return num_pairs(length, self.window, self.chunk)
+
+    def widths(self, model: Model, tensor: int) -> Widths:
+        H, K, V, rotated = self.num_heads, self.head_dim, self.v_head_dim, self.qk_rope_head_dim
+        query, value = H * K / tensor, H * V / tensor
+        # Up-projections return keys without the rotated dims, which all heads share.
+        kept = H * (K + V - rotated) / tensor + rotated
+        latents = self.kv_lora_rank + rotated + (self.q_lora_rank or 0)
+        return Widths(query, query, value, value, kept, latents)

@@ -7,10 +7,11 @@ and of 16, and time steps between 0.001 and 0.1.
 Source:   Dao & Gu 2024 (2405.21060), for the initial decays and time steps.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxpar.components.component import Mixer
+from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, conv_kernel, matrix, vector
 
@@ -21,12 +22,63 @@ _BY_HEAD = ("heads", "head_dim")
 class Recurrent(Mixer):
     """A recurrence after a short convolution over tokens. Its state is a matrix for each head."""
 
-    products: ClassVar[bool] = True
+    uses_products: ClassVar[bool] = True
 
     conv_kernel_size: int = 4
     """Tokens of the convolution, the latest included; at least 2."""
     chunk: int = 64
     """Tokens that are processed at a time, in matmuls. It does not change what is computed."""
+
+    # ---------------------------------------------------------------------------------- costs
+
+    title: ClassVar[str]
+    """Its name in the log."""
+    is_delta_rule: ClassVar[bool] = True
+    """Whether a write depends on what the state has at its key. Otherwise it is a state space."""
+    has_kernels: ClassVar[bool] = True
+    """Whether there are kernels of it. Otherwise plain JAX computes it on all devices."""
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Heads with a state, and the width of its keys and of its values."""
+        raise NotImplementedError
+
+    @property
+    def chunk_products(self) -> float:
+        """Products of the keys of a chunk, for each head: with keys and with queries."""
+        return 2.0
+
+    @property
+    def norm_forms(self) -> tuple[NormForm, ...]:
+        return ("written", "in_quantizer", "deferred_scale")
+
+    def model_flops(self) -> float:
+        """A delta rule reads its state [K, V] twice and writes it once: 6 K V per head, and as much
+        again twice in the backward. A state space reads it once."""
+        return (18 if self.is_delta_rule else 12) * math.prod(self.state)
+
+    def token_flops(self, tensor: int) -> float:
+        """Products within a chunk, and with the state."""
+        heads, K, V = self.state
+        solved = K + V if self.is_delta_rule else 0
+        within = self.chunk * (2 * self.chunk_products * K + solved + 2 * V)
+        return heads / tensor * (within + (6 if solved else 4) * K * V)
+
+    def backward_bytes(self, tensor: int, *, by_kernels: bool) -> float:
+        """Inputs, the matrices of each chunk and the states between chunks, in float32. With
+        kernels, in 16 bits: the matrices of each chunk, states and their gradients, and what tokens
+        write and read. These are estimates."""
+        heads, K, V = self.state
+        C, products = self.chunk, self.chunk_products
+        if by_kernels:
+            matrices = 2 if self.is_delta_rule else 1
+            return 2 * heads / tensor * (matrices * C + 2 * K * V / C + 3 * V)
+        inputs = 3 * products * K + 4 * V + self._decay_values()
+        return 4 * heads / tensor * (inputs + 2 * (1 + products) * C + K * V / C)
+
+    def _decay_values(self) -> int:
+        """Values per token and head of decays, their sums and factors, if channels have some."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +99,11 @@ class GatedDeltaNet(Recurrent):
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"delta_{n}" for n in "qkvzba")
     """Projections of the input: queries, keys, values, gates, rates and time steps."""
+    title: ClassVar[str] = "Gated DeltaNet"
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, H, G = model.d_model, self.num_value_heads, self.num_key_heads
@@ -83,6 +140,15 @@ class KimiDeltaAttention(Recurrent):
     """Projections of the input: queries, keys and values."""
     gates: ClassVar[tuple[str, ...]] = ("kda_f_a", "kda_g_a", "kda_b")
     """And of the input too: latents of decays and of output gates, and rates."""
+    title: ClassVar[str] = "Kimi Delta Attention"
+    has_kernels: ClassVar[bool] = False
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.num_heads, self.key_head_dim, self.value_head_dim
+
+    def _decay_values(self) -> int:
+        return 5 * self.key_head_dim
 
     def weights(self, model: Model) -> dict[str, Weight]:
         # Decays and output gates are products of two matrices each. The first, to a latent, is
@@ -130,6 +196,17 @@ class Mamba2(Recurrent):
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"mamba_{n}" for n in ("z", "x", "b", "c", "dt"))
     """Projections of the input: gates, values, keys, queries and time steps."""
+    title: ClassVar[str] = "Mamba-2"
+    is_delta_rule: ClassVar[bool] = False
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.num_heads, self.state_size, self.head_dim
+
+    @property
+    def chunk_products(self) -> float:
+        """Groups share them."""
+        return self.num_groups / self.num_heads
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, H, P, G, N = (

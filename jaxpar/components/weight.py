@@ -48,8 +48,8 @@ class Weight:
     converts_late: bool = False
     """Whether a gradient that needs no sum over devices is converted to float32 at the end of the
     backward, by whatever reads it. Of matrices that are most of a layer."""
-    products: bool = True
-    """`Term.products` of its component."""
+    in_products: bool = True
+    """`Term.uses_products` of its component."""
     adapter: str = ""
     """Name in `lora.targets`. Empty: no adapter."""
     readout: bool = False
@@ -59,7 +59,7 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         """Whether `linear.products` multiplies by it, and so the step may round it."""
-        return self.columns > 0 and self.products
+        return self.columns > 0 and self.in_products
 
     @property
     def of_experts(self) -> bool:

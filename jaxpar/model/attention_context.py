@@ -206,7 +206,7 @@ def _describe(
         scale = query_growth(batch.positions, view.growth)
     mixers = {layer.mixer for layer in model_of(cfg.model).layers}
     others = any(one and not isinstance(one, Attention | LatentAttention) for one in mixers)
-    own = any(one and not one.products for one in mixers)
+    own = any(one and not one.uses_products for one in mixers)
     return AttentionContext(
         mask=mask,
         rope=tables,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.components.attention import Rope
+from jaxpar.components.rope import Rope
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.keys.ropes import read_rope, write_rope

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.model.attention_context import attention_context
-from jaxpar.planning.predict.compute import attended_pairs
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
@@ -108,7 +108,8 @@ def test_pairs_of_chunks():
     cfg = replace(BASE, **ALL_CHUNKS, **{"data.seq_len": 40, "model.attention_chunk": 8})
     rows = jnp.arange(40)
     pairs = int(jnp.sum((rows[:, None] // 8 == rows // 8) & (rows[:, None] >= rows)))
-    assert attended_pairs(cfg) == pairs - 40 / 2
+    mixer = model_of(cfg.model).layers[0].mixer
+    assert mixer is not None and mixer.num_pairs(40) == pairs - 40 / 2
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import jax
 import pytest
 
 from jaxpar.commands import call, read
+from jaxpar.components.experts import Experts, experts_in
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning.command import asked_for
@@ -39,6 +41,11 @@ SMALL = replace(
         "parallel.layer_loop": "unroll",
     },
 )
+
+
+def experts_of(cfg: Config) -> Experts:
+    """The experts of a model's first layer that has some."""
+    return experts_in(model_of(cfg.model))[0]
 
 
 def cluster(n: int, gpu=H200) -> Cluster:
@@ -103,10 +110,14 @@ def test_the_buffer_is_the_one_of_the_layer():
     slacks = [{"expert": 2, "expert_slack": s} for s in (1.1, 2.0)]
     one, some, most = (on(2, **f) for f in ({}, *slacks))
     one, some, most = (replace(c, **{"train.global_batch_size": 8}) for c in (one, some, most))
-    assert experts.buffer_rows(one) == 131_072 + 128 * 127 // 128 * 128
-    assert experts.buffer_rows(some) == 144_256 + 64 * 128
-    assert experts.buffer_rows(most) == (262_144 + 64 * 127) // 128 * 128
-    assert [experts.needs_rounds(c) for c in (one, some, most)] == [False, True, False]
+    assert experts.buffer_rows(one, experts_of(one)) == 131_072 + 128 * 127 // 128 * 128
+    assert experts.buffer_rows(some, experts_of(some)) == 144_256 + 64 * 128
+    assert experts.buffer_rows(most, experts_of(most)) == (262_144 + 64 * 127) // 128 * 128
+    assert [experts.needs_rounds(c, experts_of(c)) for c in (one, some, most)] == [
+        False,
+        True,
+        False,
+    ]
     rounds = step_time(some, cluster(2)).gaps - step_time(most, cluster(2)).gaps
     assert rounds == pytest.approx(48 * 1.89e-3 / 2)
     larger = replace(some, **{"parallel.expert_slack": 1.25})
@@ -127,7 +138,7 @@ def test_the_saved_gate_and_up_have_the_rows_of_the_buffer():
     """4 F bytes a row, and the plan: the row's token; a token's k experts, and of all devices the
     rows twice and the weights."""
     cfg = on(8, expert=8, remat="dots")
-    rows = experts.buffer_rows(cfg) / (4 * 4096)
+    rows = experts.buffer_rows(cfg, experts_of(cfg)) / (4 * 4096)
     others = saved_per_token(replace(cfg, **{"model.num_experts": 0, "parallel.expert": 1}))
     others -= 4 * 768
     plan = 4 * (rows + 8 + 3 * 8 * 8)
@@ -154,9 +165,14 @@ def test_whole_experts_on_tensor_ranks_send_to_both_axes_and_gather_nothing():
         {t.axis: t.sent for t in traffic_of(c, shard_of(c), cluster(8))} for c in (split, whole)
     ]
     N = 32 * 4096 // 4
-    assert [experts.dispatched(c).sent for c in (split, whole)] == [3 * N, 7 * N // 2]
+    assert [experts.dispatched(c, experts_of(c)).sent for c in (split, whole)] == [
+        3 * N,
+        7 * N // 2,
+    ]
     assert sizes[1]["tensor"] < 0.6 * sizes[0]["tensor"]
-    assert experts.saved_rows(whole) == pytest.approx(experts.saved_rows(split), rel=0.02)
+    assert experts.saved_rows(whole, experts_of(whole)) == pytest.approx(
+        experts.saved_rows(split, experts_of(split)), rel=0.02
+    )
 
 
 def test_a_dispatch_by_rows_sends_and_stores_its_slots():
@@ -164,16 +180,16 @@ def test_a_dispatch_by_rows_sends_and_stores_its_slots():
     apart = {"expert": 8, "expert_slack": 1.1}
     by_tokens, by_rows = (on(8, **apart, expert_dispatch=by) for by in ("tokens", "rows"))
     C = 18_023  # ceil(1.1 * 16384 * 8 / 8)
-    sizes = experts.dispatched(by_rows)
+    sizes = experts.dispatched(by_rows, experts_of(by_rows))
     assert (sizes.sent, sizes.received) == (7 * C, 8 * C)
     assert sizes.buffer == (8 * C + 16 * 127) // 128 * 128
-    sent = [experts.sent_bytes(c, shard_of(c)) for c in (by_tokens, by_rows)]
+    sent = [experts.sent_bytes(c, experts_of(c), shard_of(c)) for c in (by_tokens, by_rows)]
     each = 5 * 2 * 2048
     assert sent == [7 * 16_384 * (each + 3 * 4 * 8), 7 * C * (each + 2 * 4)]
     times = [step_time(c, cluster(8)).total for c in (by_tokens, by_rows)]
     assert times[0] < times[1]
     of_few = on(8, load_config("mixtral_8x7b"), **apart)  # 2 experts a token: auto sends rows
-    assert experts.dispatched(of_few).sent == 7 * 4506
+    assert experts.dispatched(of_few, experts_of(of_few)).sent == 7 * 4506
 
 
 def test_experts_of_two_groups_travel_between_them():
@@ -196,8 +212,12 @@ def test_ranks_of_axes_with_another_between_them():
 def test_sums_of_an_axis_are_read_where_they_are():
     """A pass adds up the parts of n devices, forward and backward. Stages gather into one array."""
     apart, stages = on(8, expert=8), on(8, expert=4, pipeline=2, num_microbatches=2, zero=1, data=1)
-    assert experts.dispatched(apart).copied == 2 * (8 + 1) * experts.tokens_of(apart)
-    assert experts.dispatched(stages).copied == (2 * 5 + 6 * 4) * experts.tokens_of(stages)
+    assert experts.dispatched(apart, experts_of(apart)).copied == 2 * (8 + 1) * experts.tokens_of(
+        apart
+    )
+    assert experts.dispatched(stages, experts_of(stages)).copied == (
+        2 * 5 + 6 * 4
+    ) * experts.tokens_of(stages)
 
 
 def test_tokens_that_are_sent_once_more_are_hidden_by_what_comes_before_their_use():
@@ -206,9 +226,11 @@ def test_tokens_that_are_sent_once_more_are_hidden_by_what_comes_before_their_us
     exposed = []
     for cfg in (saved, again):
         one = 1e-3
-        share = experts.exposed_share(cfg, shard_of(cfg), H200, experts.messages(cfg) * one)
+        share = experts.exposed_share(
+            cfg, experts_of(cfg), shard_of(cfg), H200, experts.messages(cfg) * one
+        )
         exposed.append(share * experts.messages(cfg))
-    router = experts.router_elements(saved, shard_of(saved)) * 2 / (4.18e12 * 0.86)
+    router = experts.router_elements(saved, experts_of(saved)) * 2 / (4.18e12 * 0.86)
     assert exposed[0] == pytest.approx(2 + 1 - router / one)
     assert exposed[1] == pytest.approx(exposed[0] + 1 - router / one)
 
@@ -317,7 +339,9 @@ def test_dense_first_layers_take_their_own_time_and_memory():
 
 def test_policies_of_layers_are_those_of_their_kind():
     mixed = replace(of_all_kinds()[0], **{"parallel.remat_layers": "0=none;5=full"})
-    kinds = {(k.cfg.model.num_experts, k.remat): k.share for k in layer_kinds(mixed)}
+    kinds = {
+        (k.experts.num_experts if k.experts else 0, k.remat): k.share for k in layer_kinds(mixed)
+    }
     assert kinds == {
         (0, "none"): 1 / 6,
         (0, mixed.parallel.remat): 1 / 6,

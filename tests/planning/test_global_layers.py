@@ -4,11 +4,11 @@ import pytest
 
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.config.validate import resolve
 from jaxpar.model import decode, flops
 from jaxpar.model.parameters import param_specs
-from jaxpar.planning.predict import attention
 from jaxpar.planning.predict.hardware import H200
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
 from jaxpar.planning.predict.layer_kinds import layer_kinds
@@ -52,15 +52,15 @@ def test_a_cache_has_the_heads_of_each_layer():
 
 def test_the_planner_knows_both_shapes():
     cfg = resolve(replace(load_config("gemma_4/31b"), **{"parallel.data": 8}), 8)
-    shares = {kind.cfg.model.layer_pattern: kind for kind in layer_kinds(cfg)}
-    assert {letter: kind.share for letter, kind in shares.items()} == {"*": 5 / 6, "A": 1 / 6}
-    local, of_global = (shares[letter].cfg.model for letter in "*A")
-    assert attention.widths(local, 1).key == 16 * 256
-    assert attention.widths(of_global, 1).key == 4 * 512
+    shares = {kind.layer.name: kind.share for kind in layer_kinds(cfg)}
+    assert shares == {"layers": 5 / 6, "global_layers": 1 / 6}
+    model = model_of(cfg.model)
+    local, of_global = (kind.layer.mixer for kind in layer_kinds(cfg))
+    assert local.widths(model, 1).key == 16 * 256
+    assert of_global.widths(model, 1).key == 4 * 512
     # Queries and keys alone: values are the keys.
-    assert attention.projections(of_global, 1)["qkv"][0].out == (32 + 4) * 512
-    assert attention.projections(local, 1)["qkv"][0].out == (32 + 16 + 16) * 256
-    assert {w.key for w in attention.widths_of_layers(M, 1)} == {16 * 256, 4 * 512}
+    assert of_global.matmuls(model, 1)["qkv"][0].out == (32 + 4) * 512
+    assert local.matmuls(model, 1)["qkv"][0].out == (32 + 16 + 16) * 256
     assert attention_runs_on_reference(cfg, H200)  # heads of 512
     narrow = replace(cfg, **{"model.global_head_dim": 256})
     assert not attention_runs_on_reference(narrow, H200)

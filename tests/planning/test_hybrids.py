@@ -1,23 +1,29 @@
 """Plans of models with layers of several kinds, and their FLOPs."""
 
-import dataclasses
-
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.components.costs import Projection
+from jaxpar.components.recurrent import Recurrent
+from jaxpar.config import Config, replace
 from jaxpar.config.command_line import load_config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import kinds
 from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
-from jaxpar.planning.predict.attention import Projection, projections
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
-from jaxpar.planning.predict.recurrence import recurrence_bytes, with_backend
+from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.planning.predict.shard import shard_of
 from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, NEMOTRON_H
 
 ONE = {"parallel.data": 1}
+
+
+def recurrent(cfg: Config) -> Recurrent:
+    """The first recurrent mixer of a model."""
+    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
+    return next(mixer for mixer in mixers if isinstance(mixer, Recurrent))
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,8 @@ def test_a_stage_has_the_parameters_of_its_layers(cfg):
 
 
 def test_kinds_have_their_share_of_the_layers():
-    shares = {kind.cfg.model.layer_pattern: kind.share for kind in layer_kinds(NEMOTRON_H)}
-    assert shares == {"M": 0.25, "-": 0.5, "*": 0.25}
+    shares = {kind.layer.name: kind.share for kind in layer_kinds(NEMOTRON_H)}
+    assert shares == {"mamba_layers": 0.25, "mlp_layers": 0.5, "layers": 0.25}
     assert kinds(NEMOTRON_H.model) == "M-*-"
 
 
@@ -60,7 +66,8 @@ def test_decays_of_channels_need_more_memory_and_have_no_kernels():
     """XLA's plans on a CPU, of chunks of 64 and heads of 128: 13.4 and 17.6 KB a token and head."""
     cfg = load_config("kimi_linear_48b_a3b")
     by_channel, of_head = (
-        recurrence_bytes(replace(cfg, **{"model.layer_pattern": kind}).model, 1) for kind in "KG"
+        recurrent(replace(cfg, **{"model.layer_pattern": kind})).backward_bytes(1, by_kernels=False)
+        for kind in "KG"
     )
     assert 1.25 < by_channel / of_head < 1.4
     hopper = Platform("gpu", "NVIDIA H200", "9.0")
@@ -72,23 +79,21 @@ def test_decays_of_channels_need_more_memory_and_have_no_kernels():
 def test_latents_of_attention_are_not_those_of_other_layers():
     """Matrices of one layer of each kind in the plan are those of the model."""
     cfg = resolve(replace(KIMI_LINEAR, **ONE), 1)
-    widths = {k.cfg.model.layer_pattern: projections(k.cfg.model, 1) for k in layer_kinds(cfg)}
     m, D = cfg.model, cfg.model.d_model
+    layers = (kind.layer for kind in layer_kinds(cfg))
+    matmuls = {one.name: one.mixer.matmuls(model_of(m), 1) for one in layers if one.mixer}
     heads, latent = m.linear_num_key_heads, m.linear_value_head_dim
     columns = heads * (2 * m.linear_key_head_dim + latent + 1) + 2 * latent
-    assert widths["K"] == widths["k"]
-    assert widths["K"]["qkv"] == [
+    assert matmuls["kda_layers"] == matmuls["kda_dense_layers"]
+    assert matmuls["kda_layers"]["qkv"] == [
         Projection(D, columns),
         Projection(latent, heads * (m.linear_key_head_dim + latent)),
     ]
-    assert widths["K"].keys() == {"qkv", "wo"} and "latents" in widths["*"]
+    assert matmuls["kda_layers"].keys() == {"qkv", "wo"} and "latents" in matmuls["layers"]
 
 
 def test_kernels_need_less_memory_and_time():
     """At Qwen3-Next's shape, XLA plans 0.3 GiB for the kernels, and 1.4 GiB without."""
-    m = replace(load_config("qwen3_next_80b_a3b"), **{"model.layer_pattern": "G"}).model
-    plain, kernels = (
-        8192 * recurrence_bytes(dataclasses.replace(m, recurrent_backend=backend), 1)
-        for backend in ("reference", "triton")
-    )
+    mixer = recurrent(load_config("qwen3_next_80b_a3b"))
+    plain, kernels = (8192 * mixer.backward_bytes(1, by_kernels=by) for by in (False, True))
     assert 1.6e9 < plain < 2.1e9 and 0.3e9 < kernels < 0.6e9

@@ -4,16 +4,25 @@ import dataclasses
 
 import pytest
 
-from jaxpar.config import command_line, replace
+from jaxpar.components.component import Mixer
+from jaxpar.components.model import Model
+from jaxpar.config import ModelConfig, command_line, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.model import flops
-from jaxpar.planning.predict.attention import flops_per_pair, projections, received_width, widths
 from jaxpar.planning.predict.compute import head_seconds, layer_seconds
 from jaxpar.planning.predict.hardware import GPUS
 from jaxpar.planning.predict.memory import bytes_of_names, memory_of
 from jaxpar.planning.predict.shard import shard_of
 
 NAMES = ("deepseek_v2_lite", "deepseek_v3")
+
+
+def attention_of(m: ModelConfig) -> tuple[Mixer, Model]:
+    """The mixer of a model's layers, and the model."""
+    model = model_of(m)
+    (mixer,) = {layer.mixer for layer in model.layers}
+    return mixer, model
 
 
 def config(name: str, **fields):
@@ -38,28 +47,30 @@ def test_every_parameter_is_in_a_layer_or_a_table(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_has_the_flops_of_its_parameters(name):
     m = config(name).model
-    sites = [site for of in projections(m, 1).values() for site in of]
+    mixer, model = attention_of(m)
+    sites = [site for of in mixer.matmuls(model, 1).values() for site in of]
     counted = sum(site.times * site.inner * site.out for site in sites)
     D, H, K, C, R, I = m.d_model, m.num_heads, m.head_dim, m.kv_lora_rank, 64, m.v_head_dim  # noqa: E741
     query = D * 1536 + 1536 * H * K if m.q_lora_rank else D * H * K
     assert counted == query + D * (C + R) + C * H * (K - R + I) + H * I * D
-    assert flops_per_pair(m) == 2 * H * (192 + 128)
+    assert mixer.pair_flops() == 2 * H * (192 + 128)
     every = flops.train_flops_per_token(m, 4096) - flops.train_flops_per_token(m, 2048)
-    assert every == 3 * m.num_layers * flops_per_pair(m) * 2048 / 2
+    assert every == 3 * m.num_layers * mixer.pair_flops() * 2048 / 2
     # A forward has 2 of 7 parts, of keys 1 of 4, of values 1 of 3.
     assert flops.attention_kernel_flops(m, 2) == m.num_layers * H * (8 * 192 + 6 * 128)
 
 
 def test_tensor_ranks_split_heads_and_tokens_but_not_latents():
-    m = config("deepseek_v3").model
-    one, four = widths(m, 1), widths(m, 4)
+    cfg = config("deepseek_v3", **{"parallel.tensor": 4})
+    mixer, model = attention_of(cfg.model)
+    one, four = mixer.widths(model, 1), mixer.widths(model, 4)
     assert four.query == one.query / 4 == 128 * 192 / 4 and four.out == one.out / 4
-    assert one.latents == four.latents == received_width(m) == 1536 + 512 + 64
-    names = bytes_of_names(m, 4)
+    assert one.latents == four.latents == mixer.received(model) == 1536 + 512 + 64
+    names = bytes_of_names(cfg, model.layers[0])
     assert names["latents"] * 4 == names["latent_norms"] == 2 * 2112
     assert names["qkv"] == 2 * (32 * (192 + 128 + 128) + 64) and names["attn_out"] == 2 * 32 * 128
-    lite = config("deepseek_v2_lite").model
-    assert received_width(lite) == 2048 + 512 + 64
+    mixer, model = attention_of(config("deepseek_v2_lite").model)
+    assert mixer.received(model) == 2048 + 512 + 64
 
 
 def test_a_module_costs_a_layer_and_a_head():

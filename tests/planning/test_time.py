@@ -6,12 +6,12 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning.forecast import forecast
 from jaxpar.planning.predict.communication import Cluster, ring_bandwidth, span, traffic_of
 from jaxpar.planning.predict.compute import (
-    attended_pairs,
     elementwise_rate,
     layer_seconds,
     repeats,
@@ -203,10 +203,12 @@ def test_groups_know_how_many_of_them_share_a_host():
 
 
 def test_remat_repeats_what_it_does_not_save():
-    assert repeats(on(8), "none") == set()
-    assert repeats(on(8), "dots") == {"elementwise"}
-    assert repeats(on(8), "attn_out") == {"qkv", "wo", "gate_up", "elementwise"}
-    assert repeats(on(8), "full") == {"qkv", "wo", "gate_up", "elementwise", "attention"}
+    cfg = on(8)
+    layer = model_of(cfg.model).layers[0]
+    assert repeats(cfg, layer, "none") == set()
+    assert repeats(cfg, layer, "dots") == {"elementwise"}
+    assert repeats(cfg, layer, "attn_out") == {"qkv", "wo", "gate_up", "elementwise"}
+    assert repeats(cfg, layer, "full") == {"qkv", "wo", "gate_up", "elementwise", "attention"}
     times = [
         step_time(on(8, remat=r), cluster(8)).total for r in ("none", "dots", "attn_out", "full")
     ]
@@ -214,11 +216,12 @@ def test_remat_repeats_what_it_does_not_save():
 
 
 def test_a_window_is_attended_to_in_part():
-    cfg = on(8)
-    whole = attended_pairs(cfg)
-    assert whole == 8192**2 / 2
-    local = replace(cfg, **{"model.sliding_window": 1024})
-    assert attended_pairs(local) == pytest.approx(sum(min(i, 1024) for i in range(8192)), rel=1e-3)
+    whole, local = (
+        model_of(replace(on(8), **{"model.sliding_window": n}).model).layers[0].mixer
+        for n in (None, 1024)
+    )
+    assert whole.num_pairs(8192) == 8192**2 / 2
+    assert local.num_pairs(8192) == pytest.approx(sum(min(i, 1024) for i in range(8192)), rel=1e-3)
 
 
 def test_a_gpu_without_kernels_for_zigzag_order_is_told():

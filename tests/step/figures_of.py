@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.components.costs import NO_WIDTHS
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.layout.composition import layer_of_modules, model_of
@@ -22,12 +23,10 @@ from jaxpar.model import flops, fused_weights, lora
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs, specs_of
-from jaxpar.planning.predict.attention import projections, widths
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import NETWORKS, gpu_named
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import bytes_of_names
-from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.ranking import predict
 from jaxpar.sharding.axes import AXES, axes_of
 from jaxpar.sharding.fingerprint import named_leaves, text
@@ -198,17 +197,27 @@ def plan(cfg: Config) -> Entries:
     found |= {f"time, {name}": short(value) for name, value in time.items()}
     found |= {f"exposed, {axis}": short(value) for axis, value in exposed.items()}
     found |= {f"sent, {axis}": short(one.sent) for axis, one in traffic.items()}
-    for number, kind in enumerate(layer_kinds(made.cfg)):
-        m = kind.cfg.model
+    shares: dict[str, float] = {}
+    for kind in layer_kinds(made.cfg):
+        model, layer = model_of(made.cfg.model), kind.layer
+        mixer, alone = layer.mixer, replace(made.cfg, **{"parallel.tensor": 1})
+        saved = bytes_of_names(alone, layer)
         parts = {
-            "share": short(kind.share),
-            "widths": digest([*map(short, widths(m, 1))]),
-            "matmuls": digest(projections(m, 1)),
-            "saved": digest({n: short(v) for n, v in bytes_of_names(m, 1).items()}),
-            "recurrence": short(recurrence_bytes(m, 1)),
+            "remat": kind.remat,
+            "widths": digest([*map(short, mixer.widths(model, 1) if mixer else NO_WIDTHS)]),
+            "matmuls": digest(_matmuls(mixer.matmuls(model, 1) if mixer else {})),
+            "saved": digest({n: short(v) for n, v in saved.items()}),
+            "recurrence": short(mixer.backward_bytes(1, by_kernels=False)) if mixer else 0.0,
         }
-        found |= {f"layers {number}, {name}": value for name, value in parts.items()}
-    return found
+        name = "layers, " + ", ".join(f"{name} {value}" for name, value in parts.items())
+        shares[name] = shares.get(name, 0.0) + kind.share
+    return found | {name: short(share) for name, share in shares.items()}
+
+
+def _matmuls(sites: Any) -> Any:
+    """The sizes of the matmuls that there are, by name."""
+    sizes = {name: [tuple(map(short, one)) for one in of] for name, of in sites.items()}
+    return {name: [s for s in of if all(s)] for name, of in sizes.items() if any(map(all, of))}
 
 
 def _resolved(cfg: Config) -> Config:

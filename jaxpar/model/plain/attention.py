@@ -5,9 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.attention import Attention, Rope
+from jaxpar.components.attention import Attention
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
+from jaxpar.components.rope import Rope
 from jaxpar.config import registry
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.plain import rope as plain_rope

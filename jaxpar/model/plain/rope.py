@@ -2,7 +2,7 @@
 
 import math
 
-from jaxpar.components.attention import Rope
+from jaxpar.components.rope import Rope
 
 
 def rotary_factor(s) -> float:

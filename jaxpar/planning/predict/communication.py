@@ -5,23 +5,19 @@ that spans hosts is as fast as the slower of NVLink and the network. Each host u
 per GPU of the group.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.layer_kinds import kinds_with_experts, num_attention_layers
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.parallel.replicas.sent_bytes import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
-from jaxpar.planning.predict.attention import widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
-from jaxpar.planning.predict.layer_kinds import shares_of_policies
+from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds, widths
 from jaxpar.planning.predict.shard import Shard, ways
 from jaxpar.sharding.axes import (
     AXES,
@@ -201,46 +197,47 @@ def in_words_of_sums(cfg: Config) -> str:
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     """Tokens or rows to the devices of their experts, and sums home."""
     ranks, here = span_with_gaps(cfg, group_axes(cfg.parallel), cluster.per_host)
-    sent = experts.sent_bytes(cfg, shard)
-    if not sent:
-        return None
-    layer = sent / direct_bandwidth(ranks, here, cluster)
-    if shard.execution.expert_dispatch == "rows" and here == ranks:
-        layer *= rates.COPIES / rates.ROWS
-    dense = 1 - len(kinds_with_experts(cfg.model)) / cfg.model.num_layers
-    if cfg.parallel.pipeline > 1:
-        dense = shard.dense_in_turn / shard.layers_in_turn
-    units = _layer_units(cfg, shard) * (1 - dense)
-    exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
-    return Traffic("expert", units * sent, units * layer, 0.0, exposed)
+    p, sent, seconds, exposed = cfg.parallel, 0.0, 0.0, 0.0
+    # Dense layers before the stages have none.
+    before = shard.dense_in_turn / shard.layers_in_turn if p.pipeline > 1 else 0.0
+    for kind in layer_kinds(cfg):
+        of_layer = experts.sent_bytes(cfg, kind.experts, shard) if kind.experts else 0.0
+        if not kind.experts or not of_layer:
+            continue
+        layer = of_layer / direct_bandwidth(ranks, here, cluster)
+        if shard.execution.expert_dispatch == "rows" and here == ranks:
+            layer *= rates.COPIES / rates.ROWS
+        units = _layer_units(cfg, shard) * (1 - before) * kind.share
+        sent, seconds = sent + units * of_layer, seconds + units * layer
+        hidden = experts.exposed_share(cfg, kind.experts, shard, cluster.gpu, layer)
+        exposed += units * layer * hidden
+    return Traffic("expert", sent, seconds, 0.0, exposed / seconds) if sent else None
 
 
 def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
-    m, p, width = cfg.model, cfg.parallel, shard.width
     ranks, here = span(cfg, (SEQUENCE,), cluster.per_host)
     if ranks == 1:
         return None
-    part, length = (ranks - 1) / ranks, cfg.data.seq_len
-    each, tokens = widths_of_layers(m, p.tensor), width * shard.rows * length
-    kv = tokens * sum(w.key + w.value for w in each) / len(each)
-    q = tokens * sum(w.query + w.out for w in each) / len(each) / 2
-    units = _layer_units(cfg, shard) * num_attention_layers(m) / m.num_layers
-    if p.context == "allgather":
-        sent = 3 * part * kv * units
-    elif p.context == "ring":
-        again = _average(cfg, lambda repeated: "attention" in repeated)
-        sent = ((2 + again) * (ranks - 1) / ranks + 2) * kv * units
-    else:
-        wider = ranks // math.gcd(m.num_kv_heads // p.tensor, ranks)
-        sent = 3 * part * (2 * q + wider * kv) / ranks * units
+    of_layer = sum(k.share * _of_attention(cfg, k, shard, ranks) for k in layer_kinds(cfg))
+    sent = _layer_units(cfg, shard) * of_layer
     seconds = sent / direct_bandwidth(ranks, here, cluster)
     return Traffic("sequence", sent, seconds, 0.0, rates.EXPOSED["sequence"])
 
 
-def _average(cfg: Config, of: Callable[[set[str]], float]) -> float:
-    """The mean over all layers of a function of what the backward recomputes."""
-    shares = shares_of_policies(cfg)
-    return sum(share * of(repeats(cfg, remat)) for remat, share in shares.items())
+def _of_attention(cfg: Config, kind: LayerKind, shard: Shard, ranks: int) -> float:
+    """Bytes that a rank sends over SEQUENCE in a layer. Other mixers than attention send little."""
+    p, mixer = cfg.parallel, kind.layer.mixer
+    if mixer is None or mixer.attention_heads is None:
+        return 0.0
+    w, tokens = widths(kind.layer, cfg, p.tensor), shard.width * shard.rows * cfg.data.seq_len
+    kv, q, part = tokens * (w.key + w.value), tokens * (w.query + w.out) / 2, (ranks - 1) / ranks
+    if p.context == "allgather":
+        return 3 * part * kv
+    if p.context == "ring":
+        again = "attention" in repeats(cfg, kind.layer, kind.remat)
+        return ((2 + again) * part + 2) * kv
+    wider = ranks // math.gcd(mixer.attention_heads.keys // p.tensor, ranks)
+    return 3 * part * (2 * q + wider * kv) / ranks
 
 
 def _layer_units(cfg: Config, shard: Shard) -> int:
@@ -255,7 +252,10 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (TENSOR,), cluster.per_host)
     if ranks == 1:
         return None
-    messages = _average(cfg, functools.partial(tensor_messages, cfg))
+    messages = sum(
+        kind.share * tensor_messages(cfg, kind.layer, repeats(cfg, kind.layer, kind.remat))
+        for kind in layer_kinds(cfg)
+    )
     moved = messages * _layer_units(cfg, shard) + 4 * p.num_microbatches
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks

@@ -2,26 +2,28 @@
 
 from dataclasses import dataclass
 
+from jaxpar.components.component import Mixer, Term
+from jaxpar.components.costs import Heads
+from jaxpar.components.experts import Experts
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
 from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
-from jaxpar.planning.predict.attention import (
-    Projection,
-    flops_per_pair,
-    projections,
-    received_width,
-    reference_work,
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.planning.predict.layer_kinds import (
+    LayerKind,
+    before_stages,
+    hidden,
+    layer_kinds,
     widths,
 )
-from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
 from jaxpar.planning.predict.memory import slot_bytes
 from jaxpar.planning.predict.postponed import factors_per_token
-from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
+from jaxpar.planning.predict.recurrence import by_kernels
 from jaxpar.planning.predict.shard import Shard, moment_bytes, state_bytes
 
 
@@ -53,11 +55,11 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """
     seconds = Seconds()
     for kind in layer_kinds(cfg):
-        of_kind = _layer_seconds(kind.cfg, shard, gpu, repeats(kind.cfg, kind.remat))
-        seconds += of_kind.times(kind.share)
-    if cfg.parallel.remat_group > 1:  # a group runs forward once more
-        all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
-        seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
+        one = _layer_seconds(cfg, kind, shard, gpu, repeats(cfg, kind.layer, kind.remat))
+        if cfg.parallel.remat_group > 1:  # a group runs forward once more
+            one += _layer_seconds(cfg, kind, shard, gpu, repeats(cfg, kind.layer, "full"))
+            one += _layer_seconds(cfg, kind, shard, gpu, set()).times(-1)
+        seconds += one.times(kind.share)
     return seconds
 
 
@@ -69,19 +71,21 @@ def stage_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     if not before:
         return stage
     kind = before_stages(cfg)
-    dense = _layer_seconds(kind.cfg, shard, gpu, repeats(kind.cfg, kind.remat))
+    dense = _layer_seconds(cfg, kind, shard, gpu, repeats(cfg, kind.layer, kind.remat))
     return stage + dense.times(before)
 
 
-def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> Seconds:
+def _layer_seconds(
+    cfg: Config, kind: LayerKind, shard: Shard, gpu: Gpu, repeated: set[str]
+) -> Seconds:
     return Seconds(
-        matmul=_layer_matmuls(cfg, shard, gpu, repeated),
-        attention=_layer_attention(cfg, shard, gpu, repeated),
-        elementwise=_layer_elementwise(cfg, shard, gpu, repeated),
+        matmul=_layer_matmuls(cfg, kind, shard, gpu, repeated),
+        attention=_layer_mixing(cfg, kind.layer.mixer, shard, gpu, repeated),
+        elementwise=_layer_elementwise(cfg, kind, shard, gpu, repeated),
     )
 
 
-def repeats(cfg: Config, remat: str) -> set[str]:
+def repeats(cfg: Config, layer: Layer, remat: str) -> set[str]:
     """Return what the backward recomputes, of MATMULS, "attention" and "elementwise".
 
     A value is recomputed unless it, or everything computed from it, is saved on the device or the
@@ -89,7 +93,7 @@ def repeats(cfg: Config, remat: str) -> set[str]:
     """
     saved = set(map(without_mark, saved_names(remat)))
     needs = {
-        "latents": "latents" in saved or not cfg.model.kv_lora_rank,
+        "latents": "latents" in saved or not widths(layer, cfg, 1).latents,
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,
         "wo": "attn_residual" in saved,
@@ -99,30 +103,38 @@ def repeats(cfg: Config, remat: str) -> set[str]:
     return {what for what, there in needs.items() if not there}
 
 
-def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+def _layer_matmuls(
+    cfg: Config, kind: LayerKind, shard: Shard, gpu: Gpu, repeated: set[str]
+) -> float:
     passes = {name: 2 + shard.trainable + (name in repeated) for name in MATMULS}
-    grouped = experts.product_seconds(cfg, shard, gpu, repeated)
-    return _matmul_seconds(cfg, shard, gpu, passes) + sum(grouped.values())
+    seconds = sum(
+        _matmul_seconds(cfg, one, shard, gpu, passes)
+        for one in (kind.layer.mixer, kind.layer.feed_forward)
+    )
+    if kind.experts:
+        grouped = experts.product_seconds(cfg, kind.experts, shard, gpu, repeated)
+        seconds += sum(grouped.values())
+    return seconds
 
 
-#: The matmuls of a layer.
+#: The matmuls of a layer (`Term.matmuls`).
 MATMULS = ("latents", "qkv", "wo", "gate_up", "down")
 
 
-def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int]) -> float:
-    """Return the time of a layer's dense matmuls, each as often as `passes` says."""
-    m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
-    wide = _dense_width(cfg)
+def _matmul_seconds(
+    cfg: Config, component: Term | None, shard: Shard, gpu: Gpu, passes: dict[str, int]
+) -> float:
+    """Return the time of a component's dense matmuls, each as often as `passes` says."""
+    if component is None:
+        return 0.0
+    t, n = cfg.parallel.tensor, shard.tokens
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
-    sites = projections(m, t) | {
-        "gate_up": [Projection(m.d_model, wide, times=2 if m.mlp_gate else 1)],
-        "down": [Projection(wide, m.d_model)],
-    }
-    rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
+    sites = component.matmuls(model_of(cfg.model), t)
+    rate = matmul_rate(cfg, gpu, float8=cfg.model.matmul_dtype == "float8")
     seconds = 0.0
     for name, site in ((name, site) for name, of in sites.items() for site in of):
         tokens = n * site.share
-        if flops := 2 * passes.get(name, 0) * site.times * tokens * site.inner * site.out:
+        if flops := 2 * passes[name] * site.times * tokens * site.inner * site.out:
             share = rates.matmul_share(tokens / parts, site.inner, site.out)
             seconds += flops / rate / share
     return seconds
@@ -137,17 +149,16 @@ def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     p = cfg.parallel
     bubble = layer_seconds(cfg, shard, gpu).times(shard.layers).total / p.virtual_stages
     if shard.execution.postpones_weight_gradients:
-        names = MATMULS[:3] if cfg.model.num_experts else MATMULS
-        weights = _matmul_seconds(cfg, shard, gpu, dict.fromkeys(names, 1)) * shard.layers
+        once = dict.fromkeys(MATMULS, 1)
+        weights = 0.0
+        for kind in layer_kinds(cfg):
+            feed_forward = None if kind.experts else kind.layer.feed_forward
+            for component in (kind.layer.mixer, feed_forward):
+                of_kind = _matmul_seconds(cfg, component, shard, gpu, once)
+                weights += kind.share * of_kind * shard.layers
         written = 2 * factors_per_token(cfg, shard) * shard.tokens * shard.layers
         bubble += 2 * (written / elementwise_rate(gpu) - weights) / p.virtual_stages
     return (p.pipeline - 1) * bubble
-
-
-def _dense_width(cfg: Config) -> float:
-    """Width of the GLU that every token uses: the feed-forward layer, or the shared experts."""
-    m = cfg.model
-    return m.d_ff * (m.num_shared_experts if m.num_experts else 1) / cfg.parallel.tensor
 
 
 def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
@@ -158,65 +169,69 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
     return gpu.matmul.value * (0.5 if cfg.model.dtype == "float32" else 1.0)
 
 
-def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
-    m, p = cfg.model, cfg.parallel
-    if m.layer_pattern in FEED_FORWARDS:
+def _layer_mixing(
+    cfg: Config, mixer: Mixer | None, shard: Shard, gpu: Gpu, repeated: set[str]
+) -> float:
+    """Return the time of what mixes tokens: attention, or a recurrence."""
+    if mixer is None:
         return 0.0
-    if is_recurrent(m):
-        return _recurrence(cfg, shard, gpu, repeated)
-    if m.head_dim > max(rates.ATTENTION):
-        flops, moved = reference_work(cfg, shard.rows, 3 + ("attention" in repeated))
-        return flops / matmul_rate(cfg, gpu, float8=False) + moved / elementwise_rate(gpu)
-    pairs = attended_pairs(cfg) / p.sequence
-    flops = shard.rows * pairs * flops_per_pair(m) / p.tensor
-    forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
+    seconds = _recurrence(cfg, mixer, shard, gpu, repeated)
+    if not mixer.pair_flops():
+        return seconds
+    p, heads = cfg.parallel, mixer.attention_heads
+    if heads is None or heads.key_dim > max(rates.ATTENTION):
+        passes = 3 + ("attention" in repeated)
+        flops, moved = reference_work(cfg, mixer, shard.rows, passes)
+        seconds += flops / matmul_rate(cfg, gpu, float8=False) + moved / elementwise_rate(gpu)
+        return seconds
+    pairs = mixer.num_pairs(cfg.data.seq_len) / p.sequence
+    flops = shard.rows * pairs * mixer.pair_flops() / p.tensor
+    forward, backward = rates.attention_rate(heads.key_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     kernels = (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
-    return kernels + _largest_logits(cfg, shard, gpu)
+    return seconds + kernels + _largest_logits(cfg, heads, shard, gpu)
 
 
-def _largest_logits(cfg: Config, shard: Shard, gpu: Gpu) -> float:
+def reference_work(cfg: Config, mixer: Mixer, rows: int, passes: int) -> tuple[float, float]:
+    """Return FLOPs and bytes of attention on a device, without kernels or with heads that are too
+    wide for them.
+
+    Products of all pairs, later keys too, and float32 scores, written and read. An estimate.
+
+    Args:     passes: forward ones; the backward counts as two.
+    """
+    p, heads = cfg.parallel, mixer.attention_heads
+    pairs = passes * rows * cfg.data.seq_len**2 / p.sequence / p.tensor
+    return pairs * mixer.pair_flops(), 16 * pairs * (heads.queries if heads else 1)
+
+
+def _largest_logits(cfg: Config, heads: Heads, shard: Shard, gpu: Gpu) -> float:
     """Return the time of the scores of QK-clip: all pairs, written and read once. An estimate."""
-    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    p, length = cfg.parallel, cfg.data.seq_len
     if not cfg.optimizer.qk_clip:
         return 0.0
-    scores = shard.rows * m.num_heads / p.tensor * length**2 / p.sequence
-    flops = 2 * m.head_dim * scores
+    scores = shard.rows * heads.queries / p.tensor * length**2 / p.sequence
+    flops = 2 * heads.key_dim * scores
     return flops / matmul_rate(cfg, gpu, float8=False) + 8 * scores / elementwise_rate(gpu)
 
 
-def _recurrence(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+def _recurrence(cfg: Config, mixer: Mixer, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     """Return the time of a recurrence: its products, whose rate without kernels is that of TF32,
     and its passes over memory.
 
     The backward takes twice the forward, and needs all but the last product again. An estimate.
     """
-    m, t = cfg.model, cfg.parallel.tensor
+    t, kernels = cfg.parallel.tensor, by_kernels(cfg.model)
     passes = 3 + ("attention" in repeated)
-    flops = passes * shard.tokens * recurrence_flops(m, t)
-    moved = 2 * passes * shard.tokens * recurrence_bytes(m, t)
-    rate = (1.0 if by_kernels(m) else 0.5) * gpu.matmul.value
+    flops = passes * shard.tokens * mixer.token_flops(t)
+    moved = 2 * passes * shard.tokens * mixer.backward_bytes(t, by_kernels=kernels)
+    rate = (1.0 if kernels else 0.5) * gpu.matmul.value
     return flops / rate + moved / elementwise_rate(gpu)
 
 
-def attended_pairs(cfg: Config) -> float:
-    """Return the causal query-key pairs of a sequence, averaged over layers.
-
-    Documents are unknown, so a sequence counts as one document.
-    """
-    m, length = cfg.model, cfg.data.seq_len
-    whole = length * length / 2
-    if m.attention_chunk is not None:
-        window = length * min(m.attention_chunk, length) / 2
-    elif m.sliding_window is None or m.sliding_window >= length:
-        return whole
-    else:
-        window = m.sliding_window * (length - m.sliding_window / 2)
-    share = 1 / m.global_every if m.global_every else 0.0
-    return share * whole + (1 - share) * window
-
-
-def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+def _layer_elementwise(
+    cfg: Config, kind: LayerKind, shard: Shard, gpu: Gpu, repeated: set[str]
+) -> float:
     """Return the time of the fused kernels between matmuls: bytes moved over bandwidth.
 
     Forward: norms (2 D each, and of latents), two residual sums (3 D), RoPE (queries and keys),
@@ -228,67 +243,68 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     write out (2 H K), again where attention is recomputed. `_between_ranks` adds
     the traffic of communication over tensor, `experts.moved_elements` that of experts.
     """
-    m, t, width = cfg.model, cfg.parallel.tensor, shard.width
-    w = widths(m, t)
+    m, t, width, layer = cfg.model, cfg.parallel.tensor, shard.width, kind.layer
+    w, (into, f) = widths(layer, cfg, t), hidden(layer, cfg, t)
     both = w.query + w.key
-    f = _dense_width(cfg)
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
-    forward = 10 * stream + 2 * both + 3 * f
-    backward = 12 * stream + 2 * both + 2 * w.out + 5 * w.query + 2 * (both + w.value) + 5 * f
-    if not m.mlp_gate:  # read and write one value each, not two and one
-        forward, backward = forward - f, backward - 2 * f
+    forward = 10 * stream + 2 * both + into + f
+    backward = 12 * stream + 2 * both + 2 * w.out + 5 * w.query + 2 * (both + w.value) + 2 * into
+    backward += f
     again = 4 * stream + 2 * both + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     forward, backward = forward + 2 * w.latents, backward + 6 * w.latents
     again += 2 * w.latents if "elementwise" in repeated else 0.0
-    if m.attention_sinks:
-        forward += 2 * w.out
-        again += 2 * w.out if "attention" in repeated else 0.0
-    extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
+    if layer.mixer:
+        forward += layer.mixer.output_passes * w.out
+        again += layer.mixer.output_passes * w.out if "attention" in repeated else 0.0
+    extra = _quantized(cfg, layer) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream
-    elements = forward + backward + again + _between_ranks(cfg, shard, repeated)
-    of_experts = width * experts.moved_elements(cfg, shard, repeated)
-    return (shard.tokens * (width * elements + extra) + of_experts) / elementwise_rate(gpu)
+    elements = forward + backward + again + _between_ranks(cfg, layer, shard, repeated)
+    moved = shard.tokens * (width * elements + extra)
+    if kind.experts:
+        moved += width * experts.moved_elements(cfg, kind.experts, shard, repeated)
+    return moved / elementwise_rate(gpu)
 
 
-def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
+def _between_ranks(cfg: Config, layer: Layer, shard: Shard, repeated: set[str]) -> float:
     """Elements per token that a layer moves for communication over tensor.
 
     Gathered shards are copied into place, twice with row groups or all-to-alls, and scattered ones
     are summed. A collective matmul only sums, concatenates queries, keys and values, and splits
     attention's output, both again in the backward.
     """
-    m, p, messages = cfg.model, cfg.parallel, tensor_messages(cfg, repeated)
+    m, p, messages = cfg.model, cfg.parallel, tensor_messages(cfg, layer, repeated)
     if p.tensor == 1:
         return 0.0
     if not shard.execution.collective_matmul:
         return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
-    w = widths(m, p.tensor)
+    w = widths(layer, cfg, p.tensor)
     added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
     return added + 4 * (w.query + w.key + w.value) + 4 * w.out
 
 
-def tensor_messages(cfg: Config, repeated: set[str]) -> float:
+def tensor_messages(cfg: Config, layer: Layer, repeated: set[str]) -> float:
     """Return the gathers and scatters over tensor in a layer (docs/parallelism.md).
 
     In units of the residual stream. Latent attention gathers latents in its place. Experts that are
     spread over tensor need none, unless others are shared.
     """
-    m, again = cfg.model, "elementwise" in repeated
-    latents = (2 + again) * (received_width(m) / m.d_model - 1)
-    alone = m.num_experts > 0 and spreads_experts(cfg.parallel) and m.num_shared_experts == 0
-    branches = 1 if alone else 2
+    model, again = model_of(cfg.model), "elementwise" in repeated
+    received = layer.mixer.received(model) if layer.mixer else model.d_model
+    latents = (2 + again) * (received / model.d_model - 1)
+    alone = isinstance(layer.feed_forward, Experts) and not hidden(layer, cfg, 1)[1]
+    branches = 1 if alone and spreads_experts(cfg.parallel) else 2
     return branches * (4 + again) + latents + ("wo" in repeated)
 
 
-def _quantized(cfg: Config) -> float:
+def _quantized(cfg: Config, layer: Layer) -> float:
     """Bytes per token that quantization moves: each operand is read once and written twice."""
-    m, w = cfg.model, widths(cfg.model, cfg.parallel.tensor)
-    wide = _dense_width(cfg)  # experts' kernels round what they write
+    t, D = cfg.parallel.tensor, cfg.model.d_model
+    w, (_, wide) = widths(layer, cfg, t), hidden(layer, cfg, t)  # experts' kernels round their own
     branches = 2 if wide else 1
-    inputs = branches * m.d_model + w.out + wide + w.latents
-    gradients = w.query + w.kept + branches * m.d_model + 2 * wide + w.latents
+    inputs = branches * D + w.out + wide + w.latents
+    gradients = w.query + w.kept + branches * D + 2 * wide + w.latents
     return 4 * (inputs + gradients)
 
 

@@ -12,11 +12,14 @@ before the loss, and delays gradients.
 """
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.components.costs import Heads, Widths
+from jaxpar.components.experts import Experts
+from jaxpar.components.model import Layer
+from jaxpar.config import Config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
@@ -27,11 +30,16 @@ from jaxpar.config.remat_policies import (
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.qk_clip.logits import QUERIES
 from jaxpar.planning.predict import experts, matrices, teacher
-from jaxpar.planning.predict.attention import widths, widths_of_layers
-from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
+from jaxpar.planning.predict.layer_kinds import (
+    LayerKind,
+    before_stages,
+    hidden,
+    layer_kinds,
+    widths,
+)
 from jaxpar.planning.predict.peak import MemoryForecast
 from jaxpar.planning.predict.postponed import postponed_bytes
-from jaxpar.planning.predict.recurrence import recurrence_bytes
+from jaxpar.planning.predict.recurrence import by_kernels
 from jaxpar.planning.predict.shard import Shard, shard_of
 from jaxpar.planning.predict.state_on_device import at_end, before_update
 
@@ -168,7 +176,7 @@ def _before_stages(cfg: Config, shard: Shard) -> float:
     layers = dense_before_stages(cfg.model, cfg.parallel)
     if not layers:
         return 0.0
-    device, host = _saved_by(before_stages(cfg), cfg.parallel.remat)
+    device, host = _saved_by(cfg, before_stages(cfg), cfg.parallel.remat)
     return layers * shard.tokens * (device + host)
 
 
@@ -188,9 +196,9 @@ def saved_per_token(cfg: Config) -> float:
 
     They are those of docs/parallelism.md, without values in host memory.
     """
-    m, p = cfg.model, cfg.parallel
+    p = cfg.parallel
     if p.remat_group > 1:  # the input of each group
-        return bytes_of_names(m, p.tensor)[LAYER_INPUT] / p.remat_group
+        return _stream(cfg) / p.tensor / p.remat_group
     return _average(cfg, 0) + 8  # the scales of two norms, float32
 
 
@@ -201,18 +209,29 @@ def on_host_per_token(cfg: Config) -> float:
 
 def _average(cfg: Config, where: int) -> float:
     """The bytes per token and layer on the device (0) or in host memory (1), over all layers."""
-    return sum(kind.share * _saved_by(kind)[where] for kind in layer_kinds(cfg))
+    return sum(kind.share * _saved_by(cfg, kind)[where] for kind in layer_kinds(cfg))
 
 
-def _saved_by(kind: LayerKind, remat: str = "") -> tuple[float, float]:
+def _saved_by(cfg: Config, kind: LayerKind, remat: str = "") -> tuple[float, float]:
     """The bytes per token and layer on the device and in host memory.
 
     Args:     remat: another policy than the kind's.
     """
-    cfg = kind.cfg
-    policy, rows = remat or kind.remat, experts.saved_rows(cfg)
-    device, host = _saved_per_token(cfg.model, cfg.parallel.tensor, policy, rows)
-    return device + experts.plan_bytes(cfg) + experts.saved_bytes(cfg, policy), host
+    policy, of = remat or kind.remat, kind.experts
+    on_host = set(names_on_host(policy))
+    here = {name for name in saved_names(policy) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
+    sizes = bytes_of_names(cfg, kind.layer)
+    if {"qkv", "qk"} <= here | on_host:
+        # Queries and keys before RoPE are then not needed.
+        value = widths(kind.layer, cfg, cfg.parallel.tensor).value
+        sizes["qkv"] = _stream(cfg) / cfg.model.d_model * value
+    if of:  # hidden values of the router's experts are never saved
+        sizes["gate_up"] *= experts.saved_rows(cfg, of)
+        sizes["mlp_hidden"] *= of.num_shared_experts
+    device, host = (sum(sizes[name] for name in sorted(names)) for names in (here, on_host))
+    if of:
+        device += experts.plan_bytes(cfg, of) + experts.saved_bytes(cfg, of, policy)
+    return device, host
 
 
 def host_bytes(cfg: Config) -> float:
@@ -221,30 +240,22 @@ def host_bytes(cfg: Config) -> float:
     return shard.tokens * shard.layers * on_host_per_token(cfg)
 
 
-@functools.cache
-def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tuple[float, float]:
-    """On the device, and in host memory, without the plan of experts.
+def _stream(cfg: Config) -> int:
+    """Return the bytes of a token's residual stream."""
+    return jnp.dtype(cfg.model.dtype).itemsize * cfg.model.d_model
 
-    Args:     rows: `experts.saved_rows`.
+
+def bytes_of_names(cfg: Config, layer: Layer) -> dict[str, float]:
+    """Return the bytes per token of each savable value of a layer, and of its input.
+
+    In a layer with experts, gate_up and mlp_hidden are those of a row of one expert.
     """
-    on_host = set(names_on_host(remat))
-    here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
-    sizes = bytes_of_names(m, tensor)
-    if {"qkv", "qk"} <= here | on_host:
-        # Queries and keys before RoPE are then not needed.
-        sizes["qkv"] = jnp.dtype(m.dtype).itemsize * widths(m, tensor).value
-    if m.num_experts:  # hidden values of the router's experts are never saved
-        sizes["gate_up"] *= rows
-        sizes["mlp_hidden"] *= m.num_shared_experts
-    device, host = (sum(sizes[name] for name in sorted(names)) for names in (here, on_host))
-    return device, host
-
-
-def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
-    """Return the bytes per token and layer of each savable value and of the layer's input."""
-    width = jnp.dtype(m.dtype).itemsize
-    w = widths(m, tensor)
-    stream, f = width * m.d_model, m.d_ff / tensor
+    m, tensor, of = cfg.model, cfg.parallel.tensor, layer.feed_forward
+    width, stream, w = jnp.dtype(m.dtype).itemsize, _stream(cfg), widths(layer, cfg, tensor)
+    has_experts = isinstance(of, Experts)
+    of_row = of.expert.hidden(model_of(m), tensor) if isinstance(of, Experts) else None
+    into, f = of_row or hidden(layer, cfg, tensor)
+    heads = layer.mixer.attention_heads if layer.mixer else None
     sizes = {
         LAYER_INPUT: stream / tensor,
         "attn_norm": stream,
@@ -253,15 +264,15 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
         "qkv": width * (w.query + w.kept),
         "qk": width * (w.query + w.key),
         "attn_out": width * w.out,
-        "attn_lse": 4 * m.num_heads / tensor * (w.query > 0),
+        "attn_lse": 4 * heads.queries / tensor if heads else 0.0,
         "attn_residual": stream / tensor,
         "mlp_norm": stream,
-        "gate_up": (2 if m.mlp_gate else 1) * width * f,
+        "gate_up": width * into,
         "mlp_hidden": width * f,
     }
     if m.matmul_dtype == "float8" and m.float8_scaling == "tensor":
         # Experts' kernels read the norm's output, and round its rows again in the backward.
-        for name in ("attn_norm", "mlp_hidden", *["mlp_norm"] * (not m.num_experts)):
+        for name in ("attn_norm", "mlp_hidden", *["mlp_norm"] * (not has_experts)):
             sizes[name] /= width
         sizes["attn_out"] *= (width + 1) / width
     return sizes
@@ -275,17 +286,26 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     """
     p, kinds = cfg.parallel, layer_kinds(cfg)
     missing = max(
-        _saved_by(kind, "none")[0]
-        - _saved_by(kind)[0]
-        + experts.backward_bytes(kind.cfg, shard.width)
-        + recurrence_bytes(kind.cfg.model, p.tensor)
+        _saved_by(cfg, kind, "none")[0]
+        - _saved_by(cfg, kind)[0]
+        + _backward_bytes(cfg, kind, shard)
         for kind in kinds
     )
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
-    saved = min(_saved_by(kind)[0] for kind in kinds)
+    saved = min(_saved_by(cfg, kind)[0] for kind in kinds)
     group = p.remat_group * shard.tokens * saved if p.remat_group > 1 else 0.0
     return layers * shard.tokens * max(missing, 0.0) + group
+
+
+def _backward_bytes(cfg: Config, kind: LayerKind, shard: Shard) -> float:
+    """Bytes per token that the backward of a recurrence or of experts needs at once."""
+    total, mixer = 0.0, kind.layer.mixer
+    if kind.experts:
+        total += experts.backward_bytes(cfg, kind.experts, shard.width)
+    if mixer:
+        total += mixer.backward_bytes(cfg.parallel.tensor, by_kernels=by_kernels(cfg.model))
+    return total
 
 
 def _put_off(cfg: Config, shard: Shard) -> float:
@@ -293,11 +313,13 @@ def _put_off(cfg: Config, shard: Shard) -> float:
 
     Stages with row groups have no VJP segments. With recomputation, XLA does not delay them.
     """
-    m, p = cfg.model, cfg.parallel
+    p, of_layer = cfg.parallel, 0.0
     if p.pipeline == 1 or p.row_groups == 1 or _recomputed(cfg, shard):
         return 0.0
-    sizes = bytes_of_names(m, p.tensor)
-    return shard.layers / shard.chunks * shard.tokens * (sizes["gate_up"] + sizes["qkv"])
+    for kind in layer_kinds(cfg):
+        sizes = bytes_of_names(cfg, kind.layer)
+        of_layer += kind.share * (sizes["gate_up"] + sizes["qkv"])
+    return shard.layers / shard.chunks * shard.tokens * of_layer
 
 
 # ------------------------------------------------------------- weights, gradients and the loss
@@ -371,12 +393,11 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 
     Those of experts are a part of `experts.backward_bytes`.
     """
-    kinds = layer_kinds(cfg)
+    kinds = [*layer_kinds(cfg)]
     if dense_before_stages(cfg.model, cfg.parallel):
         kinds.append(before_stages(cfg))
-    models = [kind.cfg.model for kind in kinds]
-    widest = max(m.d_ff * (m.num_shared_experts if m.num_experts else 1) for m in models)
-    return 3 * shard.tokens * shard.width * widest / cfg.parallel.tensor
+    widest = max(hidden(kind.layer, cfg, cfg.parallel.tensor)[1] for kind in kinds)
+    return 3 * shard.tokens * shard.width * widest
 
 
 def _buffers(cfg: Config, shard: Shard) -> float:
@@ -387,23 +408,36 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0
     if p.sequence > 1 and p.context == "allgather":
-        widest = max(w.key + w.value for w in widths_of_layers(m, p.tensor))
+        widest = max((w.key + w.value for w, _ in _attention(cfg)), default=0.0)
         keys = shard.rows * cfg.data.seq_len * widest * shard.width
     return 2 * stream + batch + keys + _largest_logits(cfg, shard)
 
 
+def _attention(cfg: Config) -> list[tuple[Widths, Heads]]:
+    """The widths and heads of each kind of layer with attention."""
+    found = []
+    for kind in layer_kinds(cfg):
+        if kind.layer.mixer and (heads := kind.layer.mixer.attention_heads):
+            found.append((widths(kind.layer, cfg, cfg.parallel.tensor), heads))
+    return found
+
+
 def _largest_logits(cfg: Config, shard: Shard) -> float:
     """The float32 scores of some queries, and the keys of the complete sequence, for QK-clip."""
-    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    p, length = cfg.parallel, cfg.data.seq_len
     if not cfg.optimizer.qk_clip:
         return 0.0
-    scores = 4.0 * shard.rows * m.num_heads / p.tensor * min(QUERIES, length) * length
-    keys = shard.rows * length * widths(m, p.tensor).key * shard.width * (p.sequence > 1)
-    return scores + keys
+
+    def of_layer(w: Widths, heads: Heads) -> float:
+        scores = 4.0 * shard.rows * heads.queries / p.tensor * min(QUERIES, length) * length
+        return scores + shard.rows * length * w.key * shard.width * (p.sequence > 1)
+
+    return max((of_layer(*one) for one in _attention(cfg)), default=0.0)
 
 
 def _scores(cfg: Config, shard: Shard) -> float:
     """The reference's float32 scores, their softmax, and both gradients."""
-    m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
+    p, length = cfg.parallel, cfg.data.seq_len
     keys = length if p.context != "ring" else length // p.sequence
-    return 16.0 * shard.rows * m.num_heads / p.tensor * (length / p.sequence) * keys
+    most = max((heads.queries for _, heads in _attention(cfg)), default=0)
+    return 16.0 * shard.rows * most / p.tensor * (length / p.sequence) * keys

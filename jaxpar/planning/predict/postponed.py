@@ -1,7 +1,8 @@
 """Predicts the buffer of a zero-bubble schedule: factors of weight gradients that are put off."""
 
 from jaxpar.config import Config
-from jaxpar.planning.predict.attention import projections
+from jaxpar.config.layout.composition import model_of
+from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
 from jaxpar.planning.predict.shard import Shard
 
 
@@ -14,16 +15,21 @@ def postponed_bytes(cfg: Config, shard: Shard) -> float:
 
 
 def factors_per_token(cfg: Config, shard: Shard) -> float:
-    """Return the bytes per token of the factors of a layer's weight gradients.
+    """Return the bytes per token of the factors of a layer's weight gradients. If layers differ,
+    their mean.
 
-    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of experts
-    are not postponed.
+    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of layers
+    with experts are those of the mixer: others are not postponed.
     """
-    m, t = cfg.model, cfg.parallel.tensor
-    f = m.d_ff / t
-    sites = [site for of in projections(m, t).values() for site in of]
-    elements = sum(site.share * (site.inner + site.out) for site in sites)
-    if not m.num_experts:
-        apart = m.mlp_gate and not shard.execution.fused_gate_up
-        elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
-    return shard.width * elements
+    kinds = layer_kinds(cfg)
+    return shard.width * sum(kind.share * _elements(kind, cfg, shard) for kind in kinds)
+
+
+def _elements(kind: LayerKind, cfg: Config, shard: Shard) -> float:
+    model, layer, elements = model_of(cfg.model), kind.layer, 0.0
+    for component in (layer.mixer, None if kind.experts else layer.feed_forward):
+        for of in component.matmuls(model, cfg.parallel.tensor).values() if component else ():
+            elements += sum(site.times * site.share * (site.inner + site.out) for site in of)
+    if layer.feed_forward and layer.feed_forward.fuses_gate_up and shard.execution.fused_gate_up:
+        elements -= model.d_model  # one input of gate and up
+    return elements

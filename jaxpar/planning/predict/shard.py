@@ -25,10 +25,11 @@ from jaxpar.config import (
     ParallelConfig,
     replace,
 )
+from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
-from jaxpar.config.layout.layer_kinds import STACKS, kinds
 from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.parameters import param_specs, specs_of
 from jaxpar.optimizer.moments import map_moments
 from jaxpar.sharding.axes import AXES, EXPERT, EXPERT_FSDP_AXES, FSDP_AXES, REPLICA, TENSOR
@@ -224,15 +225,12 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
     ways_of_layers = p.tensor, p.expert, spreads_experts(p)
-    dense, module = (_of_a_layer(m, n, *ways_of_layers) for n in ("dense_layers", "mtp"))
-    of_kinds = {
-        kind: _of_a_layer(m, STACKS[kind], *ways_of_layers) for kind in dict.fromkeys(kinds(m))
-    }
-    layer = max(of_kinds.values(), key=lambda one: one.everything)
     before = dense_before_stages(m, p)
-    alike = layers - (m.dense_layers - before)
-    counts = Counter(kinds(dataclasses.replace(m, num_layers=alike)))
-    stack = functools.reduce(operator.add, (of_kinds[kind].times(n) for kind, n in counts.items()))
+    here = Counter(layer.name for layer in layers_of_chunk(cfg) * p.virtual_stages)
+    here.update(layer.name for layer in model_of(m).layers[:before])
+    of_stacks = {name: _of_a_layer(m, name, *ways_of_layers) for name in here}
+    stack = functools.reduce(operator.add, (of_stacks[name].times(n) for name, n in here.items()))
+    module = _of_a_layer(m, STACK_OF_MODULES, *ways_of_layers)
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
     in_turn, dense_in_turn = _layers_in_turn(cfg, execution)
@@ -243,8 +241,8 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         layers_in_turn=in_turn + m.mtp_depth,
         dense_in_turn=dense_in_turn,
         chunks=p.virtual_stages,
-        layer=layer,
-        stack=stack + dense.times(m.dense_layers) + module.times(m.mtp_depth),
+        layer=max(of_stacks.values(), key=lambda one: one.everything),
+        stack=stack + module.times(m.mtp_depth),
         table=vocab * m.d_model,
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
@@ -275,11 +273,11 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> tuple[int, int]:
 
 @functools.cache
 def _of_a_layer(
-    model: ModelConfig, kind: str, tensor: int, expert: int, spread: bool
+    model: ModelConfig, name: str, tensor: int, expert: int, spread: bool
 ) -> Parameters:
-    """Parameters of one layer of a stack ("layers", "dense_layers", "mtp") on one device."""
+    """Parameters of one layer of a stack, or of one module, on one device."""
     everything, matrices, experts = 0, 0, 0
-    specs = param_specs(model, spread=spread).get(kind, {})
+    specs = param_specs(model, spread=spread).get(name, {})
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         of_experts = {"experts", "spread_experts"} & set(spec.axes)
         size = _size(spec, {TENSOR: tensor, EXPERT: expert if of_experts else 1})
