@@ -87,7 +87,7 @@ def swap(model: ModelConfig, name: str, **fields: Any) -> ModelConfig:
         dataclasses.replace(layer, **fields) if layer.name == name else layer
         for layer in model.layers
     )
-    return dataclasses.replace(model, layers=tuple(layers))
+    return model.with_layers(tuple(layers))
 
 
 def token_loss(function: Callable[[Scores, Any], Any]) -> Loss:

@@ -4,6 +4,7 @@ A run's config.json names the classes of its losses, probes, post-updates and ca
 imports nothing: `--code my_config.py` imports that file, and makes the values of its classes.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def with_code(cfg: Config, files: Sequence[str]) -> Config:
     if cfg.model.layers:
         composed = layers.with_classes(cfg.model.layers, code.component)
         if composed != cfg.model.layers:
-            cfg = replace(cfg, **{layers.FIELD: composed})
+            cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(composed))
     for path in FIELDS:
         held = value_of(cfg, path)
         if any(

@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
@@ -149,9 +150,12 @@ def parse_overrides(
     args, files = take_code(list(expand_set_options(args)))
     args, source = take_source(args)
     cfg = apply_source(with_code(cfg, files), source, model_from)
-    given = list(_pairs(args))
+    given = list(_pairs(args, cfg))
     for path, text in given:
-        cfg = replace(cfg, **{path: read_value(text, field_types()[path])})
+        if addresses_layers(cfg, path):
+            cfg = with_addressed(cfg, path, functools.partial(read_value, text))
+        else:
+            cfg = replace(cfg, **{path: read_value(text, field_types()[path])})
         check_types(cfg)
     paths = {path for path, _ in given}
     return fill_steps(fill_batch(_with_length(_with_batch(cfg, paths), paths)))
@@ -185,7 +189,7 @@ def _with_length(cfg: Config, given: set[str]) -> Config:
     return replace(cfg, **{p: none for p, none in others.items() if here and p not in here})
 
 
-def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(args: Sequence[str], cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield (path, text) for each `--section.field text`, with "=" or a space."""
     rest = iter(args)
     for arg in rest:
@@ -196,11 +200,13 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not given:
             text = next(rest, "--")
         missing = not given and text.startswith("--")
-        if path not in field_types():
+        if path not in field_types() and not addresses_layers(cfg, path):
             if f"--{name}" in _NOT_OPTIONS and _is_config(text):
                 rule = f"is CONFIG, the first argument, and no value of --{name}"
                 raise ConfigError("command line", text, rule, f"use {text} in place of CONFIG")
             raise unknown_field(path, "" if missing else text, flag)
+        if missing and path not in field_types():
+            raise ConfigError(path, "", "needs a value", f"use {flag(path)} VALUE")
         if missing:
             leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
             raise ConfigError(path, "", "needs a value", f"use {flag(leaf, default_of(leaf))}")

@@ -16,6 +16,7 @@ from jaxpar.config.resolve import (
     fill_microbatches,
     fill_steps,
 )
+from jaxpar.config.rules.composed import composed
 from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
@@ -139,6 +140,7 @@ def _each_rule(cfg: Config) -> None:
         factors,
         float8_matmuls,
         attention,
+        composed,
         layer_pattern,
         layers,
     )

@@ -8,7 +8,6 @@ parameters, state. Step, state, checkpoints and metrics know none of them by nam
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import STACKS, dense_places
+from jaxpar.config.layout.composition import DENSE, model_of, places_of
 from jaxpar.config.metrics import Metric, Reduction
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
@@ -171,7 +170,7 @@ class TrainStep:
         Communication: an all-reduce over the axes of each sharding, and one over PIPELINE.
         """
         total = jnp.zeros(self.cfg.model.num_layers, jnp.float32)
-        for stack in sorted(tree.keys() & {"dense_layers", *STACKS.values()}):
+        for stack in sorted(tree.keys() & model_of(self.cfg.model).stacks.keys()):
             sums: dict[tuple[str, ...], jax.Array] = {}
             for x in jax.tree.leaves(tree[stack]):
                 squares = jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(len(x), -1), axis=1)
@@ -180,7 +179,7 @@ class TrainStep:
             whole = [psum(squares, over) if over else squares for over, squares in sums.items()]
             here = functools.reduce(jnp.add, whole)
             at = rows_of_stack(stack, len(here), self.cfg)
-            if stack == "dense_layers":  # on every stage
+            if stack == DENSE:  # on every stage
                 here = here * (lax.axis_index(PIPELINE) == 0)
             total = total.at[jnp.where(at == EMPTY, len(total), at)].add(here, mode="drop")
         return psum(total, PIPELINE)
@@ -204,18 +203,11 @@ def _with_absent(values: jax.Array, count: jax.Array, absent: float) -> jax.Arra
 def rows_of_stack(stack: str, n: int, cfg: Config) -> jax.Array:
     """Return the model's indices of this device's n layers of a stack, int32; EMPTY for none."""
     m, p = cfg.model, cfg.parallel
-    if stack == "dense_layers":
-        return jnp.array(dense_places(m)[:n], jnp.int32)
-    if m.layer_pattern:
-        kind = next(
-            kind for kind, name in STACKS.items() if name == stack and kind in m.layer_pattern
-        )
-        whole = itertools.islice(itertools.cycle(m.layer_pattern), m.num_layers)
-        places = jnp.array([i for i, k in enumerate(whole) if k == kind], jnp.int32)
+    places, stacks = jnp.array(places_of(m, stack), jnp.int32), model_of(m).stacks
+    if stack == DENSE or (DENSE in stacks and p.pipeline == 1):
+        return places[:n]
+    if len(stacks.keys() - {DENSE}) > 1:  # stages have the same layers
         return lax.dynamic_slice_in_dim(places, lax.axis_index(PIPELINE) * n, n)
-    if m.dense_layers and p.pipeline == 1:
-        others = [i for i in range(m.num_layers) if i not in dense_places(m)]
-        return jnp.array(others, jnp.int32)
     mine = layers_here(cfg)
     return jnp.where(mine == EMPTY, EMPTY, mine + num_before(cfg))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import STACKS
+from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer.moments import TOP_SLICES
 from jaxpar.parallel.host_offload import Space, in_host_memory
@@ -34,11 +34,11 @@ def weights_on_device(params: Any, cfg: Config) -> Any:
         return params
 
     def one(name: str) -> Any:
-        slices = None if name in STACKS.values() else TOP_SLICES
+        slices = None if name in staged else TOP_SLICES
         fetch = lambda spec, x: _fetched(x, _dtype(spec, cfg), slices)  # noqa: E731
         return map_specs(fetch, specs[name], params[name])
 
-    specs = specs_of(cfg)
+    specs, staged = specs_of(cfg), model_of(cfg.model).stacks.keys() - {DENSE}
     return {name: one(name) for name in params}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import kinds_with_experts
+from jaxpar.config.layout.composition import DENSE, model_of, stacks_of_experts
 from jaxpar.config.layout.layer_split import is_equal, layers_per_chunk, slots_per_chunk
 from jaxpar.model.fused_weights import IN_USE
 from jaxpar.sharding.axes import PIPELINE
@@ -47,8 +47,8 @@ def layers_here(cfg: Config) -> jax.Array:
 
 def expert_layers_here(cfg: Config) -> jax.Array:
     """Return the indices of this device's layers among those with experts, or EMPTY, int32."""
-    if cfg.model.layer_pattern:  # stages have the same layers
-        per_stage = len(kinds_with_experts(cfg.model)) // cfg.parallel.pipeline
+    if len(model_of(cfg.model).stacks.keys() - {DENSE}) > 1:  # stages have the same layers
+        per_stage = len(stacks_of_experts(cfg.model)) // cfg.parallel.pipeline
         return jnp.arange(per_stage, dtype=jnp.int32) + lax.axis_index(PIPELINE) * per_stage
     dense = 0 if cfg.parallel.pipeline > 1 else cfg.model.dense_layers
     layers = layers_here(cfg)[dense:]

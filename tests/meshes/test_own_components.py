@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar import load_config
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
 from jaxpar.extend import (
@@ -89,6 +90,7 @@ def config(*layers: Layer, **fields: Any) -> Config:
 
 LAYERS = {
     "sigmoid": [Layer("block", OWN, Glu(24))] * 2,
+    "deep": [Layer("block", OWN, Glu(24))] * 4,
     "windows": [
         Layer("local", Attention(**HEADS, window=5), Glu(24)),
         Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
@@ -111,13 +113,12 @@ MESHES = [
     ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
     slow("sequence=2,data=2", "sigmoid"),
-    slow("sequence=2,context=ring,data=2", "sigmoid"),
     slow("sequence=2,tensor=2", "mean"),
     slow("pipeline=2,data=2,num_microbatches=2", "mean"),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
     slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
     slow("data=2,sequence=2", "windows"),
-    slow("pipeline=2,virtual_stages=2,num_microbatches=2", "sigmoid"),
+    slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
     slow("expert=2,tensor=2", "experts"),
     slow("expert=2,pipeline=2", "experts"),
     slow("expert=2,sequence=2", "experts"),
@@ -160,6 +161,30 @@ def test_names_of_arrays_are_those_of_the_layers():
     specs = flat(specs_of(config(*LAYERS["mean"])))
     assert specs["block/mean_v"].shape == (2, TINY.model.d_model, 4, TINY.model.d_model // 4)
     assert {name.split("/")[0] for name in specs} >= {"block", "attends", "embed"}
+
+
+def test_addresses_set_fields_of_layers():
+    cfg = config(*LAYERS["windows"])
+    wide = ["--model.*.mixer.num-heads", "8", "--model.local.mixer.window=7"]
+    found = parse_overrides(cfg, wide).model.layers
+    assert [layer.mixer.num_heads for layer in found] == [8] * 4
+    assert [layer.mixer.window for layer in found] == [7, None] * 2
+    assert len(parse_overrides(cfg, ["--model.num-layers", "6"]).model.layers) == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model.local.mixer.num-head", "8", "num_head.*use --model.local.mixer.num-heads"),
+        ("--model.block.mixer.num-heads", "8", "not a field of the config"),
+        ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
+        ("--model.num-heads", "8", r"num_heads = .*composed.*--model\.local\.mixer\.num-heads"),
+        ("--model.num-layers", "3", "num_layers = 3.*multiple of 2.*use --model.num-layers 4"),
+    ],
+)
+def test_wrong_addresses_are_refused(option, value, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_overrides(config(*LAYERS["windows"]), [option, value])
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ def layer_of_modules(m: ModelConfig) -> Layer:
 STACK_OF_MODULES = "mtp"
 
 
+def stacks_of_experts(m: ModelConfig) -> tuple[str, ...]:
+    """Return the name of each layer with experts, in the model's order."""
+    layers = model_of(m).layers
+    return tuple(layer.name for layer in layers if isinstance(layer.feed_forward, Experts))
+
+
+def places_of(m: ModelConfig, name: str) -> tuple[int, ...]:
+    """Return the indices in the model of the layers with a name."""
+    return tuple(i for i, layer in enumerate(model_of(m).layers) if layer.name == name)
+
+
 def _layer_at(m: ModelConfig, i: int, kind: str, dense: bool) -> Layer:
     last_of = lambda every: every > 0 and (i + 1) % every == 0  # noqa: E731
     name = DENSE if dense else of.STACKS[kind]

@@ -64,7 +64,7 @@ def of_masks(m: ModelConfig) -> tuple[ModelConfig, ...]:
         for layer in m.layers:
             if isinstance(a := layer.mixer, Attention | LatentAttention):
                 first.setdefault((a.window, a.chunk), layer)
-        return tuple(dataclasses.replace(m, layers=(layer,)) for layer in first.values())
+        return tuple(m.with_layers((layer,)) for layer in first.values())
     if not has_global_layers(m):
         return (m,)
     return m, of_kind(m, GLOBAL) if GLOBAL in m.layer_pattern else m

@@ -1,11 +1,14 @@
 """The section `model`: the architecture."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.components.model import Layer, MupConfig
 from jaxpar.components.rope import RopeScaling
+from jaxpar.config.errors import ConfigError
 from jaxpar.config.layers import summary
 
 
@@ -280,8 +283,21 @@ class ModelConfig:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             return
+        fields = {field.name: field for field in dataclasses.fields(self)}
         for name, value in summary(self.layers).items():
+            if getattr(self, name) not in (value, fields[name].default):
+                first = self.layers[0].name
+                rule = "describes layers of a model without model.layers, which are composed here"
+                fix = f"set a field of a component, as in --model.{first}.mixer.num-heads 8"
+                raise ConfigError(f"model.{name}", getattr(self, name), rule, fix)
             object.__setattr__(self, name, value)
+
+    def with_layers(self, layers: Sequence[Layer]) -> "ModelConfig":
+        """Return the model with other layers."""
+        said = summary(self.layers) if self.layers else {}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        others = {name: value for name, value in fields.items() if name not in said}
+        return ModelConfig(**(others | {"layers": tuple(layers)}))
 
     @property
     def rotary_dims(self) -> int:

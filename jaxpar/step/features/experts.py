@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import model_of, stacks_of_experts
 from jaxpar.config.layout.expert_placement import expert_ways
-from jaxpar.config.layout.layer_kinds import STACKS, kinds_with_experts
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
 from jaxpar.model.moe.router import LOSSES
@@ -90,7 +90,7 @@ class ExpertBalance(Feature):
         loads = s.results[self.name]
         if s.cfg.model.router_bias:
             s = s.replace(frozen=balance_bias(s.frozen, loads, s.ok, s.cfg))
-            s = s.with_metrics(router_bias_range=bias_range(s.frozen))
+            s = s.with_metrics(router_bias_range=bias_range(s.frozen, s.cfg.model))
         if "expert_rows" in s.requested:
             s = s.with_metrics(expert_rows=rows_of_all_layers(loads, s.cfg))
         return s
@@ -129,7 +129,7 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=1)
     entropy /= jnp.log(jnp.float32(max(m.num_experts, 2)))
     sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
-    means = psum(sums, PIPELINE) / len(kinds_with_experts(m))
+    means = psum(sums, PIPELINE) / len(stacks_of_experts(m))
     dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
     dropped = jnp.where(expert_layers_here(cfg) == EMPTY, 0, dropped)
     fullest = jnp.max(share, axis=1) * m.num_experts
@@ -154,7 +154,7 @@ def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, ja
     sums = psum(jnp.stack([jnp.sum(fullest), jnp.sum(loads.further_rounds)]), PIPELINE)
     return {
         "fullest_rank": lax.pmax(jnp.max(fullest), PIPELINE),
-        "fullest_rank_mean": sums[0] / len(kinds_with_experts(cfg.model)),
+        "fullest_rank_mean": sums[0] / len(stacks_of_experts(cfg.model)),
         "further_rounds": sums[1],
     }
 
@@ -167,7 +167,7 @@ def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     Communication: an all-reduce over PIPELINE.
     """
     m = cfg.model
-    layers, count = expert_layers_here(cfg), len(kinds_with_experts(m))
+    layers, count = expert_layers_here(cfg), len(stacks_of_experts(m))
     at = jnp.where(layers == EMPTY, count, layers)
     every = jnp.zeros((count, m.num_experts), jnp.float32)
     return psum(every.at[at].set(loads.rows, mode="drop"), PIPELINE)
@@ -197,19 +197,19 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
 
 def _rows_by_stack(rows: jax.Array, m: ModelConfig) -> dict[str, jax.Array]:
     """Split what this stage's layers with experts have, in order, by their stacks."""
-    here = kinds_with_experts(m)[: len(rows)]  # a stage has whole periods
+    here = stacks_of_experts(m)[: len(rows)]  # a stage has whole periods
     if len(set(here)) == 1:
-        return {STACKS[here[0]]: rows}
-    places = lambda kind: [i for i, other in enumerate(here) if other == kind]  # noqa: E731
-    return {STACKS[kind]: rows[jnp.array(places(kind))] for kind in sorted(set(here))}
+        return {here[0]: rows}
+    places = lambda name: [i for i, other in enumerate(here) if other == name]  # noqa: E731
+    return {name: rows[jnp.array(places(name))] for name in dict.fromkeys(here)}
 
 
-def bias_range(params: Any) -> jax.Array:
+def bias_range(params: Any, m: ModelConfig) -> jax.Array:
     """Return the largest difference between the biases of a layer: float32 scalar.
 
     Communication: an all-reduce over PIPELINE.
     """
-    stacks = (params.get(name, {}) for name in STACKS.values())
+    stacks = (params.get(name, {}) for name in model_of(m).stacks)
     biases = [stack["router_bias"] for stack in stacks if "router_bias" in stack]
     ranges = [jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)) for bias in biases]
     return lax.pmax(functools.reduce(jnp.maximum, ranges), PIPELINE)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_kinds import kinds_with_experts
+from jaxpar.config.layout.composition import stacks_of_experts
 from jaxpar.config.lists.recorded_steps import id_bits
 from jaxpar.model.probes import Feed, LayerProbe, Seen
 from jaxpar.parallel.collectives import psum, varying
@@ -89,7 +89,7 @@ class RoutingRecord(Feature):
             return s
         m, here = s.cfg.model, s.probes[RECORD.name].stage
         assert here is not None
-        layers, count = expert_layers_here(s.cfg), len(kinds_with_experts(m))
+        layers, count = expert_layers_here(s.cfg), len(stacks_of_experts(m))
         at = jnp.where(layers == EMPTY, count, layers)
         every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
         whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)

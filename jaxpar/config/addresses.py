@@ -1,0 +1,83 @@
+"""Addresses of a composed model's fields on a command line: --model.block.mixer.num-heads 8.
+
+An address begins with the name of a layer, or with a star for each; a star stands for any one name.
+`--model.num-layers N` repeats or cuts the list, at whole periods.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.components.model import period_of
+from jaxpar.config.errors import ConfigError
+from jaxpar.config.fields import flag
+from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
+from jaxpar.config.schema import Config
+
+_LENGTH = "model.num_layers"
+
+
+def addresses_layers(cfg: Config, path: str) -> bool:
+    """Return whether a path is one of a composed model's layers."""
+    section, *keys = path.split(".")
+    if not cfg.model.layers or section != "model" or not keys:
+        return False
+    names = {"*", *(layer.name for layer in cfg.model.layers)}
+    flags = {field.name for field in dataclasses.fields(cfg.model)}.difference(BESIDE)
+    return path == _LENGTH or keys[0] in flags or (keys[0] in names and len(keys) > 1)
+
+
+def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config:
+    """Return the config with another value of the fields that an address names.
+
+    Args:     read: returns the value of a type, or a text that has none.
+    Raises:   ConfigError for an address of no field, and for a value of another type.
+    """
+    layers = cfg.model.layers
+    if path == _LENGTH:
+        return _of_length(cfg, read(int))
+    found = list(addressed(layers, path.split(".")[1:]))
+    if len(path.split(".")) == 2:
+        rule = "describes the layers of a model without model.layers, which are composed here"
+        name = path.rpartition(".")[2]
+        near = [one for one in all_paths(layers) if one.endswith(f".{name}")] or all_paths(layers)
+        raise ConfigError(path, read(str), rule, f"use {flag(near[0], '...')}")
+    if not found:
+        near = difflib.get_close_matches(path, all_paths(layers), n=3, cutoff=0.3)
+        ways = " or ".join(map(flag, near)) or "a field of one of the layers"
+        raise ConfigError(path, "", "is no field of the model's layers", f"use {ways}")
+    for at, old in found:
+        hint = type_at(layers, at)
+        value = read(hint)
+        if dataclasses.is_dataclass(old) or (isinstance(value, str) and not _takes(hint, value)):
+            rule = f"must be {_words(hint)}"
+            fix = f"use {flag(at, old)}" if not dataclasses.is_dataclass(old) else "address a field"
+            raise ConfigError(at, value, rule, fix)
+        layers = with_value(layers, at, value)
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
+
+
+def _takes(hint: Any, value: str) -> bool:
+    options = typing.get_args(getattr(hint, "__value__", hint)) or (hint,)
+    return str in options or any(value == one or _takes_one(one, value) for one in options)
+
+
+def _takes_one(option: Any, value: str) -> bool:
+    inner = typing.get_args(getattr(option, "__value__", option))
+    return bool(inner) and any(value == one or _takes_one(one, value) for one in inner)
+
+
+def _words(hint: Any) -> str:
+    return f"a value of the type {getattr(hint, '__name__', str(hint))}"
+
+
+def _of_length(cfg: Config, length: Any) -> Config:
+    layers, period = cfg.model.layers, period_of(cfg.model.layers)
+    if not isinstance(length, int) or length < 1 or length % len(period):
+        near = max(round(length / len(period)), 1) * len(period) if isinstance(length, int) else 0
+        rule = f"must be a multiple of {len(period)}: the layers repeat after {len(period)}"
+        raise ConfigError(_LENGTH, length, rule, f"use {flag(_LENGTH, near or len(layers))}")
+    times = length // len(period)
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(period * times))

@@ -1,0 +1,46 @@
+"""Rules about composed models, `model.layers`, on a mesh."""
+
+import dataclasses
+
+from jaxpar.components.attention import Attention
+from jaxpar.components.model import period_of
+from jaxpar.config import Config, ConfigError, default_of, flag, require
+from jaxpar.config.layers import summary
+from jaxpar.config.schema.model import ModelConfig
+
+_WHY = "is not supported with model.layers"
+
+
+def composed(cfg: Config) -> None:
+    """Check that the flags of layers have their defaults, and that stages have the same layers."""
+    m, p = cfg.model, cfg.parallel
+    if not m.layers:
+        return
+    said = summary(m.layers)
+    for field in dataclasses.fields(ModelConfig):
+        path, value = f"model.{field.name}", getattr(m, field.name)
+        if field.name not in BESIDE and value not in (default_of(path), said.get(field.name)):
+            first = m.layers[0].name
+            rule = "describes the layers of a model without model.layers"
+            fix = f"set the field of a component, such as --model.{first}.mixer.num-heads 8"
+            raise ConfigError(path, value, rule, fix)
+    names = list(dict.fromkeys(layer.name for layer in m.layers))
+    if len(names) > 1 and p.pipeline > 1:
+        period = len(period_of(m.layers))
+        rule = f"{_WHY} of several kinds: all stages have the same layers"
+        require(p.virtual_stages == 1, cfg, "parallel.virtual_stages", rule, _one("virtual_stages"))
+        path, rule = "parallel.pipeline", f"must divide the {len(m.layers) // period} periods of "
+        ok = len(m.layers) % (p.pipeline * period) == 0
+        rule += f"{period} layers: all stages have the same layers"
+        require(ok, cfg, path, rule, flag(path, 1))
+    own = [a for a in (layer.mixer for layer in m.layers) if isinstance(a, Attention)]
+    if any(type(a).heads is not Attention.heads for a in own):
+        path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
+        ok = p.context != "ring" or p.sequence == 1
+        require(ok, cfg, path, rule, flag(path, "allgather"))
+    require(cfg.lora.rank == 0, cfg, "lora.rank", _WHY, flag("lora.rank", 0))
+    require(m.mtp_depth == 0, cfg, "model.mtp_depth", _WHY, flag("model.mtp_depth", 0))
+
+
+def _one(name: str) -> str:
+    return flag(f"parallel.{name}", 1)
