@@ -43,7 +43,7 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
         rule = "describes the layers of a model without model.layers, which are composed here"
         name = path.rpartition(".")[2]
         near = [one for one in all_paths(layers) if one.endswith(f".{name}")] or all_paths(layers)
-        raise ConfigError(path, read(str), rule, f"use {flag(near[0], '...')}")
+        raise ConfigError(path, read(str), rule, f"use {flag(near[0], read(str))}")
     if not found:
         near = difflib.get_close_matches(path, all_paths(layers), n=3, cutoff=0.3)
         ways = " or ".join(map(flag, near)) or "a field of one of the layers"

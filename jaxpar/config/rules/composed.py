@@ -5,7 +5,7 @@ import dataclasses
 from jaxpar.components.attention import Attention
 from jaxpar.components.model import period_of
 from jaxpar.config import Config, ConfigError, default_of, flag, require
-from jaxpar.config.layers import summary
+from jaxpar.config.layers import BESIDE, summary
 from jaxpar.config.schema.model import ModelConfig
 
 _WHY = "is not supported with model.layers"
