@@ -1,10 +1,13 @@
 """Softmax attention with grouped queries."""
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
+from jaxpar.components.dims import Rule, Sizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -115,6 +118,38 @@ class Attention(Mixer):
             found["bo"] = vector((D,), ("norm",))
         return found
 
+    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+        yield from super().rules(model, parallel)
+        H, G = self.num_heads, self.num_kv_heads
+        rule = f"must be divisible by num_kv_heads = {G}"
+        yield Rule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))
+        yield from over_sequence(H, parallel)
+
+    def shrunk(self, sizes: Sizes) -> Self:
+        # A multiple of 8, of which all published fractions are even.
+        small = dataclasses.replace(smaller(self, sizes), head_dim=sizes.width(self.head_dim, 8))
+        rope = self.rope and self.rope.shrunk(small.head_dim, sizes)
+        scale, scale_dim = self.scale, self.scale_dim
+        if scale is not None:
+            scale *= self.head_dim / small.head_dim
+            # Normalized queries and keys have products of sqrt(head_dim), and trained gains less.
+            # In front of a softmax, large scores amplify rounding.
+            scale = min(scale, small.head_dim**-0.5) if self.qk_norm else scale
+        if scale_dim is not None:
+            scale_dim = max(round(scale_dim * small.head_dim / self.head_dim), 1)
+        growth = self.growth
+        if growth is not None:
+            growth = dataclasses.replace(growth, span=sizes.length(growth.span))
+        return dataclasses.replace(
+            small,
+            rope=rope,
+            window=self.window and sizes.length(self.window, 4),
+            chunk=self.chunk and sizes.length(self.chunk, 2),
+            scale=scale,
+            scale_dim=scale_dim,
+            growth=growth,
+        )
+
     # ---------------------------------------------------------------------------------- costs
 
     @property
@@ -141,6 +176,15 @@ class Attention(Mixer):
     def widths(self, model: Model, tensor: int) -> Widths:
         query, key = (n * self.head_dim / tensor for n in (self.num_heads, self.num_kv_heads))
         return Widths(query, key, key, query, 2 * key, 0.0)
+
+
+def over_sequence(num_heads: int, parallel: Any) -> Iterator[Rule]:
+    """Yield the rule of a mesh that shards heads in place of the sequence."""
+    if parallel.context == "ulysses" and parallel.sequence > 1:
+        ways = parallel.tensor * parallel.sequence
+        rule = f"must be divisible by parallel.tensor * parallel.sequence = {ways}, for ulysses"
+        more = -(-num_heads // ways) * ways
+        yield Rule("num_heads", num_heads % ways == 0, rule, (("num_heads", more),))
 
 
 def num_pairs(length: int, window: int | None, chunk: int | None) -> float:

@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, dataclass_transform
 
 from jaxpar.components.costs import Heads, Projection, Widths
+from jaxpar.components.dims import Rule, Sizes, divisions, smaller
 from jaxpar.components.weight import Weight
 
 if TYPE_CHECKING:
@@ -86,6 +87,22 @@ class Term(Component):
         Returns:  what the component adds to the stream, float32 [B, T, D].
         """
         return self.compute(h, w, Tokens(positions, segments))
+
+    def rules(self, model: "Model", parallel: Any) -> Iterator[Rule]:
+        """Yield the conditions of the fields on a mesh.
+
+        By default: mesh axes divide the dims that they split, by the logical axes of `weights`.
+
+        Args:     parallel: the section of a config, resolved.
+        """
+        yield from divisions(self, model, parallel)
+
+    def shrunk(self, sizes: Sizes) -> Self:
+        """Return a small component of the same kind, whose dims all meshes divide.
+
+        By default, fields that make dims of weights get smaller; see `smaller`.
+        """
+        return smaller(self, sizes)
 
     # ---------------------------------------------------------------------------------- costs
     # Defaults follow from `weights`. Overrides make them exact, or count what is not a matmul.

@@ -5,10 +5,12 @@ Source:   Shazeer et al. 2017 (1701.06538), section 2.1.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, FeedForward, NormForm
+from jaxpar.components.dims import Rule, Sizes
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
@@ -79,6 +81,31 @@ class Experts(FeedForward):
             # Every device adds those of its tokens, whichever device has the experts.
             found["b_down"] = vector((E, D), ("router", "norm"))
         return found
+
+    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+        yield from super().rules(model, parallel)
+        E, groups, most = self.num_experts, self.router.groups, self.router.groups_per_token
+        rule = f"must be divisible by router.groups = {groups}"
+        whole = -(-E // groups) * groups
+        yield Rule("num_experts", E % groups == 0, rule, (("num_experts", whole),))
+        to_choose = E // groups * most
+        rule = f"must be at most {to_choose}, the experts to choose from"
+        ok = self.experts_per_token <= to_choose
+        yield Rule("experts_per_token", ok, rule, (("experts_per_token", to_choose),))
+
+    def shrunk(self, sizes: Sizes) -> Self:
+        groups, unit = self.router.groups, sizes.ways["experts"]
+        in_group = min(self.num_experts // groups, 8 if groups == 1 else 2)
+        unit //= math.gcd(unit, groups)
+        in_group = -(-in_group // unit) * unit
+        return dataclasses.replace(
+            self,
+            expert=self.expert.shrunk(sizes),
+            num_experts=in_group * groups,
+            experts_per_token=min(
+                self.experts_per_token, 4, in_group * self.router.groups_per_token
+            ),
+        )
 
     # ---------------------------------------------------------------------------------- costs
 

@@ -3,12 +3,15 @@
 Source:   DeepSeek-AI 2024 (2405.04434), section 2.1.
 """
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from jaxpar.components.attention import num_pairs
+from jaxpar.components.attention import num_pairs, over_sequence
 from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
+from jaxpar.components.dims import Rule, Sizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -87,6 +90,19 @@ class LatentAttention(Mixer):
         found["wkv_b"] = read(kv, self.qk_nope_head_dim + V, "kv_b_proj")
         found["wo"] = matrix((H, V, D), (*by_head, "embed"), to_stream=True, adapter="o_proj")
         return found
+
+    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+        yield from super().rules(model, parallel)
+        yield from over_sequence(self.num_heads, parallel)
+
+    def shrunk(self, sizes: Sizes) -> Self:
+        small = smaller(self, sizes)
+        return dataclasses.replace(
+            small,
+            rope=self.rope and self.rope.shrunk(small.qk_rope_head_dim, sizes),
+            window=self.window and sizes.length(self.window, 4),
+            chunk=self.chunk and sizes.length(self.chunk, 2),
+        )
 
     # ---------------------------------------------------------------------------------- costs
 

@@ -6,12 +6,15 @@
 The list is the model: nothing else says what differs between layers.
 """
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpar.components.component import Component, FeedForward, Mixer
+from jaxpar.components.dims import Rule, Sizes, division, ways_of
 from jaxpar.components.weight import Init, Weight, vector
 
 
@@ -76,6 +79,19 @@ class Layer:
             found |= self.feed_forward.declared(model)
         return found
 
+    def rules(self, model: "Model", parallel: Any) -> Iterator[Rule]:
+        """Yield the rules of both components, with the addresses of their fields."""
+        for role in ("mixer", "feed_forward"):
+            if term := getattr(self, role):
+                for rule in term.rules(model, parallel):
+                    yield rule.below(f"{self.name}.{role}")
+
+    def shrunk(self, sizes: Sizes) -> "Layer":
+        """Return a small layer of the same kind, whose dims all meshes divide."""
+        mixer = self.mixer and self.mixer.shrunk(sizes)
+        feed_forward = self.feed_forward and self.feed_forward.shrunk(sizes)
+        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward)
+
     def has_point(self, point: str) -> bool:
         """Return whether probes and feeds find a point in the layer (`model/probes.py`)."""
         branches = {"mixer": self.mixer, "feed_forward": self.feed_forward}
@@ -134,6 +150,18 @@ class Model:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+
+    def rules(self, parallel: Any) -> Iterator[Rule]:
+        """Yield the conditions of all fields on a mesh: the model's, and those of its components.
+
+        Args:     parallel: the section of a config, resolved.
+        """
+        axes = {"d_model": "embed", "vocab_size": "vocab", "max_positions": "vocab"}
+        for field, axis in axes.items():
+            if (size := getattr(self, field)) and ways_of(axis, parallel) > 1:
+                yield division(field, size, size, axis, parallel)
+        for layer in dict.fromkeys(self.layers):
+            yield from layer.rules(self, parallel)
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Layer, ...]]:

@@ -7,11 +7,14 @@ and of 16, and time steps between 0.001 and 0.1.
 Source:   Dao & Gu 2024 (2405.21060), for the initial decays and time steps.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from jaxpar.components.component import Mixer, NormForm
+from jaxpar.components.dims import Rule, Sizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, conv_kernel, matrix, vector
 
@@ -24,10 +27,22 @@ class Recurrent(Mixer):
 
     uses_products: ClassVar[bool] = True
 
+    norm_eps: float = 1e-5
+    """Added to the mean square in the RMSNorm of the output, or of each head's."""
     conv_kernel_size: int = 4
     """Tokens of the convolution, the latest included; at least 2."""
     chunk: int = 64
     """Tokens that are processed at a time, in matmuls. It does not change what is computed."""
+
+    def shrunk(self, sizes: Sizes) -> Self:
+        # Norms divide by the length of what a recurrence returned, often near 0 in a small model:
+        # with an eps of 1e-5, two orders of the same sums differ by 2e-5 on one device.
+        return dataclasses.replace(
+            smaller(self, sizes),
+            chunk=min(self.chunk, 5),
+            norm_eps=max(self.norm_eps, 1e-2),
+            conv_kernel_size=self.conv_kernel_size,
+        )
 
     # ---------------------------------------------------------------------------------- costs
 
@@ -94,8 +109,6 @@ class GatedDeltaNet(Recurrent):
     allow_neg_eigval: bool = False
     """Rates of a write of up to 2 instead of 1, so that a state may change its sign along a key
     (OLMo Hybrid)."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in the RMSNorm of a head's output."""
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"delta_{n}" for n in "qkvzba")
     """Projections of the input: queries, keys, values, gates, rates and time steps."""
@@ -124,6 +137,12 @@ class GatedDeltaNet(Recurrent):
         found["delta_out"] = matrix((H, V, D), axes, to_stream=True, adapter="out_proj")
         return found
 
+    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+        yield from super().rules(model, parallel)
+        H, G = self.num_value_heads, self.num_key_heads
+        rule = f"must be divisible by num_key_heads = {G}"
+        yield Rule("num_value_heads", H % G == 0, rule, (("num_value_heads", -(-H // G) * G),))
+
 
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttention(Recurrent):
@@ -133,8 +152,6 @@ class KimiDeltaAttention(Recurrent):
     key_head_dim: int
     value_head_dim: int
     """Width of a value, and of the two latents of decays and output gates."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in the RMSNorm of a head's output."""
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"kda_{n}" for n in "qkv")
     """Projections of the input: queries, keys and values."""
@@ -191,8 +208,6 @@ class Mamba2(Recurrent):
     """Groups of heads, which share queries and keys, and the norm of the output."""
     min_step: float = 0.0
     """The least time step (Nemotron-H: 0.001)."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in the RMSNorm of the output."""
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"mamba_{n}" for n in ("z", "x", "b", "c", "dt"))
     """Projections of the input: gates, values, keys, queries and time steps."""
@@ -234,3 +249,9 @@ class Mamba2(Recurrent):
         axes = (*_BY_HEAD, "embed")
         found["mamba_out"] = matrix((H, P, D), axes, to_stream=True, adapter="out_proj")
         return found
+
+    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+        yield from super().rules(model, parallel)
+        H, G = self.num_heads, self.num_groups
+        rule = f"must be divisible by num_groups = {G}"
+        yield Rule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))

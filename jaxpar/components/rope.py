@@ -1,9 +1,11 @@
 """Rotary position embeddings, and their scaling to longer contexts."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.components.component import Component
+from jaxpar.components.dims import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +60,22 @@ class Rope(Component):
     layout: Literal["halves", "interleaved"] = "halves"
     """Which dims are rotated together. halves: one of the first half with one of the second.
     interleaved: neighbors (Helium, ERNIE 4.5)."""
+
+    def shrunk(self, head_dim: int, sizes: Sizes) -> "Rope":
+        """Return the embedding of narrower heads, and of a shorter context."""
+        if (s := self.scaling) is None:
+            return self
+        if s.kind not in ("linear", "proportional"):
+            length = max(round(s.original_max_position * sizes.shorter), 2)
+            s = dataclasses.replace(s, original_max_position=length)
+        if s.kind == "longrope":
+            pairs = int(head_dim * self.fraction) // 2
+            short, long = (_some_of(text, pairs) for text in (s.short_factors, s.long_factors))
+            s = dataclasses.replace(s, short_factors=short, long_factors=long)
+        return dataclasses.replace(self, scaling=s)
+
+
+def _some_of(factors: str, pairs: int) -> str:
+    """Return the factors of fewer pairs of dims, at even distances."""
+    numbers = factors.split(",")
+    return ",".join(numbers[pair * len(numbers) // pairs] for pair in range(pairs))

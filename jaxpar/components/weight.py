@@ -21,7 +21,7 @@ class Weight:
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    """Logical axis of each dimension, a name from `sharding/axes.py`."""
+    """Logical axis of each dimension, a name from `axes.RULES`."""
     init: Init = "normal"
     std: float | None = None
     """Standard deviation of the initial values. None: the model's init_std."""

@@ -15,7 +15,6 @@ from jaxpar.functional.sharded import init_state, make_eval_step, make_train_ste
 from jaxpar.objectives.losses import Loss, NextToken, Scores, loss_of
 
 MAY_IMPORT = (
-    "components",
     "config",
     "runtime",
     "sharding",

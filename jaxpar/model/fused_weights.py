@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.axes import RULES
 from jaxpar.components.model import Layer, Model, period_of
 from jaxpar.components.weight import Fused, Weight, either_way, fused
 from jaxpar.config import Config, ModelConfig
@@ -33,7 +34,7 @@ from jaxpar.model.chunks import (
 from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.probes import is_extra
 from jaxpar.parallel.fsdp import gather
-from jaxpar.sharding.axes import COUNTS, DATA, FSDP_AXES, RULES
+from jaxpar.sharding.axes import COUNTS, DATA, FSDP_AXES
 from jaxpar.sharding.params import of_prefix, with_prefix
 
 type Tree = dict[str, Any]

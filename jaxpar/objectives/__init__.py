@@ -1,3 +1,3 @@
 """Training objectives beside or in place of next-token cross entropy: preferences, distillation."""
 
-MAY_IMPORT = ("components", "config", "sharding", "execution", "parallel", "model")
+MAY_IMPORT = ("config", "sharding", "execution", "parallel", "model")

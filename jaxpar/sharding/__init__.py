@@ -1,3 +1,3 @@
 """The mesh, the names of its axes, and the parameters and batches sharded over it."""
 
-MAY_IMPORT = ("config",)
+MAY_IMPORT = ("components", "config")

@@ -1,6 +1,4 @@
-"""Mesh axes, logical axes, the table that maps one to the other, and shape letters.
-
-No other module names both a mesh axis and a logical axis. Read `params.py` next.
+"""Mesh axes, logical axes by `components/axes.py`, and shape letters. Read `params.py` next.
 
 Names in other systems: PIPELINE = PP, REPLICA = DDP or the outer axis of HSDP, DATA = FSDP/ZeRO,
 EXPERT = EP, SEQUENCE = CP (context parallelism), TENSOR = TP with sequence parallelism.
@@ -12,6 +10,8 @@ Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
 """
 
 from jax.sharding import PartitionSpec
+
+from jaxpar.components.axes import RULES
 
 PIPELINE = "pipeline"
 REPLICA = "replica"
@@ -30,38 +30,17 @@ BATCH_AXES = (REPLICA, DATA, EXPERT)
 TOKEN_AXES = (*BATCH_AXES, SEQUENCE)
 
 #: Axes over which parameters, gradients and moments are sharded (ZeRO).
-FSDP_AXES = (DATA, EXPERT, SEQUENCE)
+FSDP_AXES = RULES["embed"]
 
 #: The same for the matrices of experts, whose experts are split over EXPERT.
-EXPERT_FSDP_AXES = (DATA, SEQUENCE)
+EXPERT_FSDP_AXES = RULES["expert_embed"]
 
 #: Axes over which experts are split, if those of an expert rank are spread over its tensor ranks.
-SPREAD_EXPERT_AXES = (EXPERT, TENSOR)
+SPREAD_EXPERT_AXES = RULES["spread_experts"]
 
 #: Axes over which the vocabulary is split. They include the pipeline, so that all stages share the
 #: work of the head.
-VOCAB_AXES = (TENSOR, PIPELINE)
-
-#: Logical axis of a parameter dimension -> mesh axes it is split over.
-RULES: dict[str, tuple[str, ...]] = {
-    "layer": (PIPELINE,),
-    "embed": FSDP_AXES,
-    "heads": (TENSOR,),
-    "kv_heads": (TENSOR,),
-    "mlp": (TENSOR,),
-    "whole_mlp": (),
-    "experts": (EXPERT,),
-    "spread_experts": SPREAD_EXPERT_AXES,
-    "expert_embed": EXPERT_FSDP_AXES,
-    "router": (),
-    "vocab": VOCAB_AXES,
-    "head_dim": (),
-    "latent": FSDP_AXES,
-    "depth": (),
-    "norm": (),
-    "rank": (),
-    "replica": (REPLICA,),
-}
+VOCAB_AXES = RULES["vocab"]
 
 #: Logical axes that count layers, modules and experts, each with matrices of its own.
 COUNTS = ("layer", "depth", "experts", "spread_experts")

@@ -1,7 +1,6 @@
 """A training run: start-up checks, training loop, evaluation, rewind, elastic resume."""
 
 MAY_IMPORT = (
-    "components",
     "config",
     "runtime",
     "sharding",

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
+from jaxpar.components.axes import RULES
 from jaxpar.components.experts import Experts
 from jaxpar.components.weight import either_way, fused, spread
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.model.fused_weights import dims_of, matrices_of
-from jaxpar.sharding.axes import RULES
 from tests.step.figures_of import names
 
 SHIPPED = names()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.components import flags
 from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.layout import composition
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import entry_table, family_of, model_of, why_not
@@ -180,5 +180,5 @@ def test_torch_computes_experts_as_the_model_does(options):
     h = rng.normal(size=(2, 5, m.d_model)).astype("f")
     with torch.no_grad():
         found = experts(torch.from_numpy(h)).numpy()
-    wanted = plain(flags.experts_of(m), h, w, None, None, flags.model_of(m))
+    wanted = plain(composition.experts_of(m), h, w, None, None, composition.model_of(m))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

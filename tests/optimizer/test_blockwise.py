@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.components.axes import RULES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.moment_blocks import split_sizes
@@ -18,7 +19,7 @@ from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer.blockwise import Blocks, blocks_of, dequantize, is_quantized, quantize
 from jaxpar.optimizer.dynamic_code import DynamicCode
 from jaxpar.optimizer.schedules import learning_rate
-from jaxpar.sharding.axes import FSDP_AXES, RULES, TENSOR
+from jaxpar.sharding.axes import FSDP_AXES, TENSOR
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import bytes_per_device, init_state

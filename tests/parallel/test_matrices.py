@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxpar.components.axes import RULES
 from jaxpar.config import ParallelConfig
 from jaxpar.parallel.matrices import layout_of, map_matrices
-from jaxpar.sharding.axes import RULES
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import ParamSpec, map_specs, partition_specs
 from tests.slow import slow

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar.components.axes import RULES
 from jaxpar.config import ParallelConfig
 from jaxpar.sharding import axes
 from jaxpar.sharding import mesh as mesh_module
@@ -15,7 +16,7 @@ from jaxpar.sharding.mesh import axis_sizes, describe, make_mesh, shardings
 
 
 def test_every_rule_names_axes_of_the_mesh_and_no_axis_twice():
-    for name, over in axes.RULES.items():
+    for name, over in RULES.items():
         assert set(over) <= set(axes.AXES), name
         assert len(set(over)) == len(over), name
     assert set(axes.TOKEN_AXES) == {*axes.BATCH_AXES, axes.SEQUENCE}
