@@ -225,6 +225,9 @@ class Feature:
 
     name: ClassVar[str]
     """Of its state, in `TrainState.extra` and in a checkpoint."""
+    turn: ClassVar[int] = 0
+    """Its place among features: what changes weights comes before the average of weights, and what
+    wraps the whole step at the end."""
     metrics: ClassVar[dict[str, Metric]] = {}
     """The metrics that it adds."""
     by_layer: ClassVar[bool] = False

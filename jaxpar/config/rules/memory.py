@@ -168,7 +168,6 @@ def offloaded_masters(cfg: Config) -> None:
     others = {
         "lora.rank": "the base weights are frozen, and have no masters",
         "optimizer.ema_decay": "the average is updated from weights on the device",
-        "optimizer.qk_clip": "it scales weights on the device after the update",
         "dpo.beta": "the reference's scores are computed from weights on the device",
     }
     for other, why in others.items():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpar.config import Config, replace
+from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, is_recurrent
 from jaxpar.config.layout.moment_blocks import uses_blocks
@@ -172,13 +173,14 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
     forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     kernels = (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
-    return kernels + _largest_logits(cfg, shard, gpu)
+    return kernels + _largest_scores(cfg, shard, gpu)
 
 
-def _largest_logits(cfg: Config, shard: Shard, gpu: Gpu) -> float:
-    """Return the time of the scores of QK-clip: all pairs, written and read once. An estimate."""
+def _largest_scores(cfg: Config, shard: Shard, gpu: Gpu) -> float:
+    """Return the time of scores that are computed again: all pairs, written and read once. An
+    estimate."""
     m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
-    if not cfg.optimizer.qk_clip:
+    if not reads_scores(cfg):
         return 0.0
     scores = shard.rows * m.num_heads / p.tensor * length**2 / p.sequence
     flops = 2 * m.head_dim * scores

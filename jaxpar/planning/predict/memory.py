@@ -17,6 +17,7 @@ import functools
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
@@ -24,8 +25,8 @@ from jaxpar.config.remat_policies import (
     names_on_host,
     saved_names,
 )
+from jaxpar.model.largest_scores import QUERIES
 from jaxpar.model.loss import num_chunks
-from jaxpar.model.qk_clip.logits import QUERIES
 from jaxpar.planning.predict import experts, matrices, teacher
 from jaxpar.planning.predict.attention import widths, widths_of_layers
 from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
@@ -389,13 +390,14 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     if p.sequence > 1 and p.context == "allgather":
         widest = max(w.key + w.value for w in widths_of_layers(m, p.tensor))
         keys = shard.rows * cfg.data.seq_len * widest * shard.width
-    return 2 * stream + batch + keys + _largest_logits(cfg, shard)
+    return 2 * stream + batch + keys + _largest_scores(cfg, shard)
 
 
-def _largest_logits(cfg: Config, shard: Shard) -> float:
-    """The float32 scores of some queries, and the keys of the complete sequence, for QK-clip."""
+def _largest_scores(cfg: Config, shard: Shard) -> float:
+    """The float32 scores of some queries that are computed again, and the keys of the complete
+    sequence."""
     m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
-    if not cfg.optimizer.qk_clip:
+    if not reads_scores(cfg):
         return 0.0
     scores = 4.0 * shard.rows * m.num_heads / p.tensor * min(QUERIES, length) * length
     keys = shard.rows * length * widths(m, p.tensor).key * shard.width * (p.sequence > 1)

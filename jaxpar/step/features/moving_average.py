@@ -17,6 +17,7 @@ class MovingAverage(Feature):
     """The average of all updates' weights, which evaluations may use."""
 
     name = "ema"
+    turn = 20
     handles_skips = True
     of_final_weights = True
 
@@ -35,3 +36,6 @@ class MovingAverage(Feature):
             s.cfg, s.specs, s.extra["ema"], s.trainable, s.step, s.layers, s.ok
         )
         return s.with_extra(ema=new)
+
+
+FEATURE = MovingAverage()
