@@ -32,7 +32,6 @@ from jaxpar.config.rules.layout import (
 )
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import (
-    average,
     blocks_of_moments,
     moments,
     offloaded_masters,
@@ -130,7 +129,6 @@ def _each_rule(cfg: Config) -> None:
         moments,
         offloaded_moments,
         offloaded_masters,
-        average,
         latent_attention,
         rope,
         model,

@@ -230,6 +230,8 @@ class Feature:
     wraps the whole step at the end."""
     metrics: ClassVar[dict[str, Metric]] = {}
     """The metrics that it adds."""
+    begins: ClassVar[str] = ""
+    """What a log says of a state that a checkpoint does not have, before "step N"."""
     by_layer: ClassVar[bool] = False
     """Whether it only measures layers, in steps that `metrics.layers_every` names."""
     of_final_weights: ClassVar[bool] = False

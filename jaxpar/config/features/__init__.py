@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config import Config, default_of, flag, replace, require, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,12 @@ class Declaration:
     """Checks its own fields."""
     reads_scores: bool = False
     """Whether its layers compute attention scores a second time."""
+    has_state: bool = False
+    """Whether it has arrays like the parameters in the state."""
+    shares: tuple[str, ...] = ()
+    """Fields that must be at least 0 and below 1."""
+    storage: tuple[str, ...] = ()
+    """Fields that say how its state is stored, which a run with others converts."""
     scopes: tuple[str, ...] = ()
     """Names that it uses in `jax.named_scope`."""
 
@@ -48,6 +54,12 @@ def of_features(cfg: Config) -> None:
             rule = f"{why}: not supported with {one.switch} = {value_of(cfg, one.switch)}"
             ways = flag(one.switch, default_of(one.switch)), flag(path, value)
             require(value_of(cfg, path) == value, cfg, path, rule, *ways)
+
+
+def without_state(cfg: Config) -> Config:
+    """Return the config without features that have arrays like the parameters."""
+    off = {one.switch: default_of(one.switch) for one in declarations() if one.has_state}
+    return replace(cfg, **off)
 
 
 def reads_scores(cfg: Config) -> bool:
