@@ -1,9 +1,9 @@
 """Checkpoints: the training state on disk, written in the background, readable under any mesh.
 
-RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}, and "ema" if the run keeps a
-moving average of its weights: unsharded arrays, with layers in the model's order. They do not
-depend on the mesh that wrote them, so any other mesh can restore them. The folder also holds the
-config, so it is self-contained. Every array has a fingerprint, which every load verifies.
+RUN/checkpoints/STEP holds {"step", "params", "opt_state"}, and what features keep, by name:
+unsharded arrays, with layers in the model's order. They do not depend on the mesh that wrote them,
+so any other mesh can restore them. The folder also holds the config, so it is self-contained. Every
+array has a fingerprint, which every load verifies.
 
     Checkpointer                             for the training loop: saves
     starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint.integrity import Damaged
     from jaxpar.checkpoint.loading import check_resumable, restore, restore_latest, restore_params
     from jaxpar.checkpoint.saved import (
-        AVERAGED,
         MODEL_FIELDS,
         NO_DATASET,
-        TRAINED,
         Saved,
-        Weights,
         changed_fields,
         first_whole,
         folder,
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data", "stores")
 
 _MODULES = {
-    "AVERAGED": "jaxpar.checkpoint.saved",
     "Checkpointer": "jaxpar.checkpoint.saving",
     "Damaged": "jaxpar.checkpoint.integrity",
     "HostCopy": "jaxpar.checkpoint.copies",
@@ -52,8 +48,6 @@ _MODULES = {
     "SaveFailed": "jaxpar.checkpoint.saving",
     "Saved": "jaxpar.checkpoint.saved",
     "Step": "jaxpar.checkpoint.best",
-    "TRAINED": "jaxpar.checkpoint.saved",
-    "Weights": "jaxpar.checkpoint.saved",
     "changed_fields": "jaxpar.checkpoint.saved",
     "check_resumable": "jaxpar.checkpoint.loading",
     "first_whole": "jaxpar.checkpoint.saved",
@@ -71,17 +65,14 @@ _MODULES = {
 }
 
 __all__ = [
-    "AVERAGED",
     "MODEL_FIELDS",
     "NO_DATASET",
-    "TRAINED",
     "Checkpointer",
     "Damaged",
     "HostCopy",
     "SaveFailed",
     "Saved",
     "Step",
-    "Weights",
     "changed_fields",
     "check_resumable",
     "first_whole",

@@ -11,6 +11,7 @@ from jaxpar import commands
 from jaxpar.config.options import OR_ADDRESS, Argument, Range
 from jaxpar.config.rules.limits import STEP
 from jaxpar.config.rules.paths import is_address
+from jaxpar.config.schema.optimizer import Weights
 from jaxpar.runtime import exit_codes
 from jaxpar.verification.options import ReplayOptions
 
@@ -58,9 +59,9 @@ class Average:
     last: Annotated[int | None, Range(2, 10_000, 5)] = None
     """Average the last N checkpoints."""
     steps: tuple[int, ...] = ()
-    """Average these checkpoints. Empty: the latest intact one, for --ema."""
-    ema: bool = False
-    """Average the moving averages of the weights (optimizer.ema_decay)."""
+    """Average these checkpoints. Empty: the latest intact one, for its moving average."""
+    weights: Weights = "trained"
+    """Weights to average: those that are trained, or their moving averages."""
 
 
 OPTIONS = {
@@ -101,8 +102,8 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
         case BranchOff(run=run, new=new, step=step):
             at = branch(run, new, step, log)
             log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
-        case Average(run=run, new=new, last=last, steps=steps, ema=ema):
-            average(run, new, log, steps=steps, last=last, ema=ema)
+        case Average(run=run, new=new, last=last, steps=steps, weights=weights):
+            average(run, new, log, steps=steps, last=last, weights=weights)
             log(f"use        python -m jaxpar.sample {new}, or --run.init-from {new}")
     return exit_codes.EXIT_OK
 

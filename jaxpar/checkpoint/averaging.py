@@ -23,6 +23,7 @@ from jaxpar.checkpoint.branching import intact
 from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_whole, saved_steps
 from jaxpar.checkpoint.stored_arrays import array_names, num_bytes, open_array, reading
 from jaxpar.config import ConfigError, replace
+from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.config.values import to_values
 from jaxpar.runtime.files.atomic import new_folder
@@ -31,7 +32,7 @@ from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
-type Weights = dict[str, tuple[str, Any]]
+type Arrays = dict[str, tuple[str, Any]]
 """By the path of a parameter: the name and the TensorStore array of its values."""
 
 
@@ -52,12 +53,13 @@ def average(
     *,
     steps: Sequence[int] = (),
     last: int | None = None,
-    ema: bool = False,
+    weights: Weights = TRAINED,
 ) -> list[Saved]:
     """Write the average of checkpoints of a run to a new folder, which appears when it is complete.
 
     Args:     steps: of the checkpoints. (): the latest intact one. last: number of checkpoints, the
-              last ones. ema: average the moving averages.
+              last ones. weights: those that are trained, or
+              their moving averages.
     Returns:  the metadata of what was averaged.
     Raises:   ConfigError if the new folder is in use, or a checkpoint is missing; Damaged;
               Unreadable.
@@ -65,14 +67,14 @@ def average(
     refuse_used("NEW", Path(new))
     chosen = _chosen(run, steps, last)
     parts = [read_whole(run, step, lambda at: intact(run, at)) for step in chosen]
-    _check(run, parts, ema)
+    _check(run, parts, weights)
     sources = [Source(folder(run) / str(part.step), part.fingerprints) for part in parts]
-    arrays = [opened_weights(source, ema) for source in sources]
+    arrays = [opened_weights(source, weights) for source in sources]
     require_space("NEW", Path(new), sum(4 * math.prod(a.shape) for _, a in arrays[0].values()))
     cfg = from_values(parts[0].config)
     at = [part.step for part in parts]
     about = {
-        "averaged_from": {"run": run, "steps": at, "ema": ema},
+        "averaged_from": {"run": run, "steps": at, "weights": weights},
         "config": to_values(cfg),
         "dataset": NO_DATASET,
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
@@ -83,7 +85,7 @@ def average(
         (made / "config.json").write_text(to_json(replace(cfg, **{"run.dir": new})))
         if (Path(run) / CARRIED).is_dir():
             shutil.copytree(Path(run) / CARRIED, made / CARRIED)
-    what = "the moving averages of " * ema + "steps " + ", ".join(map(str, at))
+    what = "the moving averages of " * (weights == AVERAGED) + "steps " + ", ".join(map(str, at))
     log(f"average    {new}: {what} of {run}")
     return parts
 
@@ -109,32 +111,33 @@ def _chosen(run: str, steps: Sequence[int], last: int | None) -> Sequence[int | 
     return there[-last:]
 
 
-def _check(run: str, parts: Sequence[Saved], ema: bool) -> None:
+def _check(run: str, parts: Sequence[Saved], weights: Weights) -> None:
     """Raises:   ConfigError for a single checkpoint, and for adapters."""
-    if len(parts) == 1 and not ema:
-        fix = "use --last 2, or --ema for the moving average of one"
+    averages = weights == AVERAGED
+    if len(parts) == 1 and not averages:
+        fix = f"use --last 2, or --weights {AVERAGED} for the moving average of one"
         raise ConfigError("RUN", run, "is averaged over a single checkpoint", fix)
     if from_values(parts[0].config).lora.rank:
         rule = "has adapters, whose average is not that of the weights with them"
         fix = "merge them into the weights first: python -m jaxpar.convert to-hf, then from-hf"
         raise ConfigError("RUN", run, rule, fix)
-    if without := [part for part in parts if ema and not part.has_average]:
+    if without := [part for part in parts if averages and not part.has_average]:
         rule = f"step {without[0].step} of {run} has no moving average of the weights"
-        raise ConfigError("--ema", ema, rule, "leave the option out")
+        raise ConfigError("--weights", weights, rule, f"use --weights {TRAINED}")
 
 
-def opened_weights(source: Source, ema: bool) -> Weights:
+def opened_weights(source: Source, weights: Weights) -> Arrays:
     """Open the weights of a checkpoint.
 
-    Args:     ema: take the moving average of those that have one.
+    Args:     weights: AVERAGED takes the moving average of those that have one.
     Raises:   Damaged; Unreadable.
     """
-    found: Weights = {}
+    found: Arrays = {}
     with reading(source.folder, "its arrays cannot be listed"):
         names = set(array_names(source.folder))
     for path in sorted(n.removeprefix("params/") for n in names if n.startswith("params/")):
-        averaged = f"ema/{path}"
-        name = averaged if ema and averaged in names else f"params/{path}"
+        name = f"{weights}/{path}"
+        name = name if weights == AVERAGED and name in names else f"params/{path}"
         with reading(source.folder, f"{name} cannot be opened"):
             found[path] = name, open_array(source.folder, name)
     return found
@@ -143,7 +146,7 @@ def opened_weights(source: Source, ema: bool) -> Weights:
 def write_average(
     run_dir: Path,
     sources: Sequence[Source],
-    weights: Sequence[Weights],
+    weights: Sequence[Arrays],
     about: dict[str, Any],
     log: Callable[[str], None],
 ) -> None:
@@ -197,7 +200,7 @@ def _average(
     return new
 
 
-def _check_shapes(source: Source, own: Weights, first: Mapping[str, Any]) -> None:
+def _check_shapes(source: Source, own: Arrays, first: Mapping[str, Any]) -> None:
     """Raises:   Damaged when arrays are missing, or have other shapes than those of the first."""
     wrong = [f"it does not contain params/{path}" for path in first if path not in own]
     wrong += [f"params/{path} does not belong to the model" for path in own if path not in first]

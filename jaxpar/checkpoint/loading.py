@@ -11,14 +11,11 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar.checkpoint import integrity, of_replicas
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
-    AVERAGED,
     LORA_FIELDS,
     MODEL_FIELDS,
     NO_DATASET,
     STORAGE_FIELDS,
-    TRAINED,
     Saved,
-    Weights,
     by_path,
     check_fields,
     folder,
@@ -30,6 +27,7 @@ from jaxpar.checkpoint.saved import (
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
+from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
 from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
@@ -37,6 +35,8 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
 from jaxpar.step.diloco.trainers import num_trainers
+from jaxpar.step.feature import Feature
+from jaxpar.step.features import features_of
 from jaxpar.step.state import (
     TrainState,
     abstract_weights,
@@ -200,7 +200,7 @@ def restore_from(
         target["feedback"] = used
     # What the checkpoint then has in vain.
     gone = {name.partition("/")[0] for name in saved.fingerprints} - target.keys()
-    for name in sorted(gone - {"ema", "feedback", "diloco"}):
+    for name in sorted(gone.difference(Feature.names)):
         peers.log(f"the state of {name} in {saved} is dropped: the run has no such post-update")
     ends = bool(gone)
     ends = ends or of_replicas.has_feedback(saved)
@@ -218,9 +218,9 @@ def restore_from(
     errors = of_replicas.with_feedback(state.extra.get("feedback", ()), cfg, mesh)
     state = state.with_extra(feedback=errors)
     state = of_replicas.with_exchange(state, saved, cfg, mesh)
+    words = {feature.name: feature.begins for feature in features_of(cfg)}
     for name in begins:
-        words = {"ema": "the moving average begins with the weights of"}
-        peers.log(f"{words.get(name, f'{name} starts anew after')} step {saved.step}")
+        peers.log(f"{words[name] or f'{name} starts anew after'} step {saved.step}")
     return state.with_extra(**initial_extra(state.params, cfg, mesh, begins))
 
 
@@ -231,8 +231,6 @@ def _own_extra(cfg: Config) -> dict[str, Any]:
 
 
 def _has(saved: Saved, name: str) -> bool:
-    if name == "ema":
-        return saved.has_average
     return any(path.startswith(name + "/") for path in saved.fingerprints)
 
 
@@ -257,9 +255,8 @@ def restore_params(
     saved = read_saved(run_dir, step)
     check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
     require_weights(run_dir, saved, weights)
-    average = 0.5 * (weights == AVERAGED)
-    fields = {"optimizer.offload_masters": False, "optimizer.ema_decay": average}
-    with_average = replace(cfg, **fields)
+    with_average = replace(cfg, optimizer=cfg.optimizer.averaging(weights == AVERAGED))
+    with_average = replace(with_average, **{"optimizer.offload_masters": False})
     target = abstract_weights(_with_saved_dtypes(with_average, saved), mesh)
     loaded = {"params": {}} | _load_whole(run_dir, saved, target, partial=True)
     state = to_running(TrainState.of(loaded), cfg)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Required, TypedDict
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import (
@@ -19,8 +19,10 @@ from jaxpar.config import (
     declared,
 )
 from jaxpar.config.declared import Count
+from jaxpar.config.features import declarations
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
+from jaxpar.config.schema.optimizer import AVERAGED, Weights
 from jaxpar.config.serialize import from_values
 from jaxpar.config.values import to_values
 from jaxpar.data.skips import Range
@@ -48,14 +50,9 @@ LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
 #: How the state is stored, which is converted when a run resumes with other values.
 STORAGE_FIELDS = (
-    *(f"optimizer.{name}_dtype" for name in ("first_moment", "second_moment", "ema")),
-    "optimizer.moment_block",
+    *("optimizer.first_moment_dtype", "optimizer.second_moment_dtype", "optimizer.moment_block"),
+    *(path for one in declarations() for path in one.storage),
 )
-
-#: The weights of a checkpoint: those that are trained, or their moving average.
-type Weights = Literal["trained", "ema"]
-TRAINED: Weights = "trained"
-AVERAGED: Weights = "ema"
 
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
@@ -122,7 +119,7 @@ class Saved:
     @property
     def has_average(self) -> bool:
         """Whether it has a moving average of the weights."""
-        return any(name.startswith("ema/") for name in self.fingerprints)
+        return any(name.startswith(f"{AVERAGED}/") for name in self.fingerprints)
 
 
 def folder(run_dir: str | Path) -> Path:
@@ -327,8 +324,7 @@ def require_weights(run_dir: str | Path, saved: Saved, weights: Weights) -> None
     """Raises:   ConfigError when a checkpoint does not have such weights."""
     if weights == AVERAGED and not saved.has_average:
         rule = f"{saved} of {run_dir} has no moving average of the weights"
-        fix = "use --weights trained; a run has an average with --optimizer.ema-decay 0.999"
-        raise ConfigError("--weights", weights, rule, fix)
+        raise ConfigError("--weights", weights, rule, "use --weights trained")
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:

@@ -7,6 +7,7 @@ one table, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
+from jaxpar.config.features import of_features
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
@@ -32,7 +33,6 @@ from jaxpar.config.rules.layout import (
 )
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import (
-    average,
     blocks_of_moments,
     moments,
     offloaded_masters,
@@ -56,7 +56,6 @@ from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
-from jaxpar.config.rules.objectives.qk_clip import qk_clip
 from jaxpar.config.rules.parallel.diloco import diloco
 from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches, zero_bubble
 from jaxpar.config.rules.rope import rope
@@ -131,7 +130,6 @@ def _each_rule(cfg: Config) -> None:
         moments,
         offloaded_moments,
         offloaded_masters,
-        average,
         latent_attention,
         rope,
         model,
@@ -147,6 +145,6 @@ def _each_rule(cfg: Config) -> None:
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_links = (compressed_sums, metrics_of_layers)
     of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
-    objectives = (evaluation, best, dpo, distillation, qk_clip, diloco, own_values)
+    objectives = (evaluation, best, dpo, distillation, of_features, diloco, own_values)
     for rule in first + others + of_links + of_models + objectives:
         rule(cfg)

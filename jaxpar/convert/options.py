@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from jaxpar.config import ConfigError
 from jaxpar.config.options import OR_ADDRESS, TO_ADDRESS, Argument, Step
 from jaxpar.config.rules.limits import STEP
+from jaxpar.config.schema.optimizer import Weights
 
 type Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -73,8 +74,8 @@ class _OfRun:
     """Run folder."""
     step: Annotated[Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights to convert: those that are trained, or their moving average (optimizer.ema_decay)."""
+    weights: Weights = "trained"
+    """Weights to convert: those that are trained, or their moving average."""
 
 
 @dataclass(frozen=True, kw_only=True)

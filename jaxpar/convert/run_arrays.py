@@ -17,6 +17,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, stored_arrays, weights_alone
 from jaxpar.checkpoint.saved import require_weights
 from jaxpar.config import Config
+from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
 from jaxpar.config.values import to_values
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.fingerprint import RunningFingerprint
@@ -86,9 +87,7 @@ class _StoredFingerprint(RunningFingerprint):
         super().add(np.asarray(values).astype(self._dtype, copy=False), origin)
 
 
-def open_run(
-    run_dir: str | Path, cfg: Config, step: int, weights: checkpoint.Weights = checkpoint.TRAINED
-) -> RunArrays:
+def open_run(run_dir: str | Path, cfg: Config, step: int, weights: Weights = TRAINED) -> RunArrays:
     """Open the parameters of a checkpoint, including adapters, and verify its files.
 
     Args:     weights: those that are trained, or their moving average.
@@ -103,8 +102,8 @@ def open_run(
     require_weights(run_dir, saved, weights)
     arrays, names, known = {}, {}, saved.fingerprints
     for path in flat(param_specs(cfg.model, cfg.lora)):
-        averaged = weights == checkpoint.AVERAGED and f"ema/{path}" in known
-        names[path] = f"{'ema' if averaged else 'params'}/{path}"
+        averaged = weights == AVERAGED and f"{weights}/{path}" in known
+        names[path] = f"{weights if averaged else 'params'}/{path}"
         try:
             with integrity.reading_checkpoint(where):
                 arrays[path] = stored_arrays.open_array(step_folder, names[path])

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.chat_format import ChatFormat
@@ -76,7 +77,7 @@ def load(
     log: Callable[[str], None],
     *,
     modules: bool = False,
-    weights: checkpoint.Weights = checkpoint.TRAINED,
+    weights: Weights = TRAINED,
 ) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
@@ -106,7 +107,7 @@ def load_params_of(
     step: int | None,
     tensor: int,
     log: Callable[[str], None],
-    weights: checkpoint.Weights = checkpoint.TRAINED,
+    weights: Weights = TRAINED,
 ) -> LoadedParams:
     """Load parameters; arguments and errors as `load`."""
     source = _source(folder, step, tensor, weights, log)
@@ -118,9 +119,7 @@ def load_params_of(
         return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
 
 
-def _of_run(
-    folder: str, step: int, tensor: int, modules: bool, weights: checkpoint.Weights
-) -> LoadedModel:
+def _of_run(folder: str, step: int, tensor: int, modules: bool, weights: Weights) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
     cfg = checkpoint.load_config(folder, step)
     tokenizer = tokenizer_of_run(folder, cfg)
@@ -131,9 +130,7 @@ def _of_run(
     return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step, chat)
 
 
-def _params_of_run(
-    folder: str, step: int, tensor: int, weights: checkpoint.Weights
-) -> LoadedParams:
+def _params_of_run(folder: str, step: int, tensor: int, weights: Weights) -> LoadedParams:
     """Load the parameters of a checkpoint, with adapters merged into them."""
     cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
     with stage(f"reading the weights in {folder}"):
@@ -180,7 +177,7 @@ def _source(
     folder: str,
     step: int | None,
     tensor: int,
-    weights: checkpoint.Weights,
+    weights: Weights,
     log: Callable[[str], None],
 ) -> PublishedModel | None:
     """Start JAX, and return the published model; None for the folder of a run."""
@@ -193,7 +190,7 @@ def _source(
     if step is not None:
         rule = f"selects a run's checkpoint, but {folder} is a published model"
         raise ConfigError("--step", step, rule, "remove the option")
-    if weights != checkpoint.TRAINED:
+    if weights != TRAINED:
         rule = f"selects weights of a run, but {folder} is a published model"
         raise ConfigError("--weights", weights, rule, "remove the option")
     return open_source(folder, "RUN")

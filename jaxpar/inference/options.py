@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from jaxpar.config.options import OR_ADDRESS, Argument, Step
 from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
+from jaxpar.config.schema.optimizer import Weights
 
 #: Most tokens to generate for a prompt.
 MAX_TOKENS = 1 << 20
@@ -39,8 +40,8 @@ class SampleOptions:
     """Tokens that end a text, in addition to the end of text, and of a turn of a chat model."""
     step: Annotated[Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
+    weights: Weights = "trained"
+    """Weights of a run: those that are trained, or their moving average."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     speculate: Literal["auto", "off"] = "auto"
@@ -66,8 +67,8 @@ class ChatOptions:
     """Maximum number of tokens of an answer."""
     step: Annotated[Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
+    weights: Weights = "trained"
+    """Weights of a run: those that are trained, or their moving average."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -91,8 +92,8 @@ class EvaluateOptions:
     """Folder with your own tasks, as YAML files."""
     step: Annotated[Step, STEP] = None
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
-    weights: Literal["trained", "ema"] = "trained"
-    """Weights of a run: those that are trained, or their moving average (optimizer.ema_decay)."""
+    weights: Weights = "trained"
+    """Weights of a run: those that are trained, or their moving average."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, TEST
+from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
+from jaxpar.config.schema.optimizer import AVERAGED
 
 
 class Score(NamedTuple):
@@ -33,7 +34,7 @@ class Score(NamedTuple):
 #: The names of the loss and of bits per byte in metrics.jsonl. Those of sets are objects, by set.
 NAMES = {
     HELD_OUT: ("held_out_loss", "bits_per_byte"),
-    EMA: ("ema_loss", "ema_bits_per_byte"),
+    AVERAGED: (f"{AVERAGED}_loss", f"{AVERAGED}_bits_per_byte"),
     TEST: ("test_loss", "test_bits_per_byte"),
 }
 OF_SETS = ("set_loss", "set_bits_per_byte")
@@ -42,7 +43,7 @@ OF_SETS = ("set_loss", "set_bits_per_byte")
 def record_of(scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return the values of a record of metrics.jsonl.
 
-    Args:     scores: by name: HELD_OUT, EMA, TEST, or a set of `evaluation.sets`.
+    Args:     scores: by name: HELD_OUT, AVERAGED, TEST, or a set of `evaluation.sets`.
     """
     record: dict[str, Any] = {}
     for name, score in scores.items():
@@ -62,6 +63,7 @@ def record_of(scores: Mapping[str, Score]) -> dict[str, Any]:
 
 def lines(scores: Mapping[str, Score]) -> Iterator[str]:
     """Yield a line for each result."""
-    words = {HELD_OUT: "held-out loss", EMA: "held-out loss of the EMA", TEST: "test loss"}
+    words = {HELD_OUT: "held-out loss", TEST: "test loss"}
+    words[AVERAGED] = f"held-out loss of the {AVERAGED.upper()}"
     for name, score in scores.items():
         yield f"{words.get(name, f'held-out loss of {name}')} {score}"

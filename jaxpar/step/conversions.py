@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
+from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
 from jaxpar.optimizer.blockwise import is_quantized
@@ -33,12 +34,11 @@ def in_configured_dtypes(state: Any, wanted: Any, cfg: Config) -> Any:
             return convert_dtype(moment.sharding, to.dtype)(moment)
         return _restored(field, spec_of[name], moment, to, cfg)
 
-    dtype = jnp.dtype(cfg.optimizer.ema_dtype)
-    stored = lambda x: x if x.dtype == dtype else convert_dtype(x.sharding, dtype)(x)  # noqa: E731
+    stored = lambda x, to: x if x.dtype == to.dtype else convert_dtype(x.sharding, to.dtype)(x)  # noqa: E731
     opt_state = moments.map_moments(converted, specs, state.opt_state, wanted.opt_state)
     state = dataclasses.replace(state, opt_state=opt_state)
-    average = jax.tree.map(stored, state.extra.get("ema", ()))
-    return state.with_extra(ema=average)
+    averages = (of.extra.get(AVERAGED, ()) for of in (state, wanted))
+    return state.with_extra(**{AVERAGED: jax.tree.map(stored, *averages)})
 
 
 def _are_alike(moment: Any, to: Any) -> bool:

@@ -217,8 +217,13 @@ class Feature:
 
     name: ClassVar[str]
     """Of its state, in `TrainState.extra` and in a checkpoint."""
+    turn: ClassVar[int] = 0
+    """Its place among features: what changes weights comes before the average of weights, and what
+    wraps the whole step at the end."""
     metrics: ClassVar[dict[str, Metric]] = {}
     """The metrics that it adds."""
+    begins: ClassVar[str] = ""
+    """What a log says of a state that a checkpoint does not have, before "step N"."""
     by_layer: ClassVar[bool] = False
     """Whether it only measures layers, in steps that `metrics.layers_every` names."""
     of_final_weights: ClassVar[bool] = False

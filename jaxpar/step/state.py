@@ -23,8 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.layout.layer_split import is_equal
+from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.model.parameters import specs_of, trainable_specs
-from jaxpar.optimizer import loss_scale, moments, moving_average
+from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
@@ -90,10 +91,10 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
     They are the parameters; with a moving average, the average and the parameters that are frozen.
     """
     logical = abstract_logical(cfg, mesh)
-    if not moving_average.is_on(cfg):
+    if not cfg.optimizer.averages:
         return {"params": logical.params}
     _, frozen = split(logical.params, specs_of(cfg))
-    return {"ema": logical.extra["ema"]} | ({"params": frozen} if frozen else {})
+    return {AVERAGED: logical.extra[AVERAGED]} | ({"params": frozen} if frozen else {})
 
 
 def _abstract(cfg: Config, specs: Any) -> TrainState:
@@ -259,7 +260,7 @@ def averaged(state: TrainState, cfg: Config) -> Any:
     _, frozen = split(state.params, specs_of(cfg))
     full = jnp.dtype(jnp.float32)
     in_full = lambda x: x if x.dtype == full else convert_dtype(x.sharding, full)(x)  # noqa: E731
-    return join(jax.tree.map(in_full, state.extra["ema"]), frozen)
+    return join(jax.tree.map(in_full, state.extra[AVERAGED]), frozen)
 
 
 def compile_averaged(state: TrainState) -> None:
@@ -268,7 +269,7 @@ def compile_averaged(state: TrainState) -> None:
     Args:     state: arrays, or abstract arrays with shardings.
     """
     full = jnp.dtype(jnp.float32)
-    for x in jax.tree.leaves(state.extra.get("ema", ())):
+    for x in jax.tree.leaves(state.extra.get(AVERAGED, ())):
         if x.dtype != full:
             convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 

@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 
 from jaxpar.checkpoint import Saved, best
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, TEST, HeldOutSet, held_out_sets
+from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
+from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.loader import Loader
 from jaxpar.data.pair_loader import open_loader
 from jaxpar.data.sources import check_tokenizers
 from jaxpar.monitoring.evaluations import Score
 from jaxpar.objectives.objective import objective_of
-from jaxpar.optimizer import moving_average
 from jaxpar.step import compiled
 from jaxpar.step.evaluating import means
 from jaxpar.step.state import TrainState, averaged
@@ -153,8 +153,8 @@ class Evaluation:
         """
         regular = self._every > 0 and (done % self._every == 0 or at_end)
         names = list(self.data.repeated) if regular else []
-        if regular and moving_average.is_on(self.cfg):
-            names.insert(1, EMA)
+        if regular and self.cfg.optimizer.averages:
+            names.insert(1, AVERAGED)
         return names + (self.at_end if at_end else [])
 
     @property
@@ -167,9 +167,8 @@ class Evaluation:
         return {name: self._score(state, name) for name in names}
 
     def _score(self, state: TrainState, name: str) -> Score:
-        ema = name == EMA
-        params = averaged(state, self.cfg) if ema else state.params
-        name = HELD_OUT if ema else name
+        params = averaged(state, self.cfg) if name == AVERAGED else state.params
+        name = HELD_OUT if name == AVERAGED else name
         loader, numbers = self.data.loaders[name], self._numbers[name]
         with contextlib.closing(loader.once(numbers)) as batches:
             found = means(self.step, params, batches)

@@ -17,6 +17,7 @@ from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
+from jaxpar.config.schema.optimizer import Weights
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
@@ -51,7 +52,7 @@ def run(write_config, tmp_path_factory) -> str:
     return write_run(folder / "a", write_config(folder), 2, 0, **average)
 
 
-def weights_of(run: str | Path, step: int, weights: checkpoint.Weights = "trained"):
+def weights_of(run: str | Path, step: int, weights: Weights = "trained"):
     cfg = replace(checkpoint.load_config(run, step), **{"parallel.data": 1})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     found = traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
@@ -65,8 +66,8 @@ def test_it_is_the_mean_of_the_weights(run, tmp_path, capsys):
     wanted = {
         "a": (mean(*saved), ["--last", "3"]),
         "b": (mean(saved[0], saved[2]), ["--steps", "1", "3"]),
-        "c": (averages[2], ["--ema"]),
-        "d": (mean(*averages[1:]), ["--ema", "--last", "2"]),
+        "c": (averages[2], ["--weights", "ema"]),
+        "d": (mean(*averages[1:]), ["--weights", "ema", "--last", "2"]),
     }
     for name, (of, words) in wanted.items():
         new = tmp_path / name
@@ -97,7 +98,7 @@ def test_every_program_reads_it(run, tmp_path, config_file, capsys):
             replace(cfg, **{"run.dir": str(new)}), checkpoint.read_saved(new)
         )
     metadata = json.loads((new / "checkpoints" / "0" / "_CHECKPOINT_METADATA").read_text())
-    origin = {"run": run, "steps": [2, 3], "ema": False}
+    origin = {"run": run, "steps": [2, 3], "weights": "trained"}
     assert metadata["custom_metadata"]["averaged_from"] == origin
 
 
@@ -124,7 +125,7 @@ def test_what_cannot_be_averaged_is_one_error_and_makes_nothing(run, tmp_path, c
         ([run, new, "--last", "2", "--steps", "1"], "--last = 2: chooses the checkpoints"),
         ([run, new, "--last", "4"], "has 3 checkpoints.*--last 3"),
         ([run, new, "--last", "1"], "--last = 1: must be at least 2"),
-        ([plain, new, "--ema"], "step 3 of .* has no moving average"),
+        ([plain, new, "--weights", "ema"], "step 3 of .* has no moving average"),
         ([run, "gs://bucket/new", "--last", "2"], "bucket/new.*gs:// is not supported"),
         ([run, str(Path(config_file) / "new"), "--last", "2"], "is a file"),
     ):
@@ -137,7 +138,7 @@ def test_damage_that_only_the_values_show(run, tmp_path):
     saved = checkpoint.read_saved(run, 3)
     wrong = saved.fingerprints | {"params/layers/wq": "0" * 16}
     sources = [Source(checkpoint.folder(run) / "3", known) for known in (wrong, saved.fingerprints)]
-    opened = [opened_weights(source, ema=False) for source in sources]
+    opened = [opened_weights(source, weights="trained") for source in sources]
     about = {"config": saved.config, "dataset": "", "versions": {}, "tokens_seen": 0}
     with pytest.raises(Damaged, match="params/layers/wq has fingerprint"):
         write_average(tmp_path / "new", sources, opened, about, print)

@@ -10,9 +10,9 @@ import pytest
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
-from jaxpar.model.qk_clip.reference import clipped, largest_logits
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
+from jaxpar.step.features.qk_clip import clipped, largest_logits
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, small_config, traces

@@ -10,10 +10,10 @@ import pytest
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.parameters import trainable_specs
-from jaxpar.optimizer import moving_average
 from jaxpar.planning.predict.shard import moment_bytes, state_bytes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count, partition_specs
+from jaxpar.step.features import moving_average
 from jaxpar.step.layer_order import layers_here
 from jaxpar.step.state import (
     TrainState,

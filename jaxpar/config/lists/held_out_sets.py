@@ -4,9 +4,10 @@ import re
 from typing import NamedTuple, NoReturn
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config.schema.optimizer import AVERAGED
 
-#: Names of the evaluations that every run may have. EMA: of the moving average, on HELD_OUT.
-HELD_OUT, TEST, EMA = "held_out", "test", "ema"
+#: Names of the evaluations that every run may have, with AVERAGED: of these weights, on HELD_OUT.
+HELD_OUT, TEST = "held_out", "test"
 
 #: Splits of a dataset.
 SPLITS = ("train", "val", "test")
@@ -48,7 +49,7 @@ def held_out_sets(cfg: Config) -> list[HeldOutSet]:
             refuse(f"{rule}, but has {name!r}")
         if name in found:
             refuse(f"has the name {name} twice")
-        if name in (HELD_OUT, TEST, EMA):
+        if name in (HELD_OUT, TEST, AVERAGED):
             refuse(f"has a set named {name}, which has a meaning of its own")
         found[name] = HeldOutSet(name, *_split_of(place, cfg.evaluation.split))
     if len(found) > MAX_SETS:

@@ -167,21 +167,11 @@ def offloaded_masters(cfg: Config) -> None:
     require(o.offload, cfg, path, rule, together, off)
     others = {
         "lora.rank": "the base weights are frozen, and have no masters",
-        "optimizer.ema_decay": "the average is updated from weights on the device",
-        "optimizer.qk_clip": "it scales weights on the device after the update",
         "dpo.beta": "the reference's scores are computed from weights on the device",
     }
     for other, why in others.items():
         rule = f"is not combined with {other}: {why}"
         require(not value_of(cfg, other), cfg, path, rule, off, flag(other, default_of(other)))
-
-
-def average(cfg: Config) -> None:
-    """Check that a dtype of the moving average has an average."""
-    path, o = "optimizer.ema_dtype", cfg.optimizer
-    rule = "has no effect: there is no moving average, because optimizer.ema_decay is 0"
-    ok = o.ema_dtype == "float32" or o.ema_decay > 0
-    require(ok, cfg, path, rule, flag("optimizer.ema_decay", 0.999), flag(path, "float32"))
 
 
 def offloaded_moments(cfg: Config) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxpar.config import Config, default_of, flag, value_of
 from jaxpar.config import require as _require
+from jaxpar.config.features import declarations
 from jaxpar.config.fields import field_types
 from jaxpar.config.rules.limits import MAX_INT, most_of
 
@@ -49,8 +50,8 @@ parallel.replica_top_k""".split()
 
 
 _BELOW_ONE = (
-    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum", "optimizer.ema_decay"),
-    "optimizer.warmup_fraction",
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"),
+    *("optimizer.warmup_fraction", *(path for one in declarations() for path in one.shares)),
 )
 
 

@@ -1,7 +1,7 @@
 """Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.held_out_sets import EMA, HELD_OUT, held_out_sets
+from jaxpar.config.lists.held_out_sets import HELD_OUT, held_out_sets
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.shares import shares_of_steps
 from jaxpar.config.rules.paths import (
@@ -11,6 +11,7 @@ from jaxpar.config.rules.paths import (
     check_run_folder,
     read_address,
 )
+from jaxpar.config.schema.optimizer import AVERAGED
 
 
 def places(cfg: Config) -> None:
@@ -100,7 +101,7 @@ def evaluation(cfg: Config) -> None:
 def best(cfg: Config) -> None:
     """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
     path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
-    names = [HELD_OUT, *([EMA] if cfg.optimizer.ema_decay else [])]
+    names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.averages else [])]
     names += [one.name for one in held_out_sets(cfg)]
     rule = f"must be what is evaluated, {', '.join(names)}, or empty"
     require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))

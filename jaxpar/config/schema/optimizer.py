@@ -1,7 +1,13 @@
 """The section `optimizer`: update rules, schedules, moments."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
+
+#: The weights of a run: those that are trained, or their moving average.
+Weights = Literal["trained", "ema"]
+TRAINED: Weights = "trained"
+AVERAGED: Weights = "ema"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +77,12 @@ class OptimizerConfig:
     qk_clip: float = 0.0
     """Largest attention logit: after an update, the query and key weights of heads above it shrink
     (MuonClip; Kimi K2: 100). For every rule. 0: no limit."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the state has a moving average of the weights."""
+        return self.ema_decay > 0
+
+    def averaging(self, on: bool) -> "OptimizerConfig":
+        """Return the same with or without a moving average."""
+        return dataclasses.replace(self, ema_decay=0.5 * on)

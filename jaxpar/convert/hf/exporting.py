@@ -11,6 +11,7 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
 from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf import tokenizer
@@ -90,7 +91,7 @@ def open_export(
     step: int | None = None,
     dtype: str | None = None,
     family: str | Family | None = None,
-    weights: checkpoint.Weights = checkpoint.TRAINED,
+    weights: Weights = TRAINED,
 ) -> Export:
     """Open a checkpoint for export, and choose dtype and family.
 

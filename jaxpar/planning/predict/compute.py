@@ -7,6 +7,7 @@ from jaxpar.components.costs import Heads
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, replace
+from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.moment_blocks import uses_blocks
@@ -189,7 +190,7 @@ def _layer_mixing(
     forward, backward = rates.attention_rate(heads.key_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     kernels = (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
-    return seconds + kernels + _largest_logits(cfg, heads, shard, gpu)
+    return seconds + kernels + _largest_scores(cfg, heads, shard, gpu)
 
 
 def reference_work(cfg: Config, mixer: Mixer, rows: int, passes: int) -> tuple[float, float]:
@@ -205,10 +206,11 @@ def reference_work(cfg: Config, mixer: Mixer, rows: int, passes: int) -> tuple[f
     return pairs * mixer.pair_flops(), 16 * pairs * (heads.queries if heads else 1)
 
 
-def _largest_logits(cfg: Config, heads: Heads, shard: Shard, gpu: Gpu) -> float:
-    """Return the time of the scores of QK-clip: all pairs, written and read once. An estimate."""
+def _largest_scores(cfg: Config, heads: Heads, shard: Shard, gpu: Gpu) -> float:
+    """Return the time of scores that are computed again: all pairs, written and read once. An
+    estimate."""
     p, length = cfg.parallel, cfg.data.seq_len
-    if not cfg.optimizer.qk_clip:
+    if not reads_scores(cfg):
         return 0.0
     scores = shard.rows * heads.queries / p.tensor * length**2 / p.sequence
     flops = 2 * heads.key_dim * scores

@@ -19,6 +19,7 @@ from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config
+from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.config.remat_policies import (
@@ -27,8 +28,8 @@ from jaxpar.config.remat_policies import (
     names_on_host,
     saved_names,
 )
+from jaxpar.model.largest_scores import QUERIES
 from jaxpar.model.loss import num_chunks
-from jaxpar.model.qk_clip.logits import QUERIES
 from jaxpar.planning.predict import experts, matrices, teacher
 from jaxpar.planning.predict.layer_kinds import (
     LayerKind,
@@ -410,7 +411,7 @@ def _buffers(cfg: Config, shard: Shard) -> float:
     if p.sequence > 1 and p.context == "allgather":
         widest = max((w.key + w.value for w, _ in _attention(cfg)), default=0.0)
         keys = shard.rows * cfg.data.seq_len * widest * shard.width
-    return 2 * stream + batch + keys + _largest_logits(cfg, shard)
+    return 2 * stream + batch + keys + _largest_scores(cfg, shard)
 
 
 def _attention(cfg: Config) -> list[tuple[Widths, Heads]]:
@@ -422,10 +423,11 @@ def _attention(cfg: Config) -> list[tuple[Widths, Heads]]:
     return found
 
 
-def _largest_logits(cfg: Config, shard: Shard) -> float:
-    """The float32 scores of some queries, and the keys of the complete sequence, for QK-clip."""
+def _largest_scores(cfg: Config, shard: Shard) -> float:
+    """The float32 scores of some queries that are computed again, and the keys of the complete
+    sequence."""
     p, length = cfg.parallel, cfg.data.seq_len
-    if not cfg.optimizer.qk_clip:
+    if not reads_scores(cfg):
         return 0.0
 
     def of_layer(w: Widths, heads: Heads) -> float:

@@ -25,6 +25,7 @@ from jaxpar.config import (
     ParallelConfig,
     replace,
 )
+from jaxpar.config.features import without_state
 from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
@@ -124,8 +125,8 @@ def moment_bytes(cfg: Config) -> int:
     counts: list[int] = []
     state = abstract_state(cfg)
     map_moments(lambda _, __, leaf: counts.append(1), state.params, state.opt_state)
-    alone = {"optimizer.ema_decay": 0.0, "parallel.replica_reduction": "float32"}
-    return state_bytes(replace(cfg, **alone))[1] if counts else 0
+    alone = replace(without_state(cfg), **{"parallel.replica_reduction": "float32"})
+    return state_bytes(alone)[1] if counts else 0
 
 
 #: Load of the fullest rank of an expert axis, relative to the mean: the default of a prediction.

@@ -13,6 +13,7 @@ class Compression(Feature):
     """Sums gradients over `replica` with fewer bits, and keeps the errors for the next step."""
 
     name = "feedback"
+    turn = 30
     handles_skips = True
 
     def is_on(self, cfg: Config) -> bool:
@@ -29,3 +30,6 @@ class Compression(Feature):
         if self.name not in s.extra:
             return s
         return s.with_extra(feedback=s.if_ok(s.results[self.name], s.extra[self.name]))
+
+
+FEATURE = Compression()

@@ -12,6 +12,7 @@ class Diloco(Feature):
     """Makes the step that of each replica."""
 
     name = "diloco"
+    turn = 90
 
     def is_on(self, cfg: Config) -> bool:
         return num_trainers(cfg) > 0
@@ -19,3 +20,6 @@ class Diloco(Feature):
     def wrap(self, step: Step, cfg: Config, fragment: int | None) -> Step:
         every = of_each_replica(step)
         return every if fragment is None else beside(every, cfg, fragment)
+
+
+FEATURE = Diloco()

@@ -57,6 +57,7 @@ class ExpertBalance(Feature):
     """Balances experts by the bias of their router, and reports their loads."""
 
     name = "experts"
+    turn = 40
     handles_skips = True
     metrics: ClassVar[dict[str, Metric]] = {
         "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
@@ -213,3 +214,6 @@ def bias_range(params: Any, m: ModelConfig) -> jax.Array:
     biases = [stack["router_bias"] for stack in stacks if "router_bias" in stack]
     ranges = [jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)) for bias in biases]
     return lax.pmax(functools.reduce(jnp.maximum, ranges), PIPELINE)
+
+
+FEATURE = ExpertBalance()

@@ -14,6 +14,7 @@ class Guard(Feature):
     """Counts skipped updates; with float16, the scale of the loss."""
 
     name = "guard"
+    turn = 80
     handles_skips = True
 
     def is_on(self, cfg: Config) -> bool:
@@ -33,3 +34,6 @@ class Guard(Feature):
         guard = loss_scale.update_guard(s.cfg, s.extra["guard"], s.ok)
         counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
         return s.with_extra(guard=guard).with_metrics(loss_scale=s.scale, **counts)
+
+
+FEATURE = Guard()

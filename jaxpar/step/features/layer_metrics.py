@@ -42,6 +42,7 @@ class LayerMetrics(Feature):
     """Records metrics of each layer."""
 
     name = "layer_metrics"
+    turn = 60
     handles_skips = True
     by_layer = True
     metrics: ClassVar[dict[str, Metric]] = {
@@ -76,3 +77,6 @@ class LayerMetrics(Feature):
         changes = jax.tree.map(jnp.subtract, s.trainable, s.old)
         share = s.layer_squares(changes) / s.layer_squares(s.old)
         return s.with_metrics(layer_update=jnp.sqrt(share))
+
+
+FEATURE = LayerMetrics()

@@ -12,8 +12,8 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
 from jaxpar.model import probes
+from jaxpar.model.largest_scores import across, largest
 from jaxpar.model.plain import decoder
-from jaxpar.model.qk_clip.logits import across, largest
 from jaxpar.sharding.axes import TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.feature import Feature, TrainStep
@@ -145,6 +145,7 @@ class OwnProbes(Feature):
     """The probes of `train.probes`."""
 
     name = "probes"
+    turn = 70
     handles_skips = True
     by_layer = True
 
@@ -227,3 +228,6 @@ def _reduced(probe: Probe, reached: dict[str, jax.Array]) -> jax.Array:
     if probe.reduce == "max":
         return jnp.max(found)
     return jnp.mean(found) if probe.reduce == "mean" else jnp.sum(found)
+
+
+FEATURE = OwnProbes()

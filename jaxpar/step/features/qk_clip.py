@@ -1,7 +1,20 @@
 """QK-clip (MuonClip): weights of queries and keys shrink where attention logits grow too large.
 
 Each layer measures the largest logit of its heads; after the update, the weights of heads above the
-threshold are rescaled (`model/qk_clip/`).
+threshold are rescaled, head by head:
+
+    eta = min(1, threshold / largest logit of the head)
+
+A head's logits are products of its query and its key, so scaling both by sqrt(eta) brings its
+largest logit to the threshold.
+
+    grouped queries     A key head has several query heads. It is scaled by the square root of the
+                        largest of their etas, and each query head by what is left of its own eta.
+                        A head that need not be clipped then keeps its logits.
+    latent attention    The parts without position are scaled by sqrt(eta). The rotary key is shared
+                        by all heads, so the rotary part of the query alone is scaled, by eta.
+
+Source:   Kimi Team 2025 (2507.20534), section 2.1 and algorithm 1.
 """
 
 from typing import Any, ClassVar
@@ -10,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.metrics import Metric
+from jaxpar.model.largest_scores import across, largest
+from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Seen
-from jaxpar.model.qk_clip import reference
-from jaxpar.model.qk_clip.logits import across, largest
-from jaxpar.model.qk_clip.rescale import factors, rescaled
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import PIPELINE, TENSOR, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
@@ -40,6 +53,7 @@ class QkClip(Feature):
     """Clips attention logits by rescaling weights."""
 
     name = "qk_clip"
+    turn = 10
     handles_skips = True
     metrics: ClassVar[dict[str, Metric]] = {
         "max_attention_logit": Metric(
@@ -78,4 +92,73 @@ class QkClip(Feature):
         return s.replace(trainable=found)
 
     def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
-        return reference.clipped(new, reference.largest_logits(before, batch, cfg), cfg)
+        return clipped(new, largest_logits(before, batch, cfg), cfg)
+
+
+def factors(largest: jax.Array, threshold: float) -> jax.Array:
+    """Return eta of each head, from its largest logit: float32, at most 1."""
+    return jnp.where(largest > threshold, threshold / jnp.maximum(largest, threshold), 1.0)
+
+
+def rescaled(w: dict[str, Any], eta: jax.Array, m: ModelConfig) -> dict[str, Any]:
+    """Return the weights of attention of stacked layers, rescaled.
+
+    Args:     w: of stacked layers, as named in `model/parameters.py`; a device's shards or whole.
+              eta: float32 [L, H], of the same layers and heads.
+    """
+    if m.kv_lora_rank:
+        return w | _latent(w, eta, m)
+    L, H = eta.shape
+    G = w["wk"].shape[2]
+    of_group = jnp.max(eta.reshape(L, G, H // G), axis=2)
+    of_key = jnp.sqrt(of_group)
+    of_query = (eta.reshape(L, G, H // G) / of_key[:, :, None]).reshape(L, H)
+    by_head = {"wq": of_query, "bq": of_query, "wk": of_key, "bk": of_key}
+    return w | {name: _times(w[name], factor) for name, factor in by_head.items() if name in w}
+
+
+def _latent(w: dict[str, Any], eta: jax.Array, m: ModelConfig) -> dict[str, Any]:
+    half, nope = jnp.sqrt(eta)[..., None], m.qk_nope_head_dim
+    query = "wq_b" if m.q_lora_rank else "wq"
+    of_query = jnp.concatenate(
+        [
+            jnp.broadcast_to(half, (*eta.shape, nope)),
+            jnp.broadcast_to(eta[..., None], (*eta.shape, m.qk_rope_head_dim)),
+        ],
+        axis=-1,
+    )
+    ones = jnp.ones((*eta.shape, m.v_head_dim), eta.dtype)
+    of_key = jnp.concatenate([jnp.broadcast_to(half, (*eta.shape, nope)), ones], axis=-1)
+    by_dim = {query: of_query, "wkv_b": of_key}
+    return {name: w[name] * factor[:, None] for name, factor in by_dim.items()}
+
+
+def _times(a: jax.Array, factor: jax.Array) -> jax.Array:
+    """Multiply [L, ..., heads, K] by a factor [L, heads]."""
+    between = (1,) * (a.ndim - 3)
+    return a * factor.reshape(factor.shape[0], *between, factor.shape[1], 1)
+
+
+def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
+    """Compute the largest attention logit of each layer and head of a batch: float32 [L, H]."""
+    found: list[jax.Array] = []
+
+    def watch(point: str, value: jax.Array) -> None:
+        if point == "queries":
+            found.append(jnp.max(value, axis=(0, 2, 3)))
+
+    decoder.hidden_and_routings(params, batch, cfg, watch)
+    return jnp.stack(found)
+
+
+def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
+    """Return parameters after QK-clip, given the largest logits of the step."""
+    eta, places = factors(largest, cfg.optimizer.qk_clip), model_of(cfg.model).places
+    found = dict(params)
+    for stack in dict.fromkeys(name for name, _ in places):
+        rows = jnp.array([i for i, (name, _) in enumerate(places) if name == stack])
+        found[stack] = rescaled(params[stack], eta[rows], cfg.model)
+    return found
+
+
+FEATURE = QkClip()

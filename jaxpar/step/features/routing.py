@@ -65,6 +65,7 @@ class RoutingRecord(Feature):
     """Records the experts of each token if requested to, and repeats those of `Batch.experts`."""
 
     name = "recorded_routing"
+    turn = 50
     handles_skips = True
 
     def is_on(self, cfg: Config) -> bool:
@@ -110,3 +111,6 @@ def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
             dense: tuple[dict, ...] = ({},) * (m.dense_layers if p.pipeline == 1 else 0)
             chunks.append((*dense, *({REPEAT.key: a} for a in of_chunk)))
     return {"top": {}, "layers": tuple(chunks)}
+
+
+FEATURE = RoutingRecord()

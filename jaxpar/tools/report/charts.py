@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.tools.charts import chart
 from jaxpar.tools.charts.elements import e, table
 from jaxpar.tools.charts.scale import short
@@ -40,7 +41,7 @@ SHOWN = (
     Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
     Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
     Shown("bits_per_byte", "Held-out text", least=0.0),
-    Shown("ema_loss", "Held-out loss of the moving average"),
+    Shown(f"{AVERAGED}_loss", "Held-out loss of the moving average"),
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
     Shown("global_batch_size", "Sequences of a step"),

@@ -14,6 +14,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.lists.held_out_sets import MAX_SETS
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
+from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.monitoring.goodput import (
     Goodput,
     RestartCosts,
@@ -47,7 +48,7 @@ SMOOTH = 1 / 50
 
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
-    """loss held_out_loss ema_loss bits_per_byte grad_norm learning_rate
+    f"""loss held_out_loss {AVERAGED}_loss bits_per_byte grad_norm learning_rate
     tokens_per_second_per_device mfu memory_gib gpu_watts gpu_clock_mhz joules_per_token
     global_batch_size seq_len tokens_seen
     data_wait_seconds store_waiting_gb loss_scale expert_entropy fullest_expert fullest_rank

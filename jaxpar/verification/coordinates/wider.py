@@ -26,11 +26,11 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
             rule = "is not part of the check, which trains all weights of layers with attention"
             raise ConfigError(path, "set", rule, "use a config without it")
     rate = {"schedule": "constant", "warmup_steps": 0, "warmup_fraction": 0.0}
-    rate |= {"decay_steps": 0, "schedule_by": "steps", "offload": False, "ema_decay": 0.0}
+    rate |= {"decay_steps": 0, "schedule_by": "steps", "offload": False}
     rate |= {"schedule_as_input": False}
     made = Config(
         model=cfg.model,
-        optimizer=dataclasses.replace(cfg.optimizer, **rate),  # type: ignore[arg-type]
+        optimizer=dataclasses.replace(cfg.optimizer.averaging(False), **rate),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=sequences, seed=cfg.train.seed),
         data=DataConfig(seq_len=length, document_mask=cfg.data.document_mask),
         parallel=ParallelConfig(data=1, layer_loop=cfg.parallel.layer_loop),

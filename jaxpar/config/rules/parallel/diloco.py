@@ -17,8 +17,6 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "lora.rank": (0, "has frozen weights, which replicas would share"),
     "dpo.beta": (0.0, "has pairs, which are counted over all replicas"),
     "distill.teacher": ("", "has a teacher, which replicas would share"),
-    "optimizer.qk_clip": (0.0, "takes the largest logits of all replicas"),
-    "optimizer.ema_decay": (0.0, "averages weights over steps that do not change them"),
     "metrics.layers": ("none", "sums squares of gradients and weights over all replicas"),
     "optimizer.offload": (False, "updates moments layer by layer, without a dim of replicas"),
 }

@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from jaxpar.config.features import declarations
+
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD, OUTSIDE)
 
@@ -13,7 +15,7 @@ BLOCKS = (
     *("plan", "permute", "down", "combine", "weight_gradients", "shared_experts"),
     *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
     *("reduce_gradients", "between_stages", "exchange_matrices", "newton_schulz"),
-    *("largest_logits", "qk_clip"),
+    *("largest_logits", *(scope for one in declarations() for scope in one.scopes)),
 )
 
 #: Parts of a name that JAX adds for its own structure.

@@ -1,9 +1,9 @@
-"""The largest attention logit of each head, exactly, whatever kernel computes attention.
+"""The largest attention score of each head, exactly, whatever kernel computes attention.
 
 Kernels return the log-sum-exp of a row, not its maximum. The scores are therefore computed a second
 time, some queries at a time: a matmul of half of attention's forward FLOPs, without a gradient.
 
-They leave a layer through a probe (`model/probes.py`, `step/features/qk_clip.py`).
+They leave a layer through a probe (`model/probes.py`).
 """
 
 import dataclasses

@@ -1,0 +1,67 @@
+"""What is known of features of steps without JAX: rules, names in profiles.
+
+A file of this folder has the `DECLARATION` of a feature. What checks configs, plans and reads
+profiles finds it here, and names no feature.
+"""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.config import Config, default_of, flag, replace, require, value_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """A feature of steps."""
+
+    switch: str
+    """The field that turns it on, by another value than its default."""
+    needs: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Fields that must have a value with it, and why."""
+    rule: Callable[[Config], None] = lambda cfg: None
+    """Checks its own fields."""
+    reads_scores: bool = False
+    """Whether its layers compute attention scores a second time."""
+    has_state: bool = False
+    """Whether it has arrays like the parameters in the state."""
+    shares: tuple[str, ...] = ()
+    """Fields that must be at least 0 and below 1."""
+    storage: tuple[str, ...] = ()
+    """Fields that say how its state is stored, which a run with others converts."""
+    scopes: tuple[str, ...] = ()
+    """Names that it uses in `jax.named_scope`."""
+
+    def is_on(self, cfg: Config) -> bool:
+        return value_of(cfg, self.switch) != default_of(self.switch)
+
+
+@functools.cache
+def declarations() -> tuple[Declaration, ...]:
+    """Return the declaration of each feature that has one."""
+    modules = (f"{__name__}.{found.name}" for found in pkgutil.iter_modules(__path__))
+    return tuple(importlib.import_module(name).DECLARATION for name in sorted(modules))
+
+
+def of_features(cfg: Config) -> None:
+    """Check the fields of features, and what a config's features need."""
+    for one in declarations():
+        one.rule(cfg)
+        for path, (value, why) in one.needs.items() if one.is_on(cfg) else ():
+            rule = f"{why}: not supported with {one.switch} = {value_of(cfg, one.switch)}"
+            ways = flag(one.switch, default_of(one.switch)), flag(path, value)
+            require(value_of(cfg, path) == value, cfg, path, rule, *ways)
+
+
+def without_state(cfg: Config) -> Config:
+    """Return the config without features that have arrays like the parameters."""
+    off = {one.switch: default_of(one.switch) for one in declarations() if one.has_state}
+    return replace(cfg, **off)
+
+
+def reads_scores(cfg: Config) -> bool:
+    """Whether layers compute attention scores a second time."""
+    return any(one.reads_scores and one.is_on(cfg) for one in declarations())
