@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.components.component import FeedForward, Mixer
+from jaxpar.components.component import FeedForward, Mixer, NormForm
 from jaxpar.components.weight import Init, Weight, vector
 
 
@@ -112,3 +112,9 @@ class Model:
         for layer in self.layers:
             found.setdefault(layer.name, []).append(layer)
         return {name: tuple(layers) for name, layers in found.items()}
+
+    @functools.cached_property
+    def norm_forms(self) -> frozenset[NormForm]:
+        """The forms in which every component can read the norm of its input."""
+        branches = (one for layer in self.layers for one in (layer.mixer, layer.feed_forward))
+        return frozenset.intersection(*(frozenset(one.norm_forms) for one in branches if one))

@@ -10,6 +10,8 @@ from jax import lax
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Component, Mixer
+from jaxpar.components.costs import Heads
+from jaxpar.components.flags import model_of
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
@@ -100,6 +102,28 @@ def context_of_layer(context: AttentionContext, layer: Layer) -> AttentionContex
         grown = context.query_scale if grown is None else grown
         context = dataclasses.replace(context, rope=None, query_scale=grown)
     return context
+
+
+def attention_layers(m: ModelConfig) -> tuple[Layer, ...]:
+    """Return a layer of each kind of attention: of other heads, or with a mask of its own."""
+    found: dict[tuple, Layer] = {}
+    for layer in model_of(m).layers:
+        if layer.mixer and layer.mixer.attention_heads:
+            found.setdefault((layer.mixer.attention_heads, layer.mixer.is_local), layer)
+    return tuple(found.values())
+
+
+def heads_of(layer: Layer) -> Heads:
+    """Return the heads of one of `attention_layers`."""
+    heads = layer.mixer.attention_heads if layer.mixer else None
+    assert heads is not None
+    return heads
+
+
+def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
+    """Return the attention mask of a batch in each of `attention_layers`."""
+    context = attention_context(batch, cfg, max_segments)
+    return tuple(context_of_layer(context, layer).mask for layer in attention_layers(cfg.model))
 
 
 def _of_local_layers(m: ModelConfig) -> ModelConfig:
