@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxpar.components.component import Component, FeedForward, Mixer
+from jaxpar.components.component import Component, FeedForward, Mixer, NormForm
 from jaxpar.components.dims import Rule, Sizes, division, ways_of
 from jaxpar.components.weight import Init, Weight, vector
 
@@ -176,6 +176,12 @@ class Model:
         """The stack of each layer, and its index there."""
         at = {name: itertools.count() for name in self.stacks}
         return tuple((layer.name, next(at[layer.name])) for layer in self.layers)
+
+    @functools.cached_property
+    def norm_forms(self) -> frozenset[NormForm]:
+        """The forms in which every component can read the norm of its input."""
+        branches = (one for layer in self.layers for one in (layer.mixer, layer.feed_forward))
+        return frozenset.intersection(*(frozenset(one.norm_forms) for one in branches if one))
 
 
 def period_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -1,3 +1,3 @@
 """How a config is executed: every performance decision on one page, and rematerialization."""
 
-MAY_IMPORT = ("config", "kernels")
+MAY_IMPORT = ("components", "config", "kernels")

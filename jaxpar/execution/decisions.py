@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.components.component import NormForm
+from jaxpar.components.experts import experts_in
+from jaxpar.config import Config, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
@@ -21,8 +24,6 @@ from jaxpar.kernels.platform import Platform
 #: with 4,096 tokens, 4% slower with 2,048
 #: (docs/experiments/tensor_parallelism.md#collective-matmul).
 MIN_SHARD_TOKENS = 4096
-
-type Norm = Literal["written", "deferred_scale", "in_quantizer"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Execution:
     Not used with pipeline stages or row groups. GPUs use it from MIN_SHARD_TOKENS on. Other
     platforms always use it, because it costs nothing there and small tests then run the same code
     as large runs."""
-    norm: Norm
+    norm: NormForm
     """The form in which matmuls receive a norm.
 
     written         The output of the norm.
@@ -98,10 +99,11 @@ class Execution:
         tokens  Each token to all others: n - 1 copies of it. A permute each, by copy engines.
         rows    A row for each of its k experts, of which (n - 1) / n have another device, and the
                 slack of the all-to-all's static shapes: slack k (n - 1) / n copies."""
-        p, m = self.cfg.parallel, self.cfg.model
+        p, of_layers = self.cfg.parallel, experts_in(model_of(self.cfg.model))
         if p.expert_dispatch != "auto":
             return p.expert_dispatch
-        copies = max(p.expert_slack, 1.0) * m.experts_per_token
+        fewest = min((of.experts_per_token for of in of_layers), default=1)
+        copies = max(p.expert_slack, 1.0) * fewest
         return "tokens" if expert_ways(p) <= copies else "rows"
 
     @property
@@ -132,7 +134,7 @@ class Execution:
             yield "weights: gathered per layer, one layer ahead"
         elif self.scatters_per_layer:
             yield "gradients: scattered per layer"
-        if self.cfg.model.num_experts and expert_ways(p) > 1:
+        if expert_ways(p) > 1 and experts_in(model_of(self.cfg.model)):
             over = " over expert and tensor" if spreads_experts(p) else ""
             yield f"experts: dispatch by {self.expert_dispatch}{over}"
         if p.num_microbatches > 1 or p.pipeline > 1:
@@ -149,7 +151,7 @@ class Execution:
         yield f"backward: {f'{layers} layer(s) at a time' if layers else 'a chunk at a time'}"
 
 
-_NORM_IN_WORDS: dict[Norm, str] = {
+_NORM_IN_WORDS: dict[NormForm, str] = {
     "written": "written before the matmul",
     "deferred_scale": "scaled after the matmul",
     "in_quantizer": "computed by the float8 quantizer",
@@ -205,17 +207,21 @@ def _splits_matmuls(cfg: Config, platform: Platform) -> bool:
 def _fuses_gate_up(cfg: Config) -> bool:
     m = cfg.model
     dtype_allows = m.matmul_dtype == "compute" or m.float8_scaling == "tensor"
-    apart = m.mlp_bias or m.num_experts or cfg.lora.rank or cfg.parallel.row_groups > 1
-    return dtype_allows and m.activation == "silu" and m.mlp_gate and not apart
+    feed_forwards = {layer.feed_forward for layer in model_of(m).layers} - {None}
+    allowed = all(one.fuses_gate_up for one in feed_forwards if one) and bool(feed_forwards)
+    return dtype_allows and allowed and not cfg.lora.rank and cfg.parallel.row_groups == 1
 
 
-def _norm(cfg: Config, fused_gate_up: bool) -> Norm:
-    m: ModelConfig = cfg.model
-    if cfg.parallel.tensor > 1 or cfg.lora.rank or not m.pre_norms or m.norm == "layer":
+def _norm(cfg: Config, fused_gate_up: bool) -> NormForm:
+    m, model = cfg.model, model_of(cfg.model)
+    after = any(layer.norms == "after" for layer in model.layers)
+    if cfg.parallel.tensor > 1 or cfg.lora.rank or after or model.norm.kind == "layer":
         return "written"
+    forms = model.norm_forms
     if m.matmul_dtype == "float8":
-        return "in_quantizer" if m.float8_scaling == "tensor" else "written"
-    one_pass = fused_gate_up and not m.qkv_bias and not m.kv_lora_rank
+        allowed = m.float8_scaling == "tensor" and "in_quantizer" in forms
+        return "in_quantizer" if allowed else "written"
+    one_pass = fused_gate_up and "deferred_scale" in forms
     return "deferred_scale" if one_pass and m.dtype != "float16" else "written"
 
 

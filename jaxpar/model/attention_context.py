@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxpar.components.attention import Attention, QueryGrowth
 from jaxpar.components.component import Mixer, Term
+from jaxpar.components.costs import Heads
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.components.rope import Rope
@@ -102,15 +103,6 @@ def views_of(m: ModelConfig) -> tuple[View, ...]:
     return tuple(dict.fromkeys(map(View.of, attends))) or (View(),)
 
 
-def masks_of(contexts: Contexts) -> tuple[AttentionMask, ...]:
-    """Return the different masks of a model, in the order of `layer_kinds.of_masks`."""
-    views = zip(contexts.views, contexts.each, strict=True)
-    found: dict[tuple, AttentionMask] = {}
-    for view, context in views:
-        found.setdefault((view.window, view.chunk), context.mask)
-    return tuple(found.values())
-
-
 def attention_context(
     batch: Batch,
     cfg: Config,
@@ -134,6 +126,28 @@ def context_of_layer(contexts: Contexts, layer: Layer) -> AttentionContext:
     view = View.of(layer.mixer)
     at = contexts.views.index(view) if view in contexts.views else 0
     return dataclasses.replace(contexts.each[at], of=layer)
+
+
+def attention_layers(m: ModelConfig) -> tuple[Layer, ...]:
+    """Return a layer of each kind of attention: of other heads, or with a mask of its own."""
+    found: dict[tuple, Layer] = {}
+    for layer in model_of(m).layers:
+        if layer.mixer and layer.mixer.attention_heads:
+            found.setdefault((layer.mixer.attention_heads, layer.mixer.is_local), layer)
+    return tuple(found.values())
+
+
+def heads_of(layer: Layer) -> Heads:
+    """Return the heads of one of `attention_layers`."""
+    heads = layer.mixer.attention_heads if layer.mixer else None
+    assert heads is not None
+    return heads
+
+
+def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
+    """Return the attention mask of a batch in each of `attention_layers`."""
+    context = attention_context(batch, cfg, max_segments)
+    return tuple(context_of_layer(context, layer).mask for layer in attention_layers(cfg.model))
 
 
 def component[C: Term](context: AttentionContext, kind: type[C]) -> C:

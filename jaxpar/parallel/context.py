@@ -135,27 +135,30 @@ def named_output(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]
     return lambda *args: checkpoint_name(function(*args), "attn_out")
 
 
-def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, AttentionMask]:
+def kernel_request(
+    cfg: Config, mask: AttentionMask, queries: int, keys: int, head_dim: int
+) -> tuple[Any, Any, AttentionMask]:
     """Return the q, k and mask that `context_attention` passes to one device's kernels, as shapes.
 
     With row groups, these are the shapes of one row group.
 
     Args:     cfg: resolved. mask: of a device's tokens of a microbatch, [B, T/sequence]; shapes.
+              queries, keys: heads of each. head_dim: width of both.
     """
-    m, p = cfg.model, cfg.parallel
+    p = cfg.parallel
     B, T = mask.q_positions.shape
     B //= p.row_groups
-    S, H, G, n = T, m.num_heads // p.tensor, m.num_kv_heads // p.tensor, p.sequence
+    S, H, G, n = T, queries // p.tensor, keys // p.tensor, p.sequence
     if n > 1 and p.context == "allgather":
         S = n * T
     if n > 1 and p.context == "ulysses":
         T, S, H, G = n * T, n * T, H // n, G // math.gcd(G, n)
-    queries, keys = (jax.ShapeDtypeStruct((B, length), jnp.int32) for length in (T, S))
-    whole = replace(mask, q_positions=queries, kv_positions=keys)
+    of_q, of_k = (jax.ShapeDtypeStruct((B, length), jnp.int32) for length in (T, S))
+    whole = replace(mask, q_positions=of_q, kv_positions=of_k)
     if mask.q_segments is not None:
-        whole = replace(whole, q_segments=queries, kv_segments=keys)
+        whole = replace(whole, q_segments=of_q, kv_segments=of_k)
     q, k = (
-        jax.ShapeDtypeStruct((B, length, heads, m.head_dim), m.dtype)
+        jax.ShapeDtypeStruct((B, length, heads, head_dim), cfg.model.dtype)
         for length, heads in ((T, H), (S, G))
     )
     return q, k, whole

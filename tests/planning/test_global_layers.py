@@ -5,9 +5,9 @@ import pytest
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.config.validate import resolve
 from jaxpar.model import decode, flops
+from jaxpar.model.attention_context import attention_layers, heads_of
 from jaxpar.model.parameters import param_specs
 from jaxpar.planning.predict.hardware import H200
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
@@ -68,7 +68,7 @@ def test_the_planner_knows_both_shapes():
 
 def test_kernels_are_chosen_for_each_shape():
     cfg = resolve(replace(GEMMA4, **{"parallel.data": 1}), 1)
-    assert [m.head_dim for m in of_masks(cfg.model)] == [4, 16]
+    assert [heads_of(layer).key_dim for layer in attention_layers(cfg.model)] == [4, 16]
     assert len(choose_kernels(cfg, 1)) == 2
 
 

@@ -6,9 +6,6 @@ Layers of one kind have the same parameters, and are stacked. A mesh runs them i
 import dataclasses
 import functools
 
-from jaxpar.components.attention import Attention
-from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer
 from jaxpar.config.schema import Config
 from jaxpar.config.schema.model import ModelConfig
 
@@ -54,20 +51,6 @@ def num_attention_layers(m: ModelConfig) -> int:
 def has_global_layers(m: ModelConfig) -> bool:
     """Return whether some layers attend globally, and the others within a window or chunks."""
     return m.global_every > 0 or GLOBAL in m.layer_pattern
-
-
-def of_masks(m: ModelConfig) -> tuple[ModelConfig, ...]:
-    """Return the model with the heads of each attention mask: that of all layers, or those of
-    layers with a window and of global ones."""
-    if m.layers:
-        first: dict[tuple, Layer] = {}
-        for layer in m.layers:
-            if isinstance(a := layer.mixer, Attention | LatentAttention):
-                first.setdefault((a.window, a.chunk), layer)
-        return tuple(m.with_layers((layer,)) for layer in first.values())
-    if not has_global_layers(m):
-        return (m,)
-    return m, of_kind(m, GLOBAL) if GLOBAL in m.layer_pattern else m
 
 
 # A plan has thousands of layouts of one model.

@@ -1,15 +1,13 @@
 """Determines the attention kernels that a layout would use on a GPU that is not present."""
 
-import dataclasses
 import functools
 
 import jax
 
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, registry
-from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
-from jaxpar.model.attention_context import attention_context, masks_of
+from jaxpar.model.attention_context import attention_layers, heads_of, masks_of
 from jaxpar.parallel.context import kernel_request
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.shard import shard_of
@@ -30,17 +28,24 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     Args:     cfg: resolved.
     Raises:   ValueError if `model.attention_backend` does not support the layout.
     """
-    if registry.function("model.attention", cfg.model.attention):
+    if _is_registered(cfg):
         return True  # registered functions are unknown: assume that they store all scores
     return "reference" in attention_backends(cfg, gpu)
+
+
+def _is_registered(cfg: Config) -> bool:
+    """Return whether a layer has an attention function from outside the package."""
+    functions = {heads_of(layer).function for layer in attention_layers(cfg.model)}
+    return any(registry.function("model.attention", name) for name in functions)
 
 
 def attention_backends(cfg: Config, gpu: Gpu) -> frozenset[str]:
     """Return the backends of attention in a layout's forward and backward.
 
-    Empty for attention that is registered outside the package. Args and Raises: as above.
+    Empty for attention that is registered outside the package, and without attention. Args and
+    Raises: as above.
     """
-    if registry.function("model.attention", cfg.model.attention):
+    if _is_registered(cfg):
         return frozenset()
     p, rows = cfg.parallel, shard_of(cfg).rows
     return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
@@ -55,18 +60,17 @@ def _chosen(
     cfg = Config(model=model, data=data, parallel=parallel)
     tokens = data.seq_len // sequence
     shape = jax.ShapeDtypeStruct((rows, tokens), "int32")
-    describe = functools.partial(attention_context, cfg=cfg, max_segments=SOME_DOCUMENTS)
-    described = jax.eval_shape(describe, Batch(shape, shape, shape, shape))
-    masks = masks_of(described)
-    exact = model.attention_deterministic
+    describe = functools.partial(masks_of, cfg=cfg, max_segments=SOME_DOCUMENTS)
+    masks = jax.eval_shape(describe, Batch(shape, shape, shape, shape))
+    heads = map(heads_of, attention_layers(model))
     choices = [
         choose(
             model.attention_backend,
-            *kernel_request(dataclasses.replace(cfg, model=of_mask), mask),
+            *kernel_request(cfg, mask, of.queries, of.keys, of.key_dim),
             platform=platform_of(gpu),
-            deterministic=exact,
-            softcap=model.attention_softcap,
+            deterministic=model.attention_deterministic,
+            softcap=of.softcap,
         )
-        for of_mask, mask in zip(of_masks(model), masks, strict=True)
+        for of, mask in zip(heads, masks, strict=True)
     ]
     return frozenset(name for c in choices for name in (c.forward, c.backward))

@@ -14,24 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.components.costs import Heads
 from jaxpar.config import Config, ConfigError, registry
-from jaxpar.config.layout.layer_kinds import of_masks
 from jaxpar.data.loader import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, api, choose
-from jaxpar.model import attention_context
+from jaxpar.model.attention_context import attention_layers, heads_of, masks_of
 from jaxpar.parallel.context import kernel_request
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone
-
-
-def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
-    """Return the attention masks of a batch: one for each kind of layer, global layers last."""
-    return attention_context.masks_of(attention_context.attention_context(batch, cfg, max_segments))
-
-
-def configs_of_masks(cfg: Config) -> list[Config]:
-    """Return the config with the heads of each of `masks_of`."""
-    return [dataclasses.replace(cfg, model=m) for m in of_masks(cfg.model)]
 
 
 def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
@@ -43,18 +33,25 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     Raises:   ConfigError when `model.attention_backend` cannot compute this attention.
     """
     m, p = cfg.model, cfg.parallel
-    if registry.function("model.attention", m.attention):
+    heads = [*map(heads_of, attention_layers(m))]
+    if any(registry.function("model.attention", of.function) for of in heads):
         return ()
     ways = p.replica * p.data * p.expert * p.num_microbatches
     shard = (cfg.train.global_batch_size // ways, cfg.data.seq_len // p.sequence)
     rows = jax.ShapeDtypeStruct(shard, "int32")
     describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
     masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
-    requests = map(kernel_request, configs_of_masks(cfg), masks)
-    name = m.attention_backend
-    options = {"deterministic": m.attention_deterministic, "softcap": m.attention_softcap}
+    name, exact = m.attention_backend, m.attention_deterministic
     try:
-        return tuple(choose(name, *request, **options) for request in requests)  # type: ignore[arg-type]
+        return tuple(
+            choose(
+                name,
+                *kernel_request(cfg, mask, of.queries, of.keys, of.key_dim),
+                deterministic=exact,
+                softcap=of.softcap,
+            )
+            for of, mask in zip(heads, masks, strict=True)
+        )
     except ValueError as error:
         fix = "use --model.attention-backend auto"
         raise ConfigError("model.attention_backend", name, str(error), fix) from error
@@ -82,18 +79,18 @@ def test_kernels(
     places = slice_of(length, in_text_order)
     describe = jax.jit(functools.partial(masks_of, cfg=cfg, max_segments=max_segments))
     masks = describe(jax.tree.map(lambda x: x[:, places], first_row))
-    for choice, mask, of_mask in zip(kernels, masks, configs_of_masks(cfg), strict=True):
-        _test_choice(choice, mask, of_mask, log)
+    for choice, mask, layer in zip(kernels, masks, attention_layers(cfg.model), strict=True):
+        _test_choice(choice, mask, heads_of(layer), cfg, log)
 
 
 def _test_choice(
-    choice: Choice, mask: AttentionMask, cfg: Config, log: Callable[[str], None]
+    choice: Choice, mask: AttentionMask, of: Heads, cfg: Config, log: Callable[[str], None]
 ) -> None:
     if {choice.forward, choice.backward} == {"reference"}:
         return  # there is nothing to compare; the run's summary names the kernels
     began, m = time.perf_counter(), cfg.model
-    group = m.num_heads // m.num_kv_heads
-    shape = mask, group, m.head_dim, m.dtype, cfg.train.seed, m.value_dim
+    group = of.queries // of.keys
+    shape = mask, group, of.key_dim, m.dtype, cfg.train.seed, of.value_dim
     values = random_values(*shape)
     q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
     try:
