@@ -13,10 +13,10 @@ from jaxpar.config.validate import resolve
 from jaxpar.planning.command import asked_for
 from jaxpar.planning.layouts import legal_layouts
 from jaxpar.planning.predict import experts, memory
+from jaxpar.planning.predict.attention import layer_kinds
 from jaxpar.planning.predict.communication import Cluster, span_with_gaps, traffic_of
 from jaxpar.planning.predict.compute import layer_seconds
 from jaxpar.planning.predict.hardware import GIB, GPUS, H200, NETWORKS
-from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
 from jaxpar.planning.predict.shard import shard_of, state_bytes
 from jaxpar.planning.predict.time import step_time

@@ -9,9 +9,9 @@ from jaxpar.config.validate import resolve
 from jaxpar.model import decode, flops
 from jaxpar.model.parameters import param_specs
 from jaxpar.planning.predict import attention
+from jaxpar.planning.predict.attention import layer_kinds
 from jaxpar.planning.predict.hardware import H200
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
-from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.sharding.params import flat
 from jaxpar.training.selftests.attention import choose_kernels

@@ -10,10 +10,9 @@ from jaxpar.config.layout.layer_kinds import kinds
 from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
-from jaxpar.planning.predict.attention import Projection, projections
-from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.attention import Projection, layer_kinds, projections
+from jaxpar.planning.predict.kernels import recurrence_bytes, with_backend
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
-from jaxpar.planning.predict.recurrence import recurrence_bytes, with_backend
 from jaxpar.planning.predict.shard import shard_of
 from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, NEMOTRON_H
 

@@ -22,12 +22,11 @@ from jaxpar.model import flops, fused_weights, lora
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs, specs_of
-from jaxpar.planning.predict.attention import projections, widths
+from jaxpar.planning.predict.attention import layer_kinds, projections, widths
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import NETWORKS, gpu_named
-from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.kernels import recurrence_bytes
 from jaxpar.planning.predict.memory import bytes_of_names
-from jaxpar.planning.predict.recurrence import recurrence_bytes
 from jaxpar.planning.ranking import predict
 from jaxpar.sharding.axes import AXES, axes_of
 from jaxpar.sharding.fingerprint import named_leaves, text

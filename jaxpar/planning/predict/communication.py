@@ -18,10 +18,9 @@ from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
 from jaxpar.parallel.replicas.sent_bytes import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
-from jaxpar.planning.predict.attention import widths_of_layers
+from jaxpar.planning.predict.attention import shares_of_policies, widths_of_layers
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
-from jaxpar.planning.predict.layer_kinds import shares_of_policies
 from jaxpar.planning.predict.shard import Shard, ways
 from jaxpar.sharding.axes import (
     AXES,

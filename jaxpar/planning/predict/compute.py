@@ -11,17 +11,17 @@ from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.attention import (
     Projection,
+    before_stages,
     flops_per_pair,
+    layer_kinds,
     projections,
     received_width,
     reference_work,
     widths,
 )
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.layer_kinds import before_stages, layer_kinds
-from jaxpar.planning.predict.memory import slot_bytes
-from jaxpar.planning.predict.postponed import factors_per_token
-from jaxpar.planning.predict.recurrence import by_kernels, recurrence_bytes, recurrence_flops
+from jaxpar.planning.predict.kernels import by_kernels, recurrence_bytes, recurrence_flops
+from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
 from jaxpar.planning.predict.shard import Shard, moment_bytes, state_bytes
 
 

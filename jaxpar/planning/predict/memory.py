@@ -13,11 +13,14 @@ before the loss, and delays gradients.
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.config_file import load_run
 from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -26,14 +29,59 @@ from jaxpar.config.remat_policies import (
 )
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.qk_clip.logits import QUERIES
-from jaxpar.planning.predict import experts, matrices, teacher
-from jaxpar.planning.predict.attention import widths, widths_of_layers
-from jaxpar.planning.predict.layer_kinds import LayerKind, before_stages, layer_kinds
-from jaxpar.planning.predict.peak import MemoryForecast
-from jaxpar.planning.predict.postponed import postponed_bytes
-from jaxpar.planning.predict.recurrence import recurrence_bytes
-from jaxpar.planning.predict.shard import Shard, shard_of
-from jaxpar.planning.predict.state_on_device import at_end, before_update
+from jaxpar.planning.predict import experts, matrices
+from jaxpar.planning.predict.attention import (
+    LayerKind,
+    before_stages,
+    layer_kinds,
+    projections,
+    widths,
+    widths_of_layers,
+)
+from jaxpar.planning.predict.kernels import recurrence_bytes
+from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
+
+# ------------------------------------------------------- The memory of one GPU at its peak, by part
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on one GPU at the peak.
+
+    weights      float32 master weights, and those of a teacher in memory.
+    optimizer    moments.
+    activations  values saved for the backward, and one layer's recomputed values.
+    logits       a chunk of logits, and the gradient of the head.
+    gathered     weights in the compute dtype: gathered ones, and casts of the shards.
+    gradients    gradients of parameters.
+    buffers      copies of the residual stream, gathered keys and values, the batch.
+    moment       when the peak occurs: "loss", "start" or "end" of the backward, "update", or in the
+                 forward pass of a "teacher".
+    """
+
+    weights: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    gradients: float
+    buffers: float
+    moment: str = "loss"
+
+    @property
+    def state(self) -> float:
+        """Bytes that persist between steps."""
+        return self.weights + self.optimizer
+
+    @property
+    def temporary(self) -> float:
+        """Bytes that a step needs in addition to the state."""
+        return self.activations + self.logits + self.gathered + self.gradients + self.buffers
+
+    @property
+    def total(self) -> float:
+        """The predicted peak."""
+        return self.state + self.temporary
 
 
 def memory_of(
@@ -49,8 +97,8 @@ def memory_of(
     moments = [(_at_loss, before), (_at_end, late)]
     moments += [(_at_start, before)] * _sends(cfg, shard)
     moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
-    taught = teacher.teacher_of(cfg)
-    frozen = teacher.weights_of(taught) if taught else 0.0
+    taught = teacher_of(cfg)
+    frozen = weights_of(taught) if taught else 0.0
     at = [
         moment(cfg, shard, weights + frozen, optimizer) for moment, (weights, optimizer) in moments
     ]
@@ -59,7 +107,7 @@ def memory_of(
         at[0] = dataclasses.replace(at[0], logits=logits)
     if taught:
         own = saved_per_token(taught), _buffers(cfg, shard)
-        at.append(teacher.forward_pass(taught, before[0] + frozen, before[1], *own))
+        at.append(forward_pass(taught, before[0] + frozen, before[1], *own))
     peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
         return peak
@@ -407,3 +455,139 @@ def _scores(cfg: Config, shard: Shard) -> float:
     m, p, length = cfg.model, cfg.parallel, cfg.data.seq_len
     keys = length if p.context != "ring" else length // p.sequence
     return 16.0 * shard.rows * m.num_heads / p.tensor * (length / p.sequence) * keys
+
+
+# ------ Predicts how much of a run's state is on the device, where the rest of it is in host memory
+
+
+def before_update(cfg: Config, shard: Shard) -> tuple[float, float]:
+    """Return the bytes of weights and of the rest of the state on the device until the update.
+
+    Masters in host memory leave the weights of the step, in the compute dtype. They are the cast
+    weights that the forecast counts as gathered. Only a loop over microbatches, whose every round
+    gathers, keeps them apart.
+    """
+    weights, optimizer = state_bytes(cfg)
+    if cfg.optimizer.offload:
+        optimizer -= moment_bytes(cfg)
+    if cfg.optimizer.offload_masters:
+        loops = cfg.parallel.num_microbatches > 1 or cfg.parallel.pipeline > 1
+        weights = weights * shard.width // 4 if loops else 0
+    return weights, optimizer
+
+
+def at_end(cfg: Config, shard: Shard) -> tuple[float, float]:
+    """Return those at the end of the backward: of what is in host memory, also a layer's part."""
+    weights, optimizer = state_bytes(cfg)
+    layers = max(shard.layers, 1)
+    if cfg.optimizer.offload:
+        optimizer -= moment_bytes(cfg) * (layers - 1) // layers
+    if cfg.optimizer.offload_masters:
+        weights = weights * shard.width // 4 + weights // layers
+    return weights, optimizer
+
+
+# ------ Predicts the buffer of a zero-bubble schedule: factors of weight gradients that are put off
+
+
+def postponed_bytes(cfg: Config, shard: Shard) -> float:
+    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
+    if not shard.execution.postpones_weight_gradients:
+        return 0.0
+    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
+    return layers * shard.tokens * factors_per_token(cfg, shard)
+
+
+def factors_per_token(cfg: Config, shard: Shard) -> float:
+    """Return the bytes per token of the factors of a layer's weight gradients.
+
+    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of experts
+    are not postponed.
+    """
+    m, t = cfg.model, cfg.parallel.tensor
+    f = m.d_ff / t
+    sites = [site for of in projections(m, t).values() for site in of]
+    elements = sum(site.share * (site.inner + site.out) for site in sites)
+    if not m.num_experts:
+        apart = m.mlp_gate and not shard.execution.fused_gate_up
+        elements += (3 if apart else 2) * m.d_model + (3 if m.mlp_gate else 2) * f
+    return shard.width * elements
+
+
+# ------ Predicts what a teacher in memory adds to a step: its weights, and a forward pass before it
+
+
+@functools.lru_cache(maxsize=4096)
+def teacher_of(cfg: Config) -> Config | None:
+    """Return the config with which the teacher runs beside a student.
+
+    A forward pass recomputes nothing, so its remat policy is "none".
+
+    Args:     cfg: of the student, resolved.
+    Returns:  None without a teacher, with `distill.cache`, and if its folder is no run, which
+              `check_teacher` refuses.
+    Raises:   ConfigError as `config_of_teacher`.
+    """
+    if not cfg.distill.teacher or cfg.distill.cache:
+        return None
+    try:
+        there = _config_of(cfg)
+    except ConfigError:
+        return None
+    taught = config_of_teacher(cfg, there)
+    return dataclasses.replace(taught, parallel=dataclasses.replace(taught.parallel, remat="none"))
+
+
+def check_teacher(cfg: Config) -> None:
+    """Raise ConfigError if a teacher in memory has an unknown model, and cannot be counted."""
+    if not cfg.distill.teacher or cfg.distill.cache:
+        return
+    try:
+        _config_of(cfg)
+    except ConfigError as error:
+        rule = f"has a model that the plan cannot count: {error.rule}"
+        fix = "use the folder of a run, or --distill.cache to plan without it"
+        raise ConfigError(FIELD, cfg.distill.teacher, rule, fix) from error
+
+
+def _config_of(cfg: Config) -> Config:
+    """Read the config of the teacher's run. Raises:   ConfigError."""
+    from jaxpar.stores.reading import run_at  # a store is read only for a teacher
+
+    folder = run_at(FIELD, cfg.distill.teacher, checkpoints=False)
+    if folder is None:
+        raise ConfigError(FIELD, cfg.distill.teacher, "contains no run", "use the run.dir of a run")
+    return load_run(str(folder))
+
+
+def weights_of(teacher: Config) -> int:
+    """Return the bytes of a teacher's weights on a device."""
+    return state_bytes(teacher)[0]
+
+
+def forward_pass(
+    teacher: Config, weights: float, optimizer: float, layer: float, buffers: float
+) -> MemoryForecast:
+    """Predict the memory of a device during the teacher's forward pass.
+
+    Weights in the compute dtype are as in a step; a layer's values, and a chunk of logits and their
+    exponentials in float32, are all that is live besides.
+
+    Args:     weights, optimizer: of student and teacher. layer: bytes per token of a layer's
+              values. buffers: of the student, with its batch.
+    """
+    shard, p, m = shard_of(teacher), teacher.parallel, teacher.model
+    n = num_chunks(shard.tokens, shard.vocab, p.loss_chunks)
+    gathered = float(shard.stack.everything)
+    if p.zero == 3:
+        gathered = shard.owned_of(shard.stack) + 2 * shard.gathered(shard.layer)
+    return MemoryForecast(
+        weights=weights,
+        optimizer=optimizer,
+        activations=shard.tokens * layer,
+        logits=8.0 * shard.tokens / n * shard.vocab,
+        gathered=shard.width * (gathered + shard.table),
+        gradients=0.0,
+        buffers=buffers + 2 * shard.tokens * shard.width * m.d_model / p.tensor,
+        moment="teacher",
+    )

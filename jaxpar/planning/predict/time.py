@@ -9,9 +9,8 @@ from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict import compute, experts, rates
 from jaxpar.planning.predict.communication import Cluster, Traffic, traffic_of
 from jaxpar.planning.predict.compute import Seconds
-from jaxpar.planning.predict.memory import on_host_per_token
+from jaxpar.planning.predict.memory import on_host_per_token, teacher_of
 from jaxpar.planning.predict.shard import Shard, shard_of
-from jaxpar.planning.predict.teacher import teacher_of
 
 
 @dataclass(frozen=True)
