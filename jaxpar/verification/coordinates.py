@@ -159,11 +159,9 @@ def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> ActivationSizes:
         end = forward(to_logical(state, cfg).params, batch)
         change = {kind: end[kind] - start[kind] for kind in KINDS}
         rows.append((mean(start), mean(end), mean(change)))
-    return ActivationSizes(*map(_mean_over_seeds, zip(*rows, strict=True)))
-
-
-def _mean_over_seeds(rows: tuple[dict[str, float], ...]) -> dict[str, float]:
-    return {kind: float(np.mean([row[kind] for row in rows])) for kind in KINDS}
+    columns = zip(*rows, strict=True)  # a value for each seed
+    means = ({k: float(np.mean([one[k] for one in column])) for k in KINDS} for column in columns)
+    return ActivationSizes(*means)
 
 
 # --------------------------- How activations grow with the width: exponents, verdicts and the table

@@ -85,7 +85,9 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
     beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
     traffic = traffic_of(cfg, shard, cluster)
-    exposed = {t.axis: _exposed(t, busy) for t in traffic}
+    # The exposed share, or what exceeds the compute time that can hide it.
+    hidden = rates.HIDING * busy.total
+    exposed = {t.axis: max(t.exposed * t.seconds, t.seconds - hidden) for t in traffic}
     if copied := on_host_per_token(cfg):
         seconds = shard.tokens * copied / gpu.host_link.value
         exposed["host"] = _beyond(seconds, layer) * shard.layers_in_turn * p.num_microbatches
@@ -114,11 +116,6 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
 @functools.cache
 def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: bool) -> float:
     return train_flops_per_token(model, seq_len, causal=causal, lora=lora)
-
-
-def _exposed(traffic: Traffic, busy: Seconds) -> float:
-    """Return the exposed share, or what exceeds the compute time that can hide it."""
-    return max(traffic.exposed * traffic.seconds, traffic.seconds - rates.HIDING * busy.total)
 
 
 def _beyond(copy: float, layer: Seconds) -> float:

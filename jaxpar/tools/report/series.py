@@ -109,13 +109,9 @@ class Sizes:
         low, high = RATIO ** (middle - half), RATIO ** (middle + half)
         width, counts = (high - low) / number, [0] * number
         for place, count in self._counts.items():
-            at = int((_middle(place) - low) / width)
+            at = int((RATIO ** (place + 0.5) - low) / width)
             counts[min(max(at, 0), number - 1)] += count
         return [low + i * width for i in range(number + 1)], counts
-
-
-def _middle(place: int) -> float:
-    return RATIO ** (place + 0.5)
 
 
 # ------------ The figures of a run that the report, its --list and sweeps show: one definition each

@@ -105,16 +105,11 @@ _WITHOUT_TENSOR_CORES = re.compile(
 _PALLAS_PRODUCT = re.compile(r"matmul|gemm|dot|outer")
 
 
-def is_around(name: str) -> bool:
-    """Return whether a kernel only accompanies the one that does an instruction's work."""
-    return bool(_AROUND.search(name))
-
-
 def uses_tensor_cores(name: str, what: str) -> bool:
     """Return whether a kernel runs on tensor cores, by its name and class."""
     if what == PALLAS:
         return bool(_PALLAS_PRODUCT.search(name))
-    computes = what in (MATMUL, ATTENTION) and not is_around(name)
+    computes = what in (MATMUL, ATTENTION) and not _AROUND.search(name)
     return computes and not _WITHOUT_TENSOR_CORES.search(name)
 
 
