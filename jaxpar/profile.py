@@ -19,11 +19,11 @@ OPTIONS = {"": ProfileOptions, "--bench": BenchOptions}
 def main(options: ProfileOptions | BenchOptions) -> int | None:
     """Show a profile, compare two or cards, or measure a config."""
     if isinstance(options, BenchOptions):
-        from jaxpar.tools.bench.training.command import bench
+        from jaxpar.tools.bench.command import bench
 
         return bench(options)
     if options.paths[0].endswith(".json"):
-        from jaxpar.tools.bench.cards.compare import compare
+        from jaxpar.tools.bench.cards import compare
 
         compare(options.paths)
     else:

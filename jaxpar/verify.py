@@ -9,7 +9,7 @@ The criteria, where `t` is --tolerance:
     weights at init   identical bits on every mesh
     loss              every step: relative error at most t
     gradients         every parameter: largest error at most t times its largest gradient, or 4
-                      times what rounding does to it, at most 10 t (`verification/rounding.py`)
+                      times what rounding does to it, at most 10 t (`verification/distances.py`)
     weights after     every parameter: mean error at most t * (1 + ln(1/t)) times the mean change
 
 The last criterion is a mean because Adam moves an element by about lr * g / |g|, whatever the size
@@ -32,7 +32,7 @@ OPTIONS = {"": VerifyOptions, "--mup": MupOptions}
 def main(options: VerifyOptions | MupOptions) -> int:
     """Compare the meshes, or the widths, and return the exit code."""
     from jaxpar.verification.command import verify
-    from jaxpar.verification.coordinates.command import check_coordinates
+    from jaxpar.verification.coordinates import check_coordinates
 
     if isinstance(options, MupOptions):
         return check_coordinates(options, commands.model_from)

@@ -27,7 +27,7 @@ from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.training import chosen, initial_weights
 from jaxpar.verification import traces
-from jaxpar.verification.random_pairs import max_segments
+from jaxpar.verification.traces import max_segments
 
 #: Numbers of the shortest row that a generator makes.
 SHORTEST = 1 << 14

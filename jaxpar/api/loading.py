@@ -15,7 +15,7 @@ from jaxpar.config.values import FIELDS
 from jaxpar.convert.shape import model_from
 from jaxpar.inference.load import LoadedModel, load
 from jaxpar.inference.options import Sampling
-from jaxpar.inference.texts import continuations
+from jaxpar.inference.sample import continuations
 from jaxpar.monitoring.outline import outline
 from jaxpar.training.vocabulary import with_vocabulary
 

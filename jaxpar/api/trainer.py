@@ -23,7 +23,7 @@ from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.inference.load import LoadedModel
 from jaxpar.inference.options import Sampling
-from jaxpar.inference.texts import continuations
+from jaxpar.inference.sample import continuations
 from jaxpar.monitoring import goodput
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.lock import RunLock

@@ -33,7 +33,7 @@ def fill_batch(cfg: Config) -> Config:
 def fill_steps(cfg: Config) -> Config:
     """Set `train.num_steps` to the fewest with `train.num_tokens` tokens, if that is set.
 
-    With `train.num_epochs`, it is unknown before the data is open (`data/epochs.py`): no limit.
+    With `train.num_epochs`, it is unknown before the data is open (`data/loader.py`): no limit.
 
     Raises:   ConfigError if these are too many steps.
     """

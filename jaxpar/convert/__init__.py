@@ -5,10 +5,9 @@ hf/config         config.json to ModelConfig      hf/keys           groups of it
 hf/folder         finds and checks tensors        run_arrays        a checkpoint, box by box
 hf/importing      from-hf                         hf/exporting      to-hf
 peft/importing    from-peft                       peft/exporting    to-peft
-megatron/importing from-megatron                 megatron/tensors  its fused tensors
-megatron/checkpoint   torch_dist                 megatron/pickle_tree   pickles, not run
-hf/mesh_load      a published folder to a mesh    torch_file        to-torch
-torch_names       names in its files              torch_model       the model in plain PyTorch
+megatron/importing from-megatron                 megatron/checkpoint   torch_dist
+megatron/torch_zip    pickles, not run           torch_file        to-torch
+torch_names       names in its files             torch_model       the model in plain PyTorch
 selfcheck         compares logits
 """
 

@@ -5,8 +5,8 @@ Prepare:  documents -> readers, columns -> tokenizer -> writer    (`python -m ja
           pairs -> writer                                         (`prepare-pairs`)
 Formats:  megatron, bin_file -> token_file -> sources             (`inspect`, `convert`)
 Train:    sources -> mixture -> packing -> loader                 (batch(step), a pure function)
-          sources -> pairs -> pair_loader                         (the same of pairs)
-Store:    stored/ -> sources                              (tokens in an object store, cached)
+          sources -> pairs                                        (the same of pairs)
+Store:    stored -> sources                               (tokens in an object store, cached)
 Stream:   text -> stream/ -> sources                              (tokens that are never stored)
 
 Processes that tokenize need no JAX: nothing is imported here.

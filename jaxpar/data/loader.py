@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import WeightsFrom, stages
 from jaxpar.config.lists.step_sizes import (
     StepSizes,
@@ -401,3 +402,41 @@ def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDatase
     found = int(dataset.tokens[token])
     rule = f"{dataset.place(token)} is {found}, outside the vocabulary of {dataset.vocab_size}"
     raise ConfigError("data.path", dataset.name, rule, "copy the damaged file again")
+
+
+# --------------------------------------------- The length of a run in passes over its training text
+
+
+def with_epochs(cfg: Config) -> Config:
+    """Set `train.num_tokens` to those of `train.num_epochs` passes, in place of it.
+
+    The last pass may be a part of one. Sequences are whole.
+
+    Raises:   ConfigError when the data cannot be opened.
+    """
+    if not cfg.train.num_epochs:
+        return cfg
+    (source,) = open_sources(cfg, TRAIN)
+    each = num_sequences(source.dataset.num_tokens, cfg.data.seq_len)
+    tokens = max(math.ceil(cfg.train.num_epochs * each), 1) * cfg.data.seq_len
+    return replace(cfg, **{"train.num_epochs": 0.0, "train.num_tokens": tokens})
+
+
+def open_loader(
+    cfg: Config,
+    mesh: Mesh,
+    split: str = TRAIN,
+    order: Callable[[int], np.ndarray | None] = lambda length: None,
+) -> Loader:
+    """Open the loader of a split: of pairs with `dpo.beta`, and with what a teacher says in the
+    training split with `distill.cache`. Args, Raises: as `Loader`; also as `TeacherCacheLoader`.
+    """
+    if cfg.distill.cache and split == TRAIN:
+        from jaxpar.data.teacher_cache import TeacherCacheLoader
+
+        return TeacherCacheLoader(cfg, mesh, split, order)
+    if cfg.dpo.beta:
+        from jaxpar.data.pairs import PairLoader
+
+        return PairLoader(cfg, mesh, split, order)
+    return Loader(cfg, mesh, split, order)

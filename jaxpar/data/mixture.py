@@ -70,7 +70,9 @@ class StagedMixture:
                   weights: of the sources, for each stage.
         """
         self._starts = np.asarray(starts, np.int64)
-        seeds = [seed, *(stage_seed(seed, at) for at in range(1, len(weights)))]
+        # Each stage has a seed of its own, so that stages do not repeat one another's order.
+        stages = range(1, len(weights))
+        seeds = [seed, *(zlib.crc32(f"{seed} stage {stage}".encode()) for stage in stages)]
         self._stages = [Mixture(*pair) for pair in zip(weights, seeds, strict=True)]
         before = [np.zeros(len(weights[0]), np.int64)]
         for stage, length in zip(self._stages, np.diff(self._starts), strict=False):
@@ -91,11 +93,6 @@ class StagedMixture:
         """`Mixture.taken`."""
         at = int(np.searchsorted(self._starts, num_sequences, side="right")) - 1
         return self._before[at] + self._stages[at].taken(num_sequences - int(self._starts[at]))
-
-
-def stage_seed(seed: int, stage: int) -> int:
-    """Return the seed of the order of a stage, so that stages do not repeat one another's."""
-    return zlib.crc32(f"{seed} stage {stage}".encode())
 
 
 def apportion(weights: Sequence[float], total: int) -> np.ndarray:

@@ -8,9 +8,7 @@ Shape letters: N sequences, T query positions.
 
 import numpy as np
 
-from jaxpar.data.formats.tokens import windows
-from jaxpar.data.stored.array import StoredArray
-from jaxpar.data.stream.tokens import StreamedTokens
+from jaxpar.data.formats.tokens import WindowedArray, windows
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
@@ -27,9 +25,7 @@ def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -
     return int(np.max(end - first + 1, initial=1))
 
 
-def stretches(
-    tokens: np.ndarray | StreamedTokens | StoredArray, indices: np.ndarray, seq_len: int
-) -> np.ndarray:
+def stretches(tokens: np.ndarray | WindowedArray, indices: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
     return windows(tokens, np.asarray(indices, np.int64) * seq_len, seq_len + 1)
 

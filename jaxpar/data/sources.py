@@ -5,22 +5,21 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.mixture import Share, shares
 from jaxpar.config.rules.paths import is_address
-from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
-from jaxpar.data.formats.token_file import TokenFile, offsets_from, scan
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.prepare.documents import READERS
-from jaxpar.data.stored.folder import local
-from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.units import size
+
+if TYPE_CHECKING:
+    from jaxpar.data.formats.token_file import TokenFile
+    from jaxpar.data.tokenizer import Tokenizer
 
 #: Permanent errors of reading a file. Others, such as a stale NFS handle, may be transient.
 FOR_GOOD = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -49,6 +48,18 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
     value = getattr(cfg.data, field.removeprefix("data."))
     check_tokenizers(cfg, field, value, [part.path for part in parts])
     return found
+
+
+def local(cfg: Config, field: str, path: str) -> str:
+    """Return the path of a dataset on this host: for an address, that of its copy, which is made.
+
+    Raises:   as `StoredFolder`.
+    """
+    if not is_address(path):
+        return path
+    from jaxpar.data.stored import local_copy
+
+    return local_copy(cfg, field, path)
 
 
 def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> None:
@@ -89,7 +100,7 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
     return dataset
 
 
-def check_made_by(tokenizer: Tokenizer, named: str, dataset: TokenDataset) -> None:
+def check_made_by(tokenizer: "Tokenizer", named: str, dataset: TokenDataset) -> None:
     """Check that the option `--tokenizer` of a command can have made the tokens of a dataset.
 
     Raises:   ConfigError if the dataset has larger token ids.
@@ -121,6 +132,8 @@ def open_tokens(
     path = Path(path)
     if (path / META_FILE).is_file():
         return TokenDataset.open(path, split, workers)
+    from jaxpar.data.formats.token_file import offsets_from, scan
+
     file = find_file(path, split, whole)
     found = scan(file, eos_id if file.document_offsets is None else None, again=again)
     offsets, marked = file.document_offsets, True
@@ -142,11 +155,13 @@ def open_tokens(
     )
 
 
-def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
+def find_file(path: Path, split: str, whole: bool = False) -> "TokenFile":
     """Find another program's token file by its path, and check its header.
 
     Raises:   ConfigError("data.path", ...) as `open_tokens`.
     """
+    from jaxpar.data.formats import megatron
+
     if path.is_dir():
         inside = path / f"{split}.bin"
         if inside.is_file():
@@ -186,7 +201,10 @@ def _join(folder: Path) -> str:
     return f"join all: python -m jaxpar.data convert --input {files}"
 
 
-def _read(path: Path) -> TokenFile:
+def _read(path: Path) -> "TokenFile":
+    from jaxpar.data.formats import bin_file, megatron
+    from jaxpar.data.prepare.documents import READERS
+
     index = megatron.index_of(path)
     if index:
         return megatron.read(index)

@@ -55,7 +55,7 @@ from jaxpar.config.remat_policies import (
     without_mark,
 )
 from jaxpar.kernels import float8, norm
-from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.float8.rounding import WithAmax
 
 
 def named[X: jax.Array | WithAmax](x: X, name: str) -> X:

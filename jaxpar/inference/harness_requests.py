@@ -1,16 +1,156 @@
 """Reads the requests of the Evaluation Harness for generated text."""
 
+import datetime
+import functools
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.inference.options import Sampling
+from jaxpar.model import decode
+from jaxpar.sharding.axes import TENSOR
+
+# ------------------------ Renders a conversation by a model's chat template, as `transformers` does
+
+
+#: Marks the end of a message that is continued, while the template renders it.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    specials: Mapping[str, str],
+    *,
+    answer: bool = True,
+) -> str:
+    """Return the text of a conversation.
+
+    If the template refuses the conversation, it is rendered without the system's messages, as the
+    Evaluation Harness does.
+
+    Args:     template: Jinja. specials: texts of special tokens by name. answer: add the beginning
+              of the assistant's answer; otherwise the last message is left open.
+    Raises:   ConfigError if the template cannot be rendered.
+    """
+    make = _compiled(template)
+    try:
+        return _render(make, messages, specials, answer)
+    except jinja2.TemplateError:
+        rest = [message for message in messages if message["role"] != "system"]
+    try:
+        return _render(make, rest, specials, answer)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        rule = f"cannot render a conversation: {error}"
+        fix = "use the template that was published with the model"
+        raise ConfigError("chat_template", template[:40], rule, fix) from error
+
+
+def _render(
+    make: Callable[..., str],
+    messages: Sequence[Mapping[str, Any]],
+    specials: Mapping[str, str],
+    answer: bool,
+) -> str:
+    chat, more = [dict(message) for message in messages], dict(specials)
+    if not answer:
+        chat[-1]["content"] += _END
+    text = make(messages=chat, tools=None, documents=None, add_generation_prompt=answer, **more)
+    if answer:
+        return text
+    at = text.rindex(_END.strip())
+    return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str) -> Callable[..., str]:
+    """Compile a template in the environment that published templates are written for."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(template).render
+    except jinja2.TemplateError as error:
+        fix = "use the template that was published with the model"
+        raise ConfigError("chat_template", template[:40], f"is not Jinja: {error}", fix) from error
+
+
+def _to_json(value: Any, **how: Any) -> str:
+    return json.dumps(value, **({"ensure_ascii": False} | how))
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+# ---------------------- Scores texts: the log probability of each token, given the tokens before it
+
+
+#: Positions per row whose logits are in memory at the same time.
+POSITIONS = 128
+
+type Scores = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+
+
+@functools.cache  # compiled once for all checkpoints of a run
+def make_scores(cfg: Config, mesh: Mesh, vocab_size: int) -> Scores:
+    """Make the compiled (weights, tokens int32 [B, T]) -> scores of tokens 1 to T - 1.
+
+    The weights come from `generation.weights_for_sampling`. T - 1 is a multiple of POSITIONS; rows
+    are padded at the end. The scores are log probabilities in nats, float32 [B, T - 1], and whether
+    each token is the most likely one at its position.
+
+    Args:     vocab_size: of the tokenizer. Padded ids have no probability, as in an export.
+    """
+
+    def scores(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = jax.tree.map(lambda a: a[0], weights)
+        read, wanted = tokens[:, :-1], tokens[:, 1:]
+        # Nothing reads the cache afterwards, so XLA does not compute it.
+        cache = decode.empty_cache(cfg.model, *read.shape)
+        lengths = jnp.full(len(read), read.shape[1], jnp.int32)
+        h, _ = decode.prompt(weights, read, lengths, cache, cfg)
+        return _in_pieces(weights, h, wanted, cfg.model, vocab_size)
+
+    specs = PartitionSpec(TENSOR), PartitionSpec()
+    alike = PartitionSpec(), PartitionSpec()
+    apart = jax.shard_map(scores, mesh=mesh, in_specs=specs, out_specs=alike, check_vma=False)
+    return jax.jit(apart)
+
+
+def _in_pieces(
+    weights: Any, h: jax.Array, wanted: jax.Array, m: ModelConfig, vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
+    B, T, D = h.shape
+
+    def piece(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        h, ids = xs
+        logits = decode.logits(weights, h.reshape(-1, D), m)[:, :vocab_size]
+        logits = logits.reshape(B, POSITIONS, -1)
+        own = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+        return own - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == ids
+
+    cut = lambda a: jnp.moveaxis(a.reshape(B, T // POSITIONS, POSITIONS, *a.shape[2:]), 1, 0)  # noqa: E731
+    done = lax.map(piece, (cut(h), cut(wanted)))
+    scores, likeliest = (jnp.moveaxis(a, 0, 1).reshape(B, T) for a in done)
+    return scores, likeliest
+
 
 #: Default maximum of tokens, as in the harness.
 MAX_TOKENS = 256

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.convert.hf.tokenizer import as_json
-from jaxpar.inference import chat_prompt, scoring
+from jaxpar.inference import harness_requests
 from jaxpar.inference.generation import generate
 from jaxpar.inference.harness_requests import GenerationRequest, sample_numbers
 from jaxpar.inference.load import LoadedModel
@@ -49,7 +49,9 @@ class HarnessModel(TemplateLM):
         self.max_length = max_length or model.cfg.data.seq_len
         # Where generation takes the number of tokens that it attends to from.
         self.cfg = replace(model.cfg, **{"data.seq_len": self.max_length})
-        self.scores = scoring.make_scores(model.cfg, model.mesh, model.tokenizer.vocab_size)
+        self.scores = harness_requests.make_scores(
+            model.cfg, model.mesh, model.tokenizer.vocab_size
+        )
         self._text = as_json(model.tokenizer)
 
     @property
@@ -98,7 +100,7 @@ class HarnessModel(TemplateLM):
         Raises:   ConfigError if the model has none, or it cannot render the conversation.
         """
         specials, answer = self.model.chat.specials, add_generation_prompt
-        return chat_prompt.render(self._template(), chat_history, specials, answer=answer)
+        return harness_requests.render(self._template(), chat_history, specials, answer=answer)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -157,8 +159,8 @@ class HarnessModel(TemplateLM):
 
     def _score(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Do the same for one batch of (tokens, number of tokens to score)."""
-        positions = -(-max(len(ids) - 1 for ids, _ in texts) // scoring.POSITIONS)
-        tokens = np.zeros((self.rows, positions * scoring.POSITIONS + 1), np.int32)
+        positions = -(-max(len(ids) - 1 for ids, _ in texts) // harness_requests.POSITIONS)
+        tokens = np.zeros((self.rows, positions * harness_requests.POSITIONS + 1), np.int32)
         for row, (ids, _) in zip(tokens, texts, strict=False):
             row[: len(ids)] = ids
         scores, likeliest = map(np.asarray, self.scores(self.model.weights, tokens))

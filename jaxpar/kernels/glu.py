@@ -6,7 +6,7 @@ arrays of any shape, and on tiles within kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -105,3 +105,23 @@ class GeGLU:
         act, pullback = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), gate)
         d = d_hidden * scale
         return (act * up * scale, *pullback(d * up), d * act), (act, up)
+
+
+# ----------------- Activations of a feed-forward without a gate: elementwise functions of one array
+
+
+type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
+
+
+def activated(x: jax.Array, kind: Activation) -> jax.Array:
+    """Apply an activation, by its name in `model.activation`.
+
+    Source:   So et al. 2021 (2109.08668), section 4: the squared ReLU.
+    """
+    match kind:
+        case "silu":
+            return jax.nn.silu(x)
+        case "relu_squared":
+            return jnp.square(jax.nn.relu(x))
+        case kind:
+            return jax.nn.gelu(x, approximate=kind == "gelu")

@@ -217,3 +217,23 @@ def gradients(x, gain, scale, d_y, d_beside, *, unscaled=False):
         d_x += d_beside.astype(jnp.float32)
     d_gain = jnp.sum(d_gain, axis=tuple(range(x.ndim - 1)))
     return d_x.astype(x.dtype), d_gain.astype(gain.dtype)
+
+
+# ---------------------------- LayerNorm: rows with mean 0 and variance 1, times a gain, plus a bias
+
+
+@jax.named_scope("norm")
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Apply LayerNorm over the last dim, in float32. Returns x's dtype.
+
+    Every remat policy saves the mean and the scale of each row, as it does for RMSNorm.
+
+    Args:     x: [..., D]. gain, bias: [D].
+    Source:   Ba et al. 2016 (1607.06450), equation 4.
+    """
+    wide = x.astype(jnp.float32)
+    mean = checkpoint_name(jnp.mean(wide, axis=-1, keepdims=True), SCALE)
+    centered = wide - mean
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    scale = checkpoint_name(lax.rsqrt(variance + eps), SCALE)
+    return (centered * scale * gain + bias).astype(x.dtype)

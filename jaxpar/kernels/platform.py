@@ -2,10 +2,16 @@
 
 import contextlib
 import contextvars
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import jax
+
+#: The first compute capability of the elementwise kernels: that of Hopper, which has TMA.
+LEAST = 9.0
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,11 @@ class Platform:
     name: str
     kind: str = ""
     compute_capability: str = ""
+
+    @property
+    def runs_elementwise_kernels(self) -> bool:
+        """Whether the elementwise kernels run there. Elsewhere, XLA compiles the same functions."""
+        return self.name == "gpu" and float(self.compute_capability) >= LEAST
 
     @staticmethod
     def here() -> "Platform":
@@ -42,3 +53,14 @@ def compiling_for(platform: Platform) -> Iterator[None]:
         yield
     finally:
         _ASSUMED.reset(token)
+
+
+class _Later(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def imported_when_used(name: str) -> ModuleType:
+    """Return what stands for a module until one of its attributes is used: a compiler of kernels,
+    which only GPUs need."""
+    return _Later(name)

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.hopper.capability import runs_here
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.platform import Platform, imported_when_used
 
 hopper = imported_when_used("jaxpar.kernels.hopper.softmax")
 
@@ -58,7 +57,12 @@ def exponentials(logits_NV, *, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Ar
 
 def _kernel_runs(logits_NV: jax.Array) -> bool:
     V, taken = logits_NV.shape[1], (jnp.bfloat16, jnp.float32)
-    return runs_here() and logits_NV.dtype in taken and V % VECTOR == 0 and V >= FEWEST
+    return (
+        Platform.here().runs_elementwise_kernels
+        and logits_NV.dtype in taken
+        and V % VECTOR == 0
+        and V >= FEWEST
+    )
 
 
 def sum_by_xla(logits_NV):

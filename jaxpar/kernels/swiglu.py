@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.float8.amax import WithAmax
-from jaxpar.kernels.float8.quantize import max_magnitude
-from jaxpar.kernels.hopper.capability import runs_here
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.float8.rounding import WithAmax, max_magnitude
+from jaxpar.kernels.platform import Platform, imported_when_used
 
 hopper = imported_when_used("jaxpar.kernels.hopper.swiglu")
 
@@ -107,7 +105,11 @@ def _with_amax_by_xla(x: jax.Array) -> WithAmax:
 
 def _kernels_run(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> bool:
     F = gate_up.shape[-1] // 2
-    return runs_here() and gate_up.dtype == jnp.bfloat16 and F % fewest == 0
+    return (
+        Platform.here().runs_elementwise_kernels
+        and gate_up.dtype == jnp.bfloat16
+        and F % fewest == 0
+    )
 
 
 def forward_by_xla(gate_up, scale):

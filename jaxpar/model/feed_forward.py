@@ -8,8 +8,8 @@ from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels import glu as kernels
-from jaxpar.kernels.activation import Activation, activated
-from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.float8.rounding import WithAmax
+from jaxpar.kernels.glu import Activation, activated
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.kernels.swiglu import swiglu
 from jaxpar.model import lora

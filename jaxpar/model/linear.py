@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.float8.rounding import WithAmax
 from jaxpar.model import lora
 
 

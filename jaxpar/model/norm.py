@@ -6,8 +6,7 @@ from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
-from jaxpar.kernels.layer_norm import layer_norm
-from jaxpar.kernels.norm import NormOutput, rms_norm, rms_norm_beside, rms_norm_unscaled
+from jaxpar.kernels.norm import NormOutput, layer_norm, rms_norm, rms_norm_beside, rms_norm_unscaled
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import TENSOR
 

@@ -14,17 +14,8 @@ from rich.console import Console
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
-from jaxpar.planning import (
-    budget,
-    checks,
-    compiling,
-    goodput,
-    layouts,
-    override,
-    showing,
-    whole_run,
-)
-from jaxpar.planning.fixed import read_fixed
+from jaxpar.planning import compiling, fields, layouts, questions, showing
+from jaxpar.planning.fields import read_fixed
 from jaxpar.planning.options import (
     DEFAULT_GPUS,
     DEFAULT_TOP,
@@ -71,7 +62,7 @@ def plan(options: Options, model_from: ModelReader) -> int:
         case HardwareOptions():
             record = hardware(console)
         case GoodputOptions():
-            record = goodput.answer(options, console)
+            record = questions.answer_goodput(options, console)
         case PlanOptions():
             record = answer(asked_for(options, model_from), console)
     if options.json:
@@ -85,9 +76,6 @@ def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> As
     Args:     model_from: as in `ConfigArguments.checked`.
     Raises:   ConfigError if an option is invalid.
     """
-    checks.check_imbalance(options.expert_imbalance)
-    checks.check_questions(options)
-    checks.check_compiled(options)
     file = options.write or None
     check_file("--write", file, endings=(".py",), new=True, in_existing_folder=True)
     cluster = cluster_of(options)
@@ -150,16 +138,16 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
             console.print(
                 "train.num_epochs depends on the data: counted is 1 step of the last size"
             )
-        parts = whole_run.parts_of(chosen[0], cluster, steps, load)
+        parts = questions.parts_of(chosen[0], cluster, steps, load)
         showing.show_parts(console, parts)
-        record["sizes"] = whole_run.record_of(parts)
+        record["sizes"] = questions.record_of(parts)
     if options.tokens:
-        cost = budget.cost_of(chosen[0], cluster, options.tokens)
+        cost = questions.cost_of(chosen[0], cluster, options.tokens)
         showing.show_cost(console, cost)
         record["cost"] = dataclasses.asdict(cost)
     if options.compile:
         record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
-    record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
+    record["command"] = fields.command_line(asked.name, asked.base, chosen[0].cfg)
     console.print(f"\nBest layout: {record['command']}", soft_wrap=True)
     if options.write:
         record["written"] = write_config(asked, chosen[0], plan)
@@ -176,7 +164,7 @@ def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
     path = Path(asked.options.write)
     where = showing.hardware_in_words(plan.cluster)
     said = f"{asked.name} on {where}, written by python -m jaxpar.plan."
-    text = override.config_file(asked.name, asked.base, layout.cfg, said)
+    text = fields.config_file(asked.name, asked.base, layout.cfg, said)
     try:
         atomic.write(path, text.encode())
     except OSError as error:
@@ -205,7 +193,7 @@ def compile_first(
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     """Answer --min-gpus."""
-    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
+    count, layout = questions.fewest_gpus(asked.cfg, asked.cluster)
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "

@@ -72,13 +72,10 @@ def legal_layouts(
         except ConfigError as error:
             found.refuse(error)
             continue
-        tried = [n for n in policies if "remat" in fixed or not _ring_on_host(legal, n)]
+        any_policy = "remat" in fixed or legal.parallel.pipeline == 1
+        tried = [n for n in policies if any_policy or not names_on_host(n)]
         found.configs += [with_parallel(legal, remat=policy) for policy in tried]
     return found
-
-
-def _ring_on_host(cfg: Config, remat: str) -> bool:
-    return cfg.parallel.pipeline > 1 and bool(names_on_host(remat))
 
 
 def with_parallel(cfg: Config, **values: Any) -> Config:

@@ -22,6 +22,9 @@ EXPERT_IMBALANCE = 1.1
 #: Largest budget of tokens: far more text than exists.
 MAX_TOKENS = 1e18
 
+#: Options that --min-gpus would ignore: it prints no ranking.
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -67,6 +70,26 @@ class PlanOptions:
         if self.tokens is not None and not 1 <= self.tokens <= MAX_TOKENS:
             rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
             raise ConfigError("--tokens", self.tokens, rule, "use --tokens 15e12")
+        if not 1 <= self.expert_imbalance <= MAX_GPUS:
+            rule = f"must be at least 1, which is balanced, and at most {MAX_GPUS:,}"
+            fix = f"use --expert-imbalance {EXPERT_IMBALANCE}"
+            raise ConfigError("--expert-imbalance", self.expert_imbalance, rule, fix)
+        shown, asked = self.top or DEFAULT_TOP, self.compile
+        if asked > shown:
+            rule = f"must be at most {shown}, the number of layouts shown"
+            raise ConfigError("--compile", asked, rule, f"use --compile {shown} or --top {asked}")
+        if self.min_gpus:
+            self._check_alone()
+
+    def _check_alone(self) -> None:
+        """Raise ConfigError for an option that --min-gpus would ignore."""
+        why = {name: "prints no ranking" for name in OF_THE_RANKING}
+        why |= {"gpus": "determines the number of GPUs", "nodes": "uses complete hosts"}
+        for name, reason in why.items():
+            if value := getattr(self, name):
+                option = f"--{name}"
+                rule = f"cannot be combined with --min-gpus, which {reason}"
+                raise ConfigError(option, value, rule, f"remove {option} or --min-gpus")
 
 
 #: The values that the options of --goodput may have.

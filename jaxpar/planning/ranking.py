@@ -6,14 +6,12 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
-from jaxpar.kernels.hopper import capability as elementwise
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.kernels import attention_runs_on_reference, platform_of
-from jaxpar.planning.predict.memory import memory_of
-from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.memory import MemoryForecast, memory_of
 from jaxpar.planning.predict.recurrence import with_backend
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.runtime.stages import stage
@@ -78,7 +76,7 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
     there = with_backend(cfg, platform := platform_of(cluster.gpu))
     each = [config_of(there, size) for size in step_sizes(there).sizes]
-    kernels = dict(on_reference=on_reference, softmax_by_xla=not elementwise.runs_on(platform))
+    kernels = dict(on_reference=on_reference, softmax_by_xla=not platform.runs_elementwise_kernels)
     memory = max((memory_of(one, **kernels) for one in each), key=_total)
     return Layout(cfg, memory, step_time(there, cluster, imbalance), on_reference)
 

@@ -7,19 +7,17 @@ from rich.console import Console, Group
 
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
-from jaxpar.planning import whole_run
-from jaxpar.planning.alignment import alignment_hints
-from jaxpar.planning.budget import TrainingCost
+from jaxpar.planning import questions
 from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
 from jaxpar.planning.predict.matrices import iteration_flops
-from jaxpar.planning.predict.memory import host_bytes
-from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.memory import MemoryForecast, host_bytes
 from jaxpar.planning.predict.time import StepTime
+from jaxpar.planning.questions import RunPart, TrainingCost
 from jaxpar.planning.ranking import Layout, Plan
-from jaxpar.planning.whole_run import RunPart
+from jaxpar.planning.startup import alignment_hints
 from jaxpar.runtime.tables import rich_table, titled
 from jaxpar.runtime.units import duration
 
@@ -220,7 +218,7 @@ def show_parts(console: Console, parts: Sequence[RunPart]) -> None:
         )
     console.print("Sizes of the steps, on layout 1")
     console.print(rich_table([name.replace("_", " ") for name in columns], rows))
-    told = whole_run.in_words(parts)
+    told = questions.in_words(parts)
     console.print(f"Whole run: {told}; without evaluation, checkpoints and failures")
 
 

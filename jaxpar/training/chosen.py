@@ -20,12 +20,11 @@ from jaxpar.checkpoint.saved import damage
 from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.layout.teacher import FIELD as TEACHER
-from jaxpar.data.teacher_cache.cache import FIELD as CACHE
-from jaxpar.data.teacher_cache.cache import About, read_about
 from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
 
 if TYPE_CHECKING:
+    from jaxpar.data.teacher_cache import About
     from jaxpar.memory_checkpoint.restoring import FoundCopy
 
 #: The field of the initial weights, which are also the reference of preference tuning.
@@ -89,7 +88,7 @@ def choose_together(
     return of_first_process(work, seconds)
 
 
-def choose_to_keep(cfg: Config, kept: About | None) -> dict[str, Chosen]:
+def choose_to_keep(cfg: Config, kept: "About | None") -> dict[str, Chosen]:
     """Choose the teacher of a cache: the one that it has begun with, or the newest.
 
     Args:     cfg: without `distill.cache`. kept: of the cache, None for a new one.
@@ -225,6 +224,9 @@ def _teacher(cfg: Config, recorded: Chosen | None) -> Chosen:
     named = cfg.distill.teacher
     if not cfg.distill.cache:
         return _newest(TEACHER, named) if recorded is None else found_again(TEACHER, cfg, recorded)
+    from jaxpar.data.teacher_cache import FIELD as CACHE
+    from jaxpar.data.teacher_cache import read_about
+
     about = read_about(Path(cfg.distill.cache))
     if about is None:
         return Chosen(named)  # `TeacherCache` refuses it

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,11 +20,13 @@ from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
 from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
-from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
-from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
+
+if TYPE_CHECKING:
+    from jaxpar.planning.predict.communication import Cluster
+    from jaxpar.planning.ranking import Layout
 
 #: The field that adapts to the number of devices when a run resumes.
 MICROBATCHES = "parallel.num_microbatches"
@@ -56,6 +58,9 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 
 def _best(cfg: Config) -> dict[str, Any]:
     """Return the fields of the fastest layout that fits these devices, and the reason in words."""
+    from jaxpar.planning.predict.communication import Cluster
+    from jaxpar.planning.ranking import make_plan, nothing_fits
+
     here = Cluster(gpu_here(), NETWORKS["ib400"], jax.device_count(), jax.local_device_count())
     fixed = fixed_layout_fields(cfg)
     plan = make_plan(cfg, here, fixed, coarse=True)
@@ -69,7 +74,9 @@ def _best(cfg: Config) -> dict[str, Any]:
     return {"fields": fields, "reason": _reason(first, plan.fitting, here, fixed)}
 
 
-def _reason(first: Layout, fitting: list[Layout], here: Cluster, fixed: dict[str, Any]) -> str:
+def _reason(
+    first: "Layout", fitting: "list[Layout]", here: "Cluster", fixed: dict[str, Any]
+) -> str:
     """Describe the choice: the devices, how many layouts fit, the lead over the next mesh."""
     p = first.cfg.parallel
     words = describe(first.cfg).replace("one GPU", "one device")

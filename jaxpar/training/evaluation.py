@@ -15,8 +15,7 @@ from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_o
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.formats.meta import TRAIN
-from jaxpar.data.loader import Loader
-from jaxpar.data.pair_loader import open_loader
+from jaxpar.data.loader import Loader, open_loader
 from jaxpar.data.sources import check_tokenizers
 from jaxpar.monitoring.evaluations import Score
 from jaxpar.objectives.objective import objective_of

@@ -11,11 +11,8 @@ from jaxpar.config import Config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE, read_meta
-from jaxpar.data.options import PrepareOptions
-from jaxpar.data.prepare.progress import console_progress
-from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.goodput import process_age
-from jaxpar.planning.fit import check_fits
+from jaxpar.planning.startup import check_fits
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.units import duration
@@ -25,6 +22,10 @@ def prepare_text(folder: str) -> None:
     """Prepare the text of the first run, the Python standard library's source, unless it exists."""
     if (Path(folder) / META_FILE).exists():
         return
+    from jaxpar.data.options import PrepareOptions
+    from jaxpar.data.prepare.progress import console_progress
+    from jaxpar.data.prepare.text import prepare
+
     options = PrepareOptions(input=("stdlib",), output=folder, tokenizer="bytes")
     with console_progress() as progress:
         prepare(options, progress)

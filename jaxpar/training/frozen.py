@@ -27,8 +27,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, replace
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
-from jaxpar.data.pair_loader import PairLoader
-from jaxpar.data.pairs import places_of
+from jaxpar.data.pairs import PairLoader, places_of
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.files import atomic

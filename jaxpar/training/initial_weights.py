@@ -92,7 +92,7 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     if origin.changes:
         log(f"the model of the initial weights is changed: {origin.changes}")
     if origin.source is not None:
-        from jaxpar.convert.hf.mesh_load import load_params
+        from jaxpar.convert.hf.importing import load_params
 
         params = load_params(origin.source, _as_there(cfg, origin.source.config), mesh, log)
     else:
@@ -113,7 +113,7 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
 
     Exports and generation then have the tokenizer, chat template and ends of text of the model.
     """
-    from jaxpar.convert.carried_files import copy_carried
+    from jaxpar.convert.hf.folder import copy_carried
     from jaxpar.convert.hf.importing import keep_source
 
     if origin.source is not None:

@@ -19,8 +19,7 @@ from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.mup.widths import in_words as in_words_of_mup
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
-from jaxpar.planning.alignment import alignment_hints
-from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
+from jaxpar.planning.startup import alignment_hints
 from jaxpar.runtime import provenance, watchdog
 from jaxpar.runtime.files import append, atomic
 from jaxpar.runtime.files.lock import RunLock, RunLocked
@@ -117,8 +116,11 @@ def write(
         "environment": environment,
         "asked": dict(run.asked),
     }
-    summed = run.cfg.parallel.replica > 1 and not run.cfg.diloco.every
-    if summed:
+    replicas = ""
+    if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
+        from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
+
+        replicas = in_words_of_sums(run.cfg)
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
@@ -139,7 +141,7 @@ def write(
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),
-        ("replicas", in_words_of_sums(cfg) if summed else ""),
+        ("replicas", replicas),
         ("devices", f"{manifest['device']}, mesh {manifest['mesh']}"),
         ("attention", run.attention),
         ("execution", "; ".join(run.execution.in_words())),

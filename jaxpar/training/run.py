@@ -17,20 +17,16 @@ from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.data.epochs import with_epochs
-from jaxpar.data.loader import Loader
-from jaxpar.data.pair_loader import PairLoader, open_loader
+from jaxpar.data.loader import Loader, open_loader, with_epochs
 from jaxpar.data.skips import read_skipped
-from jaxpar.data.teacher_cache.cache import FIELD as CACHE
-from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from jaxpar.execution.decisions import Execution, execution_of, rows_per_device
 from jaxpar.kernels.attention import Choice
-from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.kernels.attention.capability import xla_is_deterministic
 from jaxpar.monitoring.goodput import StartUp
 from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import require_packages
 from jaxpar.parallel.context import order_of
-from jaxpar.planning.fit import check_fits
+from jaxpar.planning.startup import check_fits
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
@@ -252,6 +248,8 @@ class Run:
 
         Args:     initial: the initial state; None makes it, if it is needed.
         """
+        from jaxpar.data.pairs import PairLoader
+        from jaxpar.training.frozen import prepare_reference
 
         def params() -> Any:
             origin = self.initial.again()
@@ -264,8 +262,6 @@ class Run:
         loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
         given = params if initial is None else lambda: initial.params
         of_run = self.dir, self.execution, self.mesh, self.max_segments
-        from jaxpar.training.frozen import prepare_reference
-
         with stage("computing the log probabilities of the reference"):
             prepare_reference(loaders, *of_run, self.initial.identity, given, log)
 
@@ -332,12 +328,15 @@ def teacher_of(
     cfg: Config, mesh: Mesh, loader: Loader, max_segments: int, chosen: weights.Chosen | None
 ) -> "Teacher | None":
     """Return the teacher of a distillation; None if its files are in place of it."""
-    if isinstance(loader, TeacherCacheLoader):
+    if cfg.distill.cache:
+        from jaxpar.data.teacher_cache import FIELD, TeacherCacheLoader
+
+        assert isinstance(loader, TeacherCacheLoader)
         about = loader.taught.about
         assert chosen is not None
         if about.teacher != chosen.weights:
             rule = f"is of other weights in {weights.process()} than in process 0"
-            raise ConfigError(CACHE, cfg.distill.cache, rule, "use one folder")
+            raise ConfigError(FIELD, cfg.distill.cache, rule, "use one folder")
         log(f"teacher    {about.teacher_name}, by {cfg.distill.cache}")
         return None
     if chosen is None:

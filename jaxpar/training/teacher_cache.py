@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data.teacher_cache.cache import (
+from jaxpar.data.teacher_cache import (
     ABOUT_FILE,
     FIELD,
     SHARD_BYTES,

@@ -15,8 +15,8 @@ from jaxpar.config.rules.values import values_of
 from jaxpar.config.validate import check
 from jaxpar.model.parameters import param_specs
 from jaxpar.objectives.losses import Loss
-from jaxpar.planning.fit import check_host
-from jaxpar.runtime import exit_codes
+from jaxpar.planning.startup import check_host
+from jaxpar.runtime import exit_codes, tables
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import rendezvous
@@ -24,10 +24,73 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification.distances import rounding_errors
 from jaxpar.verification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
 from jaxpar.verification.options import VerifyOptions
-from jaxpar.verification.rounding import rounding_errors
-from jaxpar.verification.table import MeshRow, print_conditions, print_table
+
+# ---------------------------------------------------- Prints the table of `python -m jaxpar.verify`
+
+
+COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRow:
+    """The comparison of one mesh."""
+
+    mesh: str
+    loss: float
+    found: distances.Comparison
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, in the order of COLUMNS."""
+        f = self.found
+        named = lambda pair: f"{pair[0]:.1e} {pair[1]}" if pair else "-"  # noqa: E731
+        init = f"{len(f.differing)} differ" if f.differing else "same bits"
+        loss = f"{self.loss:.6f} ({f.loss:.1e})"
+        verdict = "MISMATCH" if f.mismatches() else "ok, rounding" if f.is_rounding else "ok"
+        return self.mesh, init, loss, named(f.gradient), named(f.update), verdict
+
+
+def print_conditions(
+    options: VerifyOptions, asked: Config, cfg: Config, devices: Sequence[jax.Device]
+) -> None:
+    """Print what is compared, and in which precision."""
+    m, kind, n = cfg.model, devices[0].device_kind, len(devices)
+    changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
+    lines = (
+        f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
+        f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
+        f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
+        f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
+        f"packed documents, seed {cfg.train.seed}",
+        f"float32{changed}, highest matmul precision, reference attention; tolerance "
+        f"{options.tolerance:g} (weights after: "
+        f"{distances.update_tolerance(options.tolerance):.1e})"
+        + (
+            f"; Adam's eps {cfg.optimizer.eps:.1e}"
+            if cfg.optimizer.name in ("adamw", "muon")
+            else ""
+        ),
+        f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
+    )
+    print("\n".join(lines), flush=True)
+
+
+def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
+    """Print the rows, each as soon as it is done.
+
+    Args:     width: length of the longest mesh name.
+    Returns:  descriptions of all mismatches.
+    """
+    columns = [f"{c} {steps} steps" if c == "weights after" else c for c in COLUMNS]
+    widths, each, wrong = (width, 15, 18, 25, 25, 0), range(len(columns)), list[str]()
+    print(tables.line(columns, widths, left=each), flush=True)
+    for row in rows:
+        print(tables.line(row.cells(), widths, left=each), flush=True)
+        wrong += [f"{row.mesh}: {what}" for what in row.found.mismatches()]
+    return wrong
+
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
 MAX_PARAMS_ON_CPU = 50_000_000

@@ -33,7 +33,40 @@ from jaxpar.step.features import features_of, own_probes, post_updates
 from jaxpar.step.features.layer_metrics import every_probe
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification.random_pairs import max_segments, random_pairs
+
+# ----------------------- Random batches of packed pairs of responses, for `verify.py` and the tests
+
+
+#: Most pairs in a row of a random batch, and the share of tokens that belong to prompts.
+PAIRS, PROMPTS = 2, 0.3
+
+
+def max_segments(cfg: Config) -> int | None:
+    """Return the bound on documents in a row that the steps of random batches need."""
+    return 2 * PAIRS if cfg.dpo.beta else None
+
+
+def random_pairs(cfg: Config, index: int = 0) -> Batch:
+    """Make a batch of one or two pairs a row, of random lengths, on the host, in text order.
+
+    A function of (train.seed, index). Some labels are IGNORED, as those of prompts are, and the
+    log probabilities of the reference are random.
+    """
+    rng = np.random.default_rng((cfg.train.seed, index))
+    shape = B, T = cfg.train.global_batch_size, cfg.data.seq_len
+    text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row in range(B):
+        cuts = rng.choice(np.arange(1, T), 2 * (1 + row % PAIRS) - 1, replace=False)
+        for document, start in enumerate([0, *sorted(cuts.tolist())]):
+            segments[row, start:] = document + 1
+            positions[row, start:] = np.arange(T - start)
+    last = np.diff(segments, axis=1, append=-1) != 0
+    spared = last | (rng.random(shape) < PROMPTS)
+    labels = np.where(spared, np.int32(IGNORED), text[:, 1:])
+    scores = np.where(spared, 0, -2 * rng.random(shape)).astype(np.float32)
+    return Batch(text[:, :T], labels, segments, positions, scores)
+
 
 type Arrays = dict[str, np.ndarray]
 
@@ -49,7 +82,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
 
     A function of (train.seed, index). Labels across the end of a document, and a few random ones,
     are IGNORED. Without `data.document_mask`, a sequence is one document. With `dpo.beta`, they are
-    pairs of responses (`random_pairs.py`).
+    pairs of responses.
     """
     if cfg.dpo.beta:
         return random_pairs(cfg, index)

@@ -19,12 +19,11 @@ import jax
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import jaxpar.kernels.attention.dispatch  # noqa: E402
 from jaxpar.config import Config, ConfigError  # noqa: E402
 from jaxpar.config.json_reader import read_json  # noqa: E402
 from jaxpar.config.options import Written, read_options  # noqa: E402
 from jaxpar.config.rules import limits  # noqa: E402
-from jaxpar.kernels.attention.dispatch import capability, measurements  # noqa: E402
+from jaxpar.kernels.attention import capability, choice  # noqa: E402
 from jaxpar.kernels.attention.hopper import blocks as hopper  # noqa: E402
 from jaxpar.kernels.attention.triton import blocks as triton  # noqa: E402
 from jaxpar.kernels.platform import Platform  # noqa: E402
@@ -34,7 +33,7 @@ from jaxpar.runtime.files import outputs  # noqa: E402
 from jaxpar.runtime.files.outputs import check_file  # noqa: E402
 from jaxpar.runtime.processes import rendezvous  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
-from jaxpar.tools.bench.training import conditions  # noqa: E402
+from jaxpar.tools.bench import conditions  # noqa: E402
 from scripts.measure import attention_shapes as exactness  # noqa: E402
 from scripts.measure.attention_shapes import (  # noqa: E402
     NAMED,
@@ -54,7 +53,7 @@ DTYPE = "bfloat16"
 type Row = dict[str, Any]
 
 #: The folder of the tables, one per kind of GPU.
-TABLES = Path(jaxpar.kernels.attention.dispatch.__file__).parent / "measured"
+TABLES = Path(choice.__file__).parent / "measured"
 
 #: Candidates are timed at the power limit, as in a step.
 AT_THE_LIMIT = Sustained(settle=0.2, timed=0.4)
@@ -76,7 +75,7 @@ def default_table() -> Path:
     if device.platform != "gpu":
         rule, fix = "is required without a GPU", "add --table runs/table.json"
         raise ConfigError("--table", None, rule, fix)
-    return TABLES / measurements.file_name(device.device_kind)
+    return TABLES / choice.file_name(device.device_kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[T
     found = []
     for backend in backends:
         sizes: list[Any] = [None]
-        if backend in measurements.TUNED:
+        if backend in choice.TUNED:
             with contextlib.suppress(KeyError):
                 sizes = _sizes(backend, direction, head_dim) or [None]
         on_request = capability.CAPABILITIES[backend].deterministic == "on request"
@@ -306,7 +305,7 @@ def _key(row: Row) -> str:
 
 
 def _table_row(row: Row) -> Row:
-    """As `measurements.py` reads it: how many documents, and nothing that is not there."""
+    """As `choice.py` reads it: how many documents, and nothing that is not there."""
     row = {name: row.get(name) for name in (*KEY, "ms", "tflops")}
     row["documents"] = row["documents"] and len(row["documents"])
     optional = ("window", "documents")

@@ -22,9 +22,9 @@ from jaxpar.components.feed_forward import Glu
 from jaxpar.components.rope import Rope
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels import float8, softmax, swiglu
-from jaxpar.kernels.float8 import quantize_transpose
-from jaxpar.kernels.hopper.capability import runs_here
+from jaxpar.kernels.float8 import rounding
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
+from jaxpar.kernels.platform import Platform
 from jaxpar.model import feed_forward
 from jaxpar.model import rope as model_rope
 from jaxpar.runtime import provenance
@@ -32,7 +32,7 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.program import run_program
-from jaxpar.tools.bench.training import conditions
+from jaxpar.tools.bench import conditions
 from scripts.measure.interleaved import Timing, time_interleaved
 
 #: Llama 3 8B (2407.21783), table 3.
@@ -118,14 +118,14 @@ def pieces_of_kernels(tokens: int) -> Iterator[Piece]:
     """Yield what has a kernel, by XLA, and by the kernel if it runs here."""
     for name, by_xla, by_kernel, arguments, in_place in with_kernels(tokens):
         yield Piece(f"{name}, XLA", by_xla, arguments, in_place)
-        if runs_here():
+        if Platform.here().runs_elementwise_kernels:
             yield Piece(f"{name}, kernel", by_kernel, arguments, in_place)
 
 
 def with_kernels(tokens: int) -> Iterator[tuple]:
     """Yield a name, the function of XLA and that of the kernel, arguments, and `Piece.in_place`."""
     m, one = MODEL, jnp.float32(1)
-    by_xla, by_kernel = quantize_transpose._by_xla, quantize_transpose._by_kernel
+    by_xla, by_kernel = rounding._by_xla, rounding._by_kernel
     for name, x, dtype in (
         ("round norm", beside_unwritten(normal((tokens, m.d_model))), float8.FORWARD),
         ("round gradient", normal((tokens, m.d_ff)), float8.BACKWARD),

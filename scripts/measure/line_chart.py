@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
-from jaxpar.tools.charts.chart import (
+from jaxpar.tools.report.drawing import (
     COLOURS,
     HEIGHT,
     LEFT,
@@ -16,10 +16,11 @@ from jaxpar.tools.charts.chart import (
     axes,
     color_of,
     drawing,
+    round_step,
+    short,
     up,
 )
-from jaxpar.tools.charts.elements import e
-from jaxpar.tools.charts.scale import round_step, short
+from jaxpar.tools.report.elements import e
 
 #: An axis of positive values is logarithmic if its ends differ by more than this factor.
 LOGARITHMIC = 50.0

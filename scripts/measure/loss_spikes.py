@@ -49,7 +49,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, state_of, state_shardings
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.tools.bench.training import conditions
+from jaxpar.tools.bench import conditions
 
 #: Spikes of a variant around which points are written.
 EXAMINED = 1

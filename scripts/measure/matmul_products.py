@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpar.monitoring.hlo import Instruction, Module
-from jaxpar.tools.profiling.hlo.costs import contracted_dims
+from jaxpar.tools.profiling.trace.cpu_trace import contracted_dims
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
 #: Supported dtypes: HLO's and JAX's names. FLOAT8 dtypes are supported as operands.

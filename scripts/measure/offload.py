@@ -37,7 +37,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import bytes_per_device, init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.tools.bench.training import conditions
+from jaxpar.tools.bench import conditions
 from jaxpar.verification import traces
 
 _BOTH = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")

@@ -30,7 +30,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.tools.bench.training import conditions
+from jaxpar.tools.bench import conditions
 from jaxpar.verification import traces
 
 #: The layers of Llama 3 8B (2407.21783), table 3. The vocabulary is small: every stage computes its

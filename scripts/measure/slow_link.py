@@ -65,8 +65,8 @@ from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.diloco.sent import fragment_bytes
 from jaxpar.step.state import TrainState, abstract_logical, fresh_exchange, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
-from jaxpar.tools.bench.training import conditions
-from jaxpar.tools.bench.training.outer_steps import Act, mean_step_seconds, time_outer_steps
+from jaxpar.tools.bench import conditions
+from jaxpar.tools.bench.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.training.vocabulary import with_vocabulary
 from jaxpar.verification import traces
 

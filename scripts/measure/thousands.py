@@ -28,7 +28,7 @@ from unittest import mock
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.data.pair_loader import open_loader
+from jaxpar.data.loader import open_loader
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.mesh import make_mesh

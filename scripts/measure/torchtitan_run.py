@@ -266,7 +266,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def host() -> str:
-    """Return the host ID, as in `jaxpar/tools/bench/training/conditions.py`."""
+    """Return the host ID, as in `jaxpar/tools/bench/conditions.py`."""
     named = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.monitoring import hlo as hlo
-from jaxpar.tools.profiling.hlo.attribution import attribute
+from jaxpar.tools.profiling.attribution import attribute
 from jaxpar.tools.profiling.loading import load
 from jaxpar.tools.profiling.trace import xspace
 

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxpar.kernels.attention import api  # noqa: E402
-from jaxpar.kernels.attention.dispatch import capability  # noqa: E402
-from jaxpar.kernels.attention.dispatch.choice import choose  # noqa: E402
-from jaxpar.kernels.attention.gradient import delta  # noqa: E402
+from jaxpar.kernels.attention import api, capability  # noqa: E402
+from jaxpar.kernels.attention.choice import choose  # noqa: E402
+from jaxpar.kernels.attention.sinks import delta  # noqa: E402
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, query_visits  # noqa: E402
 from jaxpar.kernels.attention.triton import backward, forward  # noqa: E402
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward  # noqa: E402

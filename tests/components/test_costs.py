@@ -1,11 +1,11 @@
 """What components cost, also those that somebody writes outside the package."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import pytest
 
-from jaxpar.components import flags
 from jaxpar.components.component import FeedForward, Mixer
 from jaxpar.components.costs import Projection
 from jaxpar.components.model import Layer, Model
@@ -54,20 +54,13 @@ class Sine(FeedForward):
 
 
 @pytest.fixture
-def composed(monkeypatch):
-    """A config whose even layers are a user's, in a stack of their own."""
+def composed():
+    """A config whose even layers are a user's."""
     base = load_config("quickstart")
-    cfg = replace(base, **{"model.d_model": D, "model.vocab_size": VOCAB, "model.num_layers": 4})
-    as_is = flags._layer_at
-
-    def layer_at(m: ModelConfig, i: int, kind: str, dense: bool) -> Layer:
-        own = Layer("own", Averages(), Sine())
-        return own if m.vocab_size == VOCAB and i % 2 == 0 else as_is(m, i, kind, dense)
-
-    monkeypatch.setattr(flags, "_layer_at", layer_at)
-    model_of.cache_clear()
-    yield cfg
-    model_of.cache_clear()
+    plain = dataclasses.replace(model_of(base.model).layers[0], name="plain")
+    layers = (Layer("own", Averages(), Sine()), plain) * 2
+    model = ModelConfig(d_model=D, vocab_size=VOCAB, layers=layers)
+    return replace(base, **{"model": model})
 
 
 def test_a_users_components_have_flops(composed):
@@ -98,7 +91,7 @@ def test_a_users_components_have_matmuls_and_memory(composed):
     assert sizes["mlp_hidden"] == F * sizes["attn_norm"] / D and sizes["attn_lse"] == 0
     assert [(kind.layer.name, kind.share) for kind in layer_kinds(cfg)] == [
         ("own", 0.5),
-        ("layers", 0.5),
+        ("plain", 0.5),
     ]
     own_size = sum(math.prod(w.shape) for w in own.weights(model).values())
     others = sum(math.prod(w.shape) for w in model.layers[1].weights(model).values())
@@ -109,7 +102,7 @@ def test_a_users_components_have_matmuls_and_memory(composed):
 def test_a_users_components_read_the_norm_as_it_is(composed):
     """Nothing that they do not know of is left to them."""
     cfg = resolve(replace(composed, **{"parallel.data": 2}), 2)
-    as_is = replace(cfg, **{"model.vocab_size": 2 * VOCAB})
+    as_is = resolve(replace(load_config("quickstart"), **{"parallel.data": 2}), 2)
     assert on_gpus(as_is).norm == "deferred_scale" and on_gpus(cfg).norm == "written"
     assert not on_gpus(cfg).fused_gate_up
 

@@ -5,7 +5,7 @@ import pytest
 from jaxpar.commands import read
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import parse_overrides
-from jaxpar.tools.bench.training import command as training
+from jaxpar.tools.bench import command as training
 
 
 def test_settings_in_a_row_are_fields():

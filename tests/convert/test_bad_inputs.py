@@ -14,7 +14,7 @@ from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
-from jaxpar.convert.hf.mesh_load import check_model
+from jaxpar.convert.hf.importing import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.runtime.files import atomic, outputs
 from tests.convert import tiny

@@ -21,7 +21,7 @@ from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.families import DOTS1
 from jaxpar.convert.hf.folder import INDEX_FILE
-from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.convert.hf.importing import load_params
 from jaxpar.inference.generation import (
     config_for_sampling,
     generate,

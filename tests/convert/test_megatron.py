@@ -19,10 +19,15 @@ from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.megatron import importing
-from jaxpar.convert.megatron.arguments import arguments_of, values_of
 from jaxpar.convert.megatron.checkpoint import Sharded, open_checkpoint
-from jaxpar.convert.megatron.pickle_tree import Pairs, UnreadablePickle, read_pickle
-from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_layers
+from jaxpar.convert.megatron.importing import (
+    ENTRIES,
+    arguments_of,
+    find_views,
+    num_layers,
+    values_of,
+)
+from jaxpar.convert.megatron.torch_zip import Pairs, UnreadablePickle, read_pickle
 from tests.slow import slow
 
 GOLDENS = Path(__file__).parent / "goldens" / "megatron"

@@ -23,7 +23,7 @@ from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf import folder as hf_folder
 from jaxpar.convert.hf.config import model_of
 from jaxpar.convert.hf.dense_families import PHI3
-from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.convert.hf.importing import load_params
 from jaxpar.convert.hf.olmo_families import OLMO_HYBRID
 from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
 from jaxpar.convert.peft import exporting as peft_folder

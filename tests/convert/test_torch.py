@@ -158,11 +158,11 @@ GPT_OSS = {
 def test_torch_computes_experts_as_the_model_does(options):
     import torch
 
-    from jaxpar.convert.torch_model.feed_forward import Experts
+    from jaxpar.convert.torch_model import TorchExperts
     from jaxpar.model.plain.components import plain
 
     m = ModelConfig(d_model=16, d_ff=8, num_experts=8, experts_per_token=3, **options)
-    experts = Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
+    experts = TorchExperts(types.SimpleNamespace(**dataclasses.asdict(m)))
     rng = np.random.default_rng(0)
     state = {n: rng.normal(size=w.shape).astype("f") for n, w in experts.state_dict().items()}
     experts.load_state_dict({name: torch.from_numpy(w) for name, w in state.items()})

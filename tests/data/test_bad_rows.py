@@ -141,7 +141,7 @@ def test_only_bad_rows_are_an_error(command, tmp_path, capsys):
 
 
 def test_a_line_beyond_the_limit_is_left_out(tmp_path, monkeypatch):
-    for module in ("json_file", "rows"):
+    for module in ("json_file", "compressed"):
         monkeypatch.setattr(f"jaxpar.data.formats.{module}.MAX_LINE_BYTES", 1000)
     (tmp_path / "in").mkdir()
     long = json.dumps({"text": "x" * 5000})

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats import readers, rows
+from jaxpar.data.formats import compressed, readers
 from jaxpar.data.formats.readers import ReadOptions
 from jaxpar.data.prepare.documents import find_sources, read_pieces
 
@@ -203,7 +203,7 @@ def test_a_line_of_gigabytes_is_named_before_it_is_in_memory(suffix, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
 def test_a_document_beyond_the_limit_is_named(suffix, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr(compressed, "MAX_DOCUMENT_CHARS", 100)
     path, texts = tmp_path / f"all{suffix}", ["x" * 100, "y" * 101]
     if suffix == ".jsonl":
         path.write_bytes(jsonl(texts))

@@ -14,7 +14,7 @@ from jaxpar.config.command_line import read_config
 from jaxpar.data.formats import readers
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.pair_loader import open_loader
+from jaxpar.data.loader import open_loader
 from jaxpar.data.prepare.splits import Shares, borders_of, find_borders
 from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.sharding.mesh import make_mesh

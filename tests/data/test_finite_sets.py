@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.data.loader import Loader
+from jaxpar.data.loader import Loader, open_loader
 from jaxpar.data.options import PreparePairsOptions
-from jaxpar.data.pair_loader import PairLoader, open_loader
-from jaxpar.data.pairs import plan_rows
+from jaxpar.data.pairs import PairLoader, plan_rows
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.objectives.pairs import count_pairs
 from jaxpar.sharding.batch import IGNORED

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.data.formats.rows import BadRow
+from jaxpar.data.formats.compressed import BadRow
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.loader import Loader
+from jaxpar.data.loader import Loader, open_loader
 from jaxpar.data.options import PreparePairsOptions
-from jaxpar.data.pair_loader import PairLoader, open_loader
-from jaxpar.data.pairs import plan_rows
+from jaxpar.data.pairs import PairLoader, plan_rows
 from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
 from jaxpar.data.prepare.records_command import prepare_records

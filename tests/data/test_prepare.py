@@ -17,7 +17,8 @@ from jaxpar.data.formats.meta import read_meta, token_dtype
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import whole_folder
 from jaxpar.data.options import PrepareOptions
-from jaxpar.data.prepare import documents, encode
+from jaxpar.data.prepare import documents
+from jaxpar.data.prepare import text as encode
 from jaxpar.data.prepare.splits import Shares, borders_of, place_of
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import load_tokenizer

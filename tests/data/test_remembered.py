@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats import remembered, token_file
+from jaxpar.data.formats import token_file
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.options import InspectOptions
 from jaxpar.data.sources import open_tokens
@@ -89,11 +89,11 @@ def test_a_file_that_changed_is_read_again(change, file, passes):
 
 def test_pieces_tell_files_apart_where_times_do_not(file, monkeypatch):
     stat = os.stat(file)
-    before = remembered.identity(file)
+    before = token_file.identity(file)
     monkeypatch.setattr(Path, "stat", lambda *_, **__: stat)
-    assert remembered.identity(file) == before
+    assert token_file.identity(file) == before
     np.concatenate([TOKENS[:-1], TOKENS[:1]]).tofile(file)
-    assert remembered.identity(file) != before
+    assert token_file.identity(file) != before
 
 
 def test_a_bad_file_is_an_error_each_time(tmp_path, passes):
@@ -115,7 +115,7 @@ def test_inspect_reads_everything(file, passes):
 def test_what_cannot_be_recalled_is_found_again(damage, file, passes):
     wanted = open_tokens(file).fingerprint
     passes()
-    (kept,) = remembered.folder().iterdir()
+    (kept,) = token_file.folder().iterdir()
     kept.write_bytes(kept.read_bytes()[:100] if damage is None else damage)
     assert open_tokens(file).fingerprint == wanted and passes() == ["x.bin"]
 
@@ -124,7 +124,7 @@ def test_without_a_home(file, passes, monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(remembered, "folder", home)
+    monkeypatch.setattr(token_file, "folder", home)
     assert open_tokens(file).num_tokens == 50_000 and passes() == ["x.bin"]
 
 
@@ -142,4 +142,4 @@ def test_what_cannot_be_written_leaves_nothing(module, name, file, passes, monke
 
     monkeypatch.setattr(module, name, full)
     assert open_tokens(file).num_tokens == 50_000
-    assert list(remembered.folder().iterdir()) == []
+    assert list(token_file.folder().iterdir()) == []

@@ -6,8 +6,7 @@ import pytest
 
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.data.epochs import with_epochs
-from jaxpar.data.loader import Loader
+from jaxpar.data.loader import Loader, with_epochs
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.parallel.context import order_of, token_order
 from jaxpar.sharding.mesh import make_mesh

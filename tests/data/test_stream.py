@@ -19,10 +19,12 @@ from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint
-from jaxpar.data.stream import cutting, encoder, pool
+from jaxpar.data.stream import texts as encoder
 from jaxpar.data.stream import texts as texts_of_parts
-from jaxpar.data.stream.frames import find_frames
+from jaxpar.data.stream import workers as pool
+from jaxpar.data.stream import writing
 from jaxpar.data.stream.index import PART
+from jaxpar.data.stream.writing import find_frames
 from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.runtime.exit_codes import RunError
 from tests.data.commands import main
@@ -98,7 +100,7 @@ def both(tmp_path: Path, kind: str, documents: list[str], **options) -> tuple[Pa
 def small_parts(monkeypatch):
     """Short pieces and parts, so that short texts have several."""
     monkeypatch.setattr("jaxpar.data.formats.readers.PIECE_CHARS", 5000)
-    monkeypatch.setattr(cutting, "PART_CHARS", 100)
+    monkeypatch.setattr(writing, "PART_CHARS", 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -356,7 +358,7 @@ def test_uncuttable_text_is_one_part():
     """A tokenizer that looks at the whole text is exact, too, at the cost of larger parts."""
     reading = _Backwards()
     text = "some words and more " * 1000
-    (part,) = cutting.cut_text(text, reading.encode(text), reading)
+    (part,) = writing.cut_text(text, reading.encode(text), reading)
     assert (part.first, part.chars) == (0, len(text))
 
 

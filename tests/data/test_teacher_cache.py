@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data.loader import Loader
-from jaxpar.data.pair_loader import open_loader
-from jaxpar.data.teacher_cache import cache
-from jaxpar.data.teacher_cache.cache import (
+from jaxpar.data import teacher_cache
+from jaxpar.data.loader import Loader, open_loader
+from jaxpar.data.teacher_cache import (
     About,
+    TeacherCacheLoader,
     TeacherFile,
     about_to_json,
     missing_shards,
     shard_path,
 )
-from jaxpar.data.teacher_cache.loader import TeacherCacheLoader
 from tests.data.test_loader import MESHES, assert_same, make_mesh
 
 K, LENGTH = 3, 16
@@ -36,7 +35,7 @@ def write(folder: Path, about: About) -> None:
     (folder / "about.json").write_text(about_to_json(about))
     for source, number in missing_shards(folder, about):
         path = shard_path(folder, source, number)
-        path.write_bytes(bytes(cache.size_of(about, source, number)))
+        path.write_bytes(bytes(teacher_cache.size_of(about, source, number)))
         shard = TeacherFile(about, source, number, path, "r+")
         for row in range(about.rows_of(source, number)):
             shard.ids[row], shard.scores[row] = told(source, number * about.rows + row)

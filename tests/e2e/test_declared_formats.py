@@ -22,7 +22,7 @@ from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.data.skips import SkippedBatches, read_skipped, write_skipped
 from jaxpar.data.stream import index as stream_index
-from jaxpar.data.teacher_cache.cache import About, about_to_json, read_about
+from jaxpar.data.teacher_cache import About, about_to_json, read_about
 from jaxpar.memory_checkpoint import client, restoring
 from jaxpar.memory_checkpoint.piece_file import (
     ArrayType,
@@ -46,8 +46,8 @@ from jaxpar.runtime.processes.hosts.generations import End, Generation, Host, Ov
 from jaxpar.stores import folders, lease, objects, shards, steps
 from jaxpar.stores.objects import Altered
 from jaxpar.tools.report import listing
-from jaxpar.tools.report.table_of_runs import found_runs, lines
-from jaxpar.tools.sweeps.folder import SweepFolder
+from jaxpar.tools.report.listing import found_runs, lines
+from jaxpar.tools.sweeps.running import SweepFolder
 from tests.e2e.damage import of_bytes, of_json, of_lines
 from tests.slow import slow
 from tests.tools.report.folders import write_run

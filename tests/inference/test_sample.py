@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.config.config_file import load_config
-from jaxpar.inference import memory, sample
+from jaxpar.inference import load, sample
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.options import Sampling
 from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
@@ -92,10 +92,10 @@ def test_texts_are_kept_with_runs_only(tmp_path):
 
 def test_a_cache_or_weights_larger_than_the_memory_are_refused(monkeypatch):
     cfg = config_for_sampling(load_config("quickstart"))
-    monkeypatch.setattr(memory, "host_memory", lambda: 1 << 20)
+    monkeypatch.setattr(load, "host_memory", lambda: 1 << 20)
     rule = r"--max-tokens = 5000: needs .* GiB per device for the keys and values of 3 x 6,000"
     with pytest.raises(ConfigError, match=rule):
-        memory.check_cache(cfg, 3, 6000, 5000)
-    memory.check_cache(cfg, 1, 2, 1)
+        load.check_cache(cfg, 3, 6000, 5000)
+    load.check_cache(cfg, 1, 2, 1)
     with pytest.raises(ConfigError, match=r"RUN = 'runs/a': has .* GiB of weights in"):
-        memory.check_weights(cfg, "runs/a")
+        load.check_weights(cfg, "runs/a")

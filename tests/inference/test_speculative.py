@@ -10,11 +10,9 @@ import pytest
 
 from jaxpar.config import RopeScaling, replace
 from jaxpar.config.validate import resolve
-from jaxpar.inference import generation
+from jaxpar.inference import generation, speculative
 from jaxpar.inference.options import Sampling
-from jaxpar.inference.speculative import generation as speculative
-from jaxpar.inference.speculative import programs
-from jaxpar.inference.speculative.acceptance import next_chances, num_accepted
+from jaxpar.inference.speculative import next_chances, num_accepted
 from jaxpar.model import decode
 from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
@@ -132,14 +130,14 @@ def test_drafts_are_those_of_the_plain_model():
     """After some rounds, with caches that held rejected drafts, as after the first."""
     cfg, mesh, params, weights = model("latents")
     size = {"slots": 128, "vocab_size": 60}
-    made = programs.make_programs(cfg, mesh, GREEDY, **size)
+    made = speculative.make_programs(cfg, mesh, GREEDY, **size)
     tokens, lengths = generation.padded(PROMPTS)
     rows = made.start(weights, tokens, lengths)
     for _ in range(2):  # of several rounds each
         rows = made.go_on(weights, rows, lengths + 20)
     assert len({int(p) for p in rows.position - lengths}) > 1
     step = jax.shard_map(
-        lambda weights, rows: programs._drafted(
+        lambda weights, rows: speculative._drafted(
             jax.tree.map(lambda a: a[0], weights), rows, cfg, GREEDY, 60
         )[0],
         mesh=mesh,

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxpar.kernels.hopper import capability
+from jaxpar.kernels import platform
 from jaxpar.kernels.platform import Platform
 
 
 @pytest.fixture
 def elementwise_kernels():
     """Skip where XLA compiles the elementwise functions."""
-    if not capability.runs_here():
+    if not platform.Platform.here().runs_elementwise_kernels:
         pytest.skip(f"compute capability {Platform.here().compute_capability}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8
-from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.float8.rounding import WithAmax
 from tests.kernels.test_float8 import FORMATS, example, normal, relative_error, unwritten
 from tests.slow import slow
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import AttentionMask, Choice, api, attention, choose
-from jaxpar.kernels.attention.dispatch.capability import (
+from jaxpar.kernels.attention.capability import (
     CAPABILITIES,
     DETERMINISM_FLAGS,
     make_request,

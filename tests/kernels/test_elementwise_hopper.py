@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
 from jaxpar.kernels import float8, norm, softmax, swiglu
-from jaxpar.kernels.float8 import quantize_transpose
-from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.float8 import rounding
+from jaxpar.kernels.float8.rounding import WithAmax
 from jaxpar.kernels.hopper import quantize_transpose as hopper_quantize
 from jaxpar.kernels.hopper import softmax as hopper_softmax
 from jaxpar.kernels.hopper import swiglu as hopper_swiglu
@@ -217,7 +217,7 @@ def lower(fn, *given):
 @pytest.mark.parametrize(("rows", "columns"), [(32768, 2048), (16384, 14336), (16384, 4096)])
 def test_quantize_lowers(rows, columns, dtype):
     x, scale = shape(rows, columns), shape(dtype=f32)
-    quantize = lambda x, scale: quantize_transpose._by_kernel(x, scale, dtype)  # noqa: E731
+    quantize = lambda x, scale: rounding._by_kernel(x, scale, dtype)  # noqa: E731
     gain = shape(columns, dtype=f32)
     of_rows = shape(rows, 1, dtype=f32)
     for given in (x, norm.Unmaterialized(x, of_rows, gain, of_rows)):
@@ -255,7 +255,7 @@ def every_kernel(x, gate_up, logits, scale):
     hidden, vjp = jax.vjp(lambda a: swiglu.swiglu(a, None), gate_up)
     measured, vjp_measured = jax.vjp(swiglu.swiglu, WithAmax(gate_up, scale), None)
     return (
-        quantize_transpose.quantize_both_ways(x, scale, float8.FORWARD),
+        rounding.quantize_both_ways(x, scale, float8.FORWARD),
         softmax.base_and_sum(logits),
         softmax.exponentials(logits, dtype=logits.dtype),
         (hidden, vjp(hidden)),

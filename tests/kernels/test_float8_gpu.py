@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8, norm
-from jaxpar.kernels.float8 import quantize_transpose, reference
+from jaxpar.kernels.float8 import reference, rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -92,6 +92,6 @@ def test_the_kernel_gives_the_bits_of_xla_for_a_norm(shape):
 
 
 def same_bits_by_kernel_and_xla(x, scale, dtype):
-    wanted = jax.jit(quantize_transpose._by_xla, static_argnums=2)(x, scale, dtype)
-    for a, b in zip(quantize_transpose._by_kernel(x, scale, dtype), wanted, strict=True):
+    wanted = jax.jit(rounding._by_xla, static_argnums=2)(x, scale, dtype)
+    for a, b in zip(rounding._by_kernel(x, scale, dtype), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import order
+from jaxpar.kernels.attention import tiles as order
 from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
-from jaxpar.kernels.attention.order import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
+from jaxpar.kernels.attention.tiles import lanes_at_a_time, tile_and_lane
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
 from tests.slow import slow
 

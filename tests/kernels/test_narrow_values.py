@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import Choice, api, attention, reference
-from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, takes_narrow_values
+from jaxpar.kernels.attention.capability import CAPABILITIES, takes_narrow_values
 from jaxpar.kernels.platform import Platform
 from tests.kernels.cases import Case, check, inputs_of, reference_of
 

@@ -16,8 +16,7 @@ from jaxpar.kernels.recurrence import (
     reference,
     refusal,
 )
-from jaxpar.kernels.recurrence.chunks import Sums, sums_of
-from jaxpar.kernels.recurrence.inverse import unit_lower_inverse
+from jaxpar.kernels.recurrence.chunks import Sums, sums_of, unit_lower_inverse
 from jaxpar.kernels.recurrence.triton import api as triton
 from tests.kernels.recurrences import Case, by_token, errors, inputs_of, run
 from tests.slow import slow

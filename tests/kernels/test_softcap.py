@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import attention, reference
-from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
+from jaxpar.kernels.attention.capability import CAPABILITIES
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.platform import Platform, compiling_for

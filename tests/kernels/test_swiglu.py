@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
-from jaxpar.kernels.float8.amax import WithAmax, without_amax
+from jaxpar.kernels.float8.rounding import WithAmax, without_amax
 from jaxpar.kernels.platform import Platform, compiling_for
 from tests.slow import slow
 

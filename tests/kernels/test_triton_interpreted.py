@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import order
+from jaxpar.kernels.attention import tiles
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
@@ -60,7 +60,7 @@ def test_against_the_reference(case):
 
 def test_one_kv_head_at_a_time(monkeypatch):
     """On a GPU with few multiprocessors, programs of one KV head come before the next one's."""
-    monkeypatch.setattr(order, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", 1)
     forward = dataclasses.replace(FORWARD, heads=1)
     backward = dataclasses.replace(BACKWARD, heads=1, dq_heads=1)
     run(Case(B=2, T=80, H=4, G=2, K=16, dtype="float32"), forward, backward)

@@ -30,8 +30,8 @@ from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.random_pairs import max_segments
 from jaxpar.verification.small_config import steady
+from jaxpar.verification.traces import max_segments
 from tests.slow import slow
 from tests.tiny import TINY
 

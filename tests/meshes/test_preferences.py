@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.forward import make_score_step
 from jaxpar.step.train_step import make_eval_step
-from jaxpar.verification import distances, random_pairs, traces
+from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from jaxpar.verification.small_config import steady
 from tests import weights
@@ -97,7 +97,7 @@ def test_scores_and_held_out_loss(mesh, values, devices):
     cfg, there, devices_of = on_mesh(mesh, values, devices)
     batch, wanted = reference_of(cfg)
     params = weights.init_params(param_specs(cfg.model), there, devices_of)
-    placed, most = traces.shard_batch(batch, there, devices_of), random_pairs.max_segments(cfg)
+    placed, most = traces.shard_batch(batch, there, devices_of), traces.max_segments(cfg)
     found = np.asarray(make_score_step(there, devices_of, most)(params, placed))
     order = order_of(there)
     found = found if order is None else found[:, np.argsort(order)]

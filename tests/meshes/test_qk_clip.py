@@ -17,7 +17,7 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.random_pairs import max_segments
+from jaxpar.verification.traces import max_segments
 from tests import weights
 from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
 from tests.slow import slow

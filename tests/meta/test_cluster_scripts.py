@@ -21,7 +21,7 @@ from jaxpar.config import Config
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes import rendezvous
-from jaxpar.tools.sweeps.slurm import job_array
+from jaxpar.tools.sweeps.command import job_array
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"

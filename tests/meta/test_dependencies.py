@@ -27,14 +27,14 @@ IF_THERE = {"peft", "torch", "transformers"}
 NOT_IMPORTED = {"safetensors"}
 
 #: PyTorch code, for users of `convert to-torch`.
-TORCH = ROOT / "jaxpar" / "convert" / "torch_model"
+TORCH = ROOT / "jaxpar" / "convert" / "torch_model.py"
 
 
 @functools.cache
 def imported() -> set[str]:
     """The packages that the package imports, wherever in a file."""
     found = set[str]()
-    for file in sorted(set((ROOT / "jaxpar").rglob("*.py")) - set(TORCH.rglob("*.py"))):
+    for file in sorted(set((ROOT / "jaxpar").rglob("*.py")) - {TORCH}):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             match node:
                 case ast.Import(names=names):

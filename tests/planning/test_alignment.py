@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.planning.alignment import alignment_hints
+from jaxpar.planning.startup import alignment_hints
 
 ALIGNED = {"model.d_model": 4096, "model.d_ff": 14336, "model.vocab_size": 128256}
 

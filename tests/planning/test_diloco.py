@@ -6,7 +6,7 @@ import pytest
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.planning.fixed import read_fixed
+from jaxpar.planning.fields import read_fixed
 from jaxpar.planning.predict.communication import Cluster, traffic_of
 from jaxpar.planning.predict.hardware import H200, NETWORKS
 from jaxpar.planning.predict.shard import shard_of, state_bytes

@@ -9,7 +9,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.planning import fit
+from jaxpar.planning import startup
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.training import first_run, start
 
@@ -19,7 +19,7 @@ GIB = 1 << 30
 def test_llama3_8b_on_a_host_of_24_gib_without_a_gpu():
     cfg = resolve(load_config("llama3_8b"), 1)
     with pytest.raises(ConfigError) as caught:
-        fit.check_host(cfg, 1, 24 * GIB)
+        startup.check_host(cfg, 1, 24 * GIB)
     said = str(caught.value)
     assert said.startswith("model = '8,030,261,248 parameters': needs ")
     assert "GiB of memory for 1 CPU device (weights 29.9, optimizer 59.8, " in said
@@ -29,22 +29,24 @@ def test_llama3_8b_on_a_host_of_24_gib_without_a_gpu():
 def test_what_fits_is_not_refused():
     cfg = resolve(load_config("quickstart"), 1)
     needed = int(memory_of(cfg, on_reference=True).total)
-    fit.check_host(cfg, 1, needed)
+    startup.check_host(cfg, 1, needed)
     with pytest.raises(ConfigError, match=r"needs .* for 2 CPU devices"):
-        fit.check_host(cfg, 2, 2 * needed - 1)
+        startup.check_host(cfg, 2, 2 * needed - 1)
 
 
 def test_a_step_that_is_too_large_for_a_small_model():
     cfg = resolve(replace(load_config("quickstart"), **{"train.global_batch_size": 1 << 20}), 1)
     with pytest.raises(ConfigError, match=r"Fix: take smaller steps, with a smaller --train\.glob"):
-        fit.check_host(cfg, 1, 24 * GIB)
+        startup.check_host(cfg, 1, 24 * GIB)
 
 
 def test_all_devices_and_processes_of_a_host_count(devices, monkeypatch):
     asked = []
-    monkeypatch.setattr(fit, "check_host", lambda cfg, count, there: asked.append((count, there)))
-    monkeypatch.setattr(fit, "host_memory", lambda: 7)
-    assert fit.check_fits(Config(), processes=2) == ""
+    monkeypatch.setattr(
+        startup, "check_host", lambda cfg, count, there: asked.append((count, there))
+    )
+    monkeypatch.setattr(startup, "host_memory", lambda: 7)
+    assert startup.check_fits(Config(), processes=2) == ""
     assert asked == [(2 * jax.local_device_count(), 7)]
 
 
@@ -55,16 +57,16 @@ def test_a_gpu_gets_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     monkeypatch.setattr(jax, "local_device_count", lambda: 8)
     stats = {"bytes_limit": int(limit)}
-    assert fit.check_fits(cfg) == "" or limit > int(limit)
+    assert startup.check_fits(cfg) == "" or limit > int(limit)
     stats = {"bytes_limit": int(limit / 2)}
-    assert "GiB, but a device (NVIDIA H200) has" in fit.check_fits(cfg)
+    assert "GiB, but a device (NVIDIA H200) has" in startup.check_fits(cfg)
     stats = None
-    assert fit.check_fits(cfg) == ""
+    assert startup.check_fits(cfg) == ""
 
 
 def test_train_refuses_it_and_writes_nothing(devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fit, "host_memory", lambda: 1 << 20)
+    monkeypatch.setattr(startup, "host_memory", lambda: 1 << 20)
     cfg = read_config(["quickstart"])
     for work in (first_run.prepare_quickstart, start.checked):
         with pytest.raises(ConfigError, match=r"but this host or container has 0\.0 GiB"):

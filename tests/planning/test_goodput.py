@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.planning import goodput
+from jaxpar.planning import questions
 
 
 @pytest.mark.parametrize(
@@ -23,18 +23,18 @@ def test_the_formula_is_the_mean_of_random_failures(hours, interval, blocking):
             need = restart + interval + blocking
         total += need
     simulated = segments * interval / total
-    assert goodput.expected(interval, blocking, restart, between) == pytest.approx(
+    assert questions.expected_goodput(interval, blocking, restart, between) == pytest.approx(
         simulated, rel=0.01
     )
 
 
 def test_the_best_interval_wastes_the_least():
-    best = goodput.daly(20, 3 * 3600)
-    share = lambda seconds: goodput.expected(seconds, 20, 300, 3 * 3600)  # noqa: E731
+    best = questions.best_interval(20, 3 * 3600)
+    share = lambda seconds: questions.expected_goodput(seconds, 20, 300, 3 * 3600)  # noqa: E731
     assert share(best) >= max(share(0.9 * best), share(1.1 * best))
     assert best == pytest.approx((2 * 20 * 3 * 3600) ** 0.5, rel=0.05), "Young's"
-    assert goodput.daly(1e6, 10.0) == 10.0
-    assert goodput.expected(10.0, 1e6, 1e9, 10.0) == 0.0
+    assert questions.best_interval(1e6, 10.0) == 10.0
+    assert questions.expected_goodput(10.0, 1e6, 1e9, 10.0) == 0.0
 
 
 def test_the_answer(capsys):
@@ -45,7 +45,7 @@ def test_the_answer(capsys):
     assert call("plan", ["--goodput", "--gpus", "8", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seconds_between_failures"] == 3_600_000
-    assert found["seconds_between_saves"] == pytest.approx(goodput.daly(20, 3.6e6))
+    assert found["seconds_between_saves"] == pytest.approx(questions.best_interval(20, 3.6e6))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.planning.budget import counts_of_gpus
 from jaxpar.planning.layouts import describe, divisors, legal_layouts, meshes, values_of
+from jaxpar.planning.questions import counts_of_gpus
 from jaxpar.verification import small_config
 
 #: Odd numbers, so that many rules refuse something.

@@ -14,10 +14,10 @@ from jaxpar.config import Config, ConfigError, RopeScaling, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.validate import resolve
-from jaxpar.planning import compiling, override
-from jaxpar.planning.forecast import forecast, forecast_here
+from jaxpar.planning import compiling, fields
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GPUS, NETWORKS, HardwareFigure, gpu_of_kind
+from jaxpar.planning.startup import forecast, forecast_here
 from jaxpar.runtime import stages
 from jaxpar.runtime.gpus.peaks import peak_flops
 from tests.slow import slow
@@ -107,9 +107,9 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
 
 def test_a_section_that_is_turned_off_stays_so():
     on = replace(Config(), **{"model.rope_scaling": RopeScaling(), "model.sliding_window": 8})
-    found = override.changes(on, Config())
+    found = fields.changes(on, Config())
     assert found == {"model.sliding_window": None, "model.rope_scaling": None}
-    _, _, _, _, *rest = override.command_line("quickstart", on, Config()).split()
+    _, _, _, _, *rest = fields.command_line("quickstart", on, Config()).split()
     assert parse_overrides(on, rest) == Config()
 
 
@@ -272,7 +272,7 @@ def test_compiling_confirms_the_prediction(capsys):
 
 
 def test_a_config_without_changes_is_itself():
-    assert override.changes(Config(), Config()) == {}
+    assert fields.changes(Config(), Config()) == {}
 
 
 @pytest.mark.slow

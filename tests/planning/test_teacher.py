@@ -11,12 +11,12 @@ from jaxpar.config.config_file import load_config
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.model.flops import num_matmul_params, num_params
-from jaxpar.planning.fit import check_host
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GPUS, NETWORKS
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.time import step_time
 from jaxpar.planning.ranking import make_plan
+from jaxpar.planning.startup import check_host
 
 CLUSTER = Cluster(GPUS["h200"], NETWORKS["ib400"], 8, 8)
 

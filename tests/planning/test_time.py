@@ -9,7 +9,6 @@ from jaxpar.config.command_line import load_config, read_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
-from jaxpar.planning.forecast import forecast
 from jaxpar.planning.predict.communication import Cluster, ring_bandwidth, span, traffic_of
 from jaxpar.planning.predict.compute import (
     elementwise_rate,
@@ -22,6 +21,7 @@ from jaxpar.planning.predict.memory import memory_of, on_host_per_token
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.planning.predict.time import step_time
 from jaxpar.planning.ranking import make_plan, predict
+from jaxpar.planning.startup import forecast
 from scripts.docs import calibration
 
 BASE = load_config("llama3_8b")

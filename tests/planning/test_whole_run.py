@@ -9,11 +9,10 @@ from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.config.validate import resolve
-from jaxpar.planning.budget import cost_of
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import H200, NETWORKS
+from jaxpar.planning.questions import cost_of, parts_of
 from jaxpar.planning.ranking import predict
-from jaxpar.planning.whole_run import parts_of
 
 FIELDS = {
     "train.num_steps": 300,

@@ -12,7 +12,7 @@ import pytest
 from jaxpar.config import Config, ConfigError, RunConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import xla_flag_table
-from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.kernels.attention.capability import xla_is_deterministic
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled

@@ -11,7 +11,7 @@ from flax import traverse_util
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
-from jaxpar.kernels.hopper.capability import runs_here
+from jaxpar.kernels.platform import Platform
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -162,7 +162,7 @@ def test_the_step_learns_a_batch_by_heart():
 
 
 def test_a_wide_model_takes_all_kernels():
-    if not runs_here():
+    if not Platform.here().runs_elementwise_kernels:
         pytest.skip("older GPUs leave them to XLA")
     cfg = resolve(WIDE, jax.device_count())
     mesh = make_mesh(cfg.parallel)

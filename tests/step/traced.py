@@ -9,15 +9,13 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.inference import generation, scoring
-from jaxpar.inference.speculative import programs as speculative
+from jaxpar.inference import generation, harness_requests, speculative
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.diloco import outer
 from jaxpar.step.forward import make_score_step, make_teacher_step
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from jaxpar.verification.random_pairs import max_segments
-from jaxpar.verification.traces import random_batch, shard_batch
+from jaxpar.verification.traces import max_segments, random_batch, shard_batch
 
 #: Devices of a mesh, but for text generation.
 DEVICES = 8
@@ -111,7 +109,7 @@ def _tokens(cfg: Config, tensor: int = 1, modules: bool = False) -> Any:
 
 def _scoring(cfg: Config, tensor: int) -> Any:
     cfg, mesh, _, weights = _sampling(cfg, tensor)
-    return scoring.make_scores(cfg, mesh, VOCABULARY).trace(
+    return harness_requests.make_scores(cfg, mesh, VOCABULARY).trace(
         weights, jax.ShapeDtypeStruct((ROWS, PROMPT + 1), jnp.int32)
     )
 

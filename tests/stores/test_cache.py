@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from jaxpar.config import ConfigError
+from jaxpar.data import stored as stored_folder
 from jaxpar.data.sources import open_sources
-from jaxpar.data.stored import folder as stored_folder
 from jaxpar.stores import cache
 from jaxpar.stores.cache import ObjectDamaged, PartCache
 from tests.another_user import as_another_user, open_folder

@@ -9,11 +9,11 @@ import pytest
 
 from jaxpar.checkpoint import inspection as stored_checkpoints
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.data import stored as stored_folder
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import open_sources
-from jaxpar.data.stored import folder as stored_folder
-from jaxpar.data.stored.writing import whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.stores import objects as objects_room
 from jaxpar.stores import steps

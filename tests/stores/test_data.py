@@ -15,13 +15,13 @@ import pytest
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
+from jaxpar.data import stored as stored_folder
 from jaxpar.data.formats.meta import META_FILE
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
-from jaxpar.data.stored import folder as stored_folder
-from jaxpar.data.stored.writing import whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
 from jaxpar.stores import cache, folders
@@ -36,8 +36,7 @@ LENGTH = 32
 def small_parts(monkeypatch: pytest.MonkeyPatch):
     """Parts of 512 bytes; no dataset stays open."""
     monkeypatch.setattr(cache, "PART_BYTES", 512)
-    monkeypatch.setattr("jaxpar.data.stored.array.PART_BYTES", 512)
-    monkeypatch.setattr("jaxpar.data.stored.writing.PART_BYTES", 512)
+    monkeypatch.setattr("jaxpar.data.stored.PART_BYTES", 512)
     yield
     stored_folder.close_all()
 
@@ -291,11 +290,10 @@ def test_two_processes_share_the_cache(made, data, monkeypatch, s3, here):
 import numpy as np
 from jaxpar.config import Config, replace
 from jaxpar.data.sources import open_sources
-from jaxpar.stores import cached
-cached.PART_BYTES = 512
-import jaxpar.data.stored.array, jaxpar.data.stored.writing
-jaxpar.data.stored.array.PART_BYTES = jaxpar.data.stored.writing.PART_BYTES = 512
-cached.CachedObject.fetch_all = lambda self, first=0: None
+from jaxpar.stores import cache
+import jaxpar.data.stored
+cache.PART_BYTES = jaxpar.data.stored.PART_BYTES = 512
+cache.CachedObject.fetch_all = lambda self, first=0: None
 (source,) = open_sources(replace(Config(), **{{"data.path": {str(data)!r}}}), "train")
 print(source.dataset.tokens[:].astype(np.int64).sum())
 """

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.checkpoint import inspection
 from jaxpar.config import ConfigError
-from jaxpar.data.stored.writing import whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.runtime import exit_codes
 from jaxpar.stores import steps
 from jaxpar.stores.folders import new_folder_at

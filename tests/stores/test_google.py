@@ -88,14 +88,14 @@ def test_a_run_goes_there_and_back(address, tmp_path, monkeypatch):
 
 
 def test_a_dataset_is_read_from_there(address, tmp_path):
+    from jaxpar.data import stored
     from jaxpar.data.options import PrepareOptions
     from jaxpar.data.prepare.text import prepare
     from jaxpar.data.sources import open_sources
-    from jaxpar.data.stored import folder
 
     (tmp_path / "text.txt").write_text("the quick fox " * 500)
     at = str(address._replace(prefix="data"))
     prepare(PrepareOptions(input=(str(tmp_path / "text.txt"),), output=at, holdout=0.0))
     tokens = open_sources(replace(Config(), **{"data.path": at}), "train")[0].dataset.tokens
     assert bytes(tokens[:-1].astype("u1")) == b"the quick fox " * 500
-    folder.close_all()
+    stored.close_all()

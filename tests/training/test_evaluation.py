@@ -22,8 +22,8 @@ from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.inference.evaluate import text_loss
 from jaxpar.inference.load import load, load_params_of
-from jaxpar.inference.text_loss import text_loss
 from jaxpar.model.plain import decoder
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.batch import IGNORED

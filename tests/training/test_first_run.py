@@ -12,7 +12,6 @@ from jaxpar.commands import call
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.samples import read_samples
-from jaxpar.training import first_run
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64
@@ -34,7 +33,7 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
         little = dataclasses.replace(options, input=(str(text_file),), holdout=0.2)
         return prepare(little, progress)
 
-    monkeypatch.setattr(first_run, "prepare", prepare_little)
+    monkeypatch.setattr("jaxpar.data.prepare.text.prepare", prepare_little)
 
     def run(*args: str):
         capsys.readouterr()

@@ -14,7 +14,7 @@ from jaxpar.checkpoint.branching import branch
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.values import to_values
-from jaxpar.data.teacher_cache import cache
+from jaxpar.data import teacher_cache
 from jaxpar.runtime.processes import peers
 from jaxpar.step.state import init_state
 from jaxpar.training import chosen, frozen, initial_weights
@@ -152,7 +152,7 @@ def test_another_process_says_what_it_sees(other, finished):
 
 
 def about_of(other, step):
-    return cache.About(
+    return teacher_cache.About(
         teacher=chosen.digest(other, step),
         teacher_name=f"{other}, step {step}",
         **{"sources": ("",), "sequences": (1,), "seq_len": 1, "document_mask": True},
@@ -164,7 +164,7 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     about = about_of(other, 40)
-    (folder / cache.ABOUT_FILE).write_text(cache.about_to_json(about))
+    (folder / teacher_cache.ABOUT_FILE).write_text(teacher_cache.about_to_json(about))
     live, cached = (
         config(f"--{TEACHER}", other),
         config(f"--{TEACHER}", other, "--distill.cache", folder),
@@ -181,7 +181,7 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
     assert choose(cached, saved)[TEACHER].weights == about.teacher
     with pytest.raises(ConfigError, match="has other weights than"):
         choose(cached, None)
-    (folder / cache.ABOUT_FILE).write_text(cache.about_to_json(about_of(other, 80)))
+    (folder / teacher_cache.ABOUT_FILE).write_text(teacher_cache.about_to_json(about_of(other, 80)))
     with pytest.raises(ConfigError, match=r"distill.cache = .*learned from other weights so far"):
         choose(cached, saved)
 

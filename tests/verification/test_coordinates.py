@@ -8,10 +8,18 @@ from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates.activations import KINDS, ActivationSizes, measure
-from jaxpar.verification.coordinates.command import widths_of
-from jaxpar.verification.coordinates.growth import Growth, growth, table, verdicts
-from jaxpar.verification.coordinates.wider import prepared, widened
+from jaxpar.verification.coordinates import (
+    KINDS,
+    ActivationSizes,
+    Growth,
+    growth,
+    measure,
+    prepared,
+    table,
+    verdicts,
+    widened,
+    widths_of,
+)
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")

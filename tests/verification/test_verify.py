@@ -19,7 +19,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import links, train_step
 from jaxpar.verification import command, distances, small_config, traces
 from jaxpar.verification import meshes as verification_meshes
-from jaxpar.verification.rounding import rounding_errors
+from jaxpar.verification.distances import rounding_errors
 
 #: As little as `--shrink` and overrides leave.
 TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size", "32"]

@@ -162,7 +162,7 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 
 
 def attention(cfg: Config) -> None:
-    """Check what `jaxpar/kernels/attention/dispatch/capability.py` declares for each kernel,
+    """Check what `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
     m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
     auto, name = flag(path, "auto"), m.attention_backend

@@ -13,7 +13,6 @@ from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
-from jaxpar.convert.carried_files import copy_carried
 from jaxpar.convert.hf import tokenizer
 from jaxpar.convert.hf.chat_format import is_imported
 from jaxpar.convert.hf.config import (
@@ -28,7 +27,7 @@ from jaxpar.convert.hf.config import (
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.folder import check_tensors, create_tensors, find_tensors
+from jaxpar.convert.hf.folder import check_tensors, copy_carried, create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
     Sizes,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -236,3 +237,14 @@ def create_tensors(
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return stored
+
+
+# --------------- The files that come with published weights: config, tokenizer, generation settings
+
+
+def copy_carried(folder: Path, to: Path) -> None:
+    """Copy the files that come with weights: config, tokenizer, generation settings."""
+    to.mkdir(exist_ok=True)
+    for name in CARRIED_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)

@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.convert.megatron.pickle_tree import (
+from jaxpar.convert.megatron.torch_zip import (
     MAX_BYTES,
     Built,
+    Span,
     UnreadablePickle,
+    open_tensor,
+    read_object,
     read_pickle,
 )
-from jaxpar.convert.megatron.torch_zip import Span, open_tensor, read_object
 from jaxpar.convert.safetensors_file import DTYPES
 from jaxpar.sharding.grid import Box, extent, intersection, volume, within
 

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.data.formats.compressed import READ_BYTES, import_pyarrow
+from jaxpar.data.formats.compressed import (
+    READ_BYTES,
+    BadRow,
+    bad_row,
+    import_pyarrow,
+    input_error,
+    valid_text,
+)
 from jaxpar.data.formats.readers import ROW, Piece, ReadOptions, Record, cut
-from jaxpar.data.formats.rows import BadRow, bad_row, input_error, valid_text
 
 #: RowCounts to read from Parquet at a time.
 BATCH_ROWS = 256

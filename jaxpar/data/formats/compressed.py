@@ -1,4 +1,4 @@
-"""Opens files that may be compressed, by the ending of their names."""
+"""Rows of files of text: read, counted, refused; and what is compressed, decompressed."""
 
 import bz2
 import gzip
@@ -6,13 +6,145 @@ import io
 import lzma
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Final, cast
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.rows import input_error
+from jaxpar.runtime.units import size
+
+# ----------------------------- Errors of input files and their rows, and counts of what is not read
+
+
+#: Maximum bytes of a line of JSON Lines, and characters of a document that is in memory at once: a
+#: value of a table, or a text between separators. A small compressed file can contain a line of
+#: gigabytes.
+MAX_LINE_BYTES = MAX_DOCUMENT_CHARS = 1 << 26
+
+#: The values of `--on-bad-row`.
+ERROR: Final = "error"
+SKIP: Final = "skip"
+
+#: Kinds of files that a line names. The others are summed.
+NAMED_KINDS = 6
+
+
+class BadRow(ConfigError):
+    """A row that cannot be a document: `--on-bad-row skip` leaves it out."""
+
+
+def input_error(where: str, rule: str, fix: str) -> ConfigError:
+    """Return the error for a place in an input file that ends the command."""
+    return ConfigError("--input", where, rule, fix)
+
+
+def bad_row(where: str, rule: str, fix: str) -> BadRow:
+    """Return the error for a row of an input file."""
+    return BadRow("--input", where, rule, f"{fix}; or leave out such rows: --on-bad-row {SKIP}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file or folder that the system does not let this process read.
+
+    Raises:   ConfigError in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        where, why = error.filename or path, error.strerror or error
+        fix = "check the file and its permissions"
+        raise input_error(str(where), f"cannot be read: {why}", fix) from error
+
+
+class Kinds:
+    """Counts files, or members of archives, by kind."""
+
+    def __init__(self) -> None:
+        self.counts, self.sizes = Counter[str](), Counter[str]()
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """Count a file."""
+        self.counts[kind] += 1
+        self.sizes[kind] += num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return self.sizes.total()
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
+    def __str__(self) -> str:
+        """Return the kinds, the largest first: "3 .png (1.2 MB), 1 .md (310 bytes)"."""
+        kinds = sorted(self.counts, key=lambda kind: (-self.sizes[kind], kind))
+        named = kinds[:NAMED_KINDS]
+        if others := kinds[NAMED_KINDS:]:
+            named.append("of other kinds")
+            self.counts[named[-1]] = sum(self.counts[kind] for kind in others)
+            self.sizes[named[-1]] = sum(self.sizes[kind] for kind in others)
+        return ", ".join(f"{self.counts[k]:,} {k} ({size(self.sizes[k])})" for k in named)
+
+
+class RowCounts:
+    """The rows of an input that are not documents, and the members of archives not read."""
+
+    def __init__(self, on_bad: str = ERROR):
+        """Args:     on_bad: ERROR or SKIP."""
+        self.skips = on_bad == SKIP
+        self.num_good = self.num_bad = self.num_blank = 0
+        #: File, line and reason of the first bad row.
+        self.first_bad = ""
+        #: Members of tar files by the file's path.
+        self.members: dict[Path, Kinds] = {}
+
+    def bad(self, error: BadRow) -> None:
+        """Count a row that is left out. Raises:   the error, unless such rows are skipped."""
+        if not self.skips:
+            raise error
+        self.first_bad = self.first_bad or f"{error.value} {error.rule}"
+        self.num_bad += 1
+
+    def check(self, inputs: str) -> None:
+        """Check that not all rows are bad. Raises:   ConfigError, with the first one."""
+        if self.num_bad and not self.num_good:
+            rule = f"has only bad rows, {self.num_bad:,}; the first: {self.first_bad}"
+            fix = "correct the options that name its fields, or use other files"
+            raise input_error(inputs, rule, fix)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line about each kind of row that was left out."""
+        if self.num_bad:
+            yield f"bad rows left out: {self.num_bad:,}; the first: {self.first_bad}"
+        if self.num_blank:
+            yield f"documents without visible characters left out: {self.num_blank:,}"
+        for path, members in self.members.items():
+            if members:
+                yield f"{path}: members not read: {members}"
+
+
+def valid_text(
+    value: Any, where: str, what: str, fix: str = "remove it, or use --text-field"
+) -> str:
+    """Return the value if it is text that can be encoded as UTF-8; otherwise raise BadRow."""
+    if not isinstance(value, str):
+        raise bad_row(where, f"{what} must be text, not {type(value).__name__}", fix)
+    if len(value) > MAX_DOCUMENT_CHARS:
+        rule = f"{what} is longer than {MAX_DOCUMENT_CHARS:,} characters"
+        raise bad_row(where, rule, "split the document, or remove it")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can contain half of a surrogate pair, which is not a character.
+        raise bad_row(where, f"{what} is not Unicode ({error})", "repair or remove it") from error
+    return value
+
+
+# --------------------------------- Opens files that may be compressed, by the ending of their names
+
 
 #: Compressed bytes to read at a time.
 READ_BYTES = 1 << 20

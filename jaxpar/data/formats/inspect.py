@@ -21,8 +21,7 @@ from jaxpar.data.formats.meta import (
 from jaxpar.data.formats.token_file import Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.options import InspectOptions
-from jaxpar.data.sources import check_made_by, find_file, open_tokens
-from jaxpar.data.stored.folder import local
+from jaxpar.data.sources import check_made_by, find_file, local, open_tokens
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.units import size

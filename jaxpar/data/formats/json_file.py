@@ -9,11 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxpar.data.formats.compressed import READ_BYTES, decompressed
-from jaxpar.data.formats.rows import (
+from jaxpar.data.formats.compressed import (
     MAX_LINE_BYTES,
+    READ_BYTES,
     RowCounts,
     bad_row,
+    decompressed,
     input_error,
     valid_text,
 )

@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxpar.data.formats.compressed import READ_BYTES, decompressed
+from jaxpar.data.formats.compressed import (
+    MAX_DOCUMENT_CHARS,
+    READ_BYTES,
+    BadRow,
+    RowCounts,
+    bad_row,
+    decompressed,
+    input_error,
+)
 from jaxpar.data.formats.json_file import json_records, json_text
-from jaxpar.data.formats.rows import MAX_DOCUMENT_CHARS, BadRow, RowCounts, bad_row, input_error
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20

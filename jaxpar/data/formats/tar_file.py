@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxpar.data.formats.compressed import MAX_LINE_BYTES, BadRow, Kinds, bad_row, input_error
 from jaxpar.data.formats.json_file import json_text
-from jaxpar.data.formats.readers import (
-    JSON_OBJECT,
-    TEXT,
-    Piece,
-    ReadOptions,
-    Record,
-    cut,
-    in_bytes,
-)
-from jaxpar.data.formats.rows import MAX_LINE_BYTES, BadRow, Kinds, bad_row, input_error
+from jaxpar.data.formats.readers import JSON_OBJECT, TEXT, Piece, ReadOptions, Record, cut, in_bytes
 from jaxpar.runtime.units import size
 
 #: The members that hold a sample's text, the first that is there.

@@ -1,9 +1,11 @@
 """Memory-mapped splits of dataset folders, which open without reading the tokens."""
 
+import abc
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +25,46 @@ from jaxpar.data.formats.meta import (
     targets_file,
     tokens_file,
 )
-from jaxpar.data.stored.array import StoredArray
-from jaxpar.data.stored.folder import opened
-from jaxpar.data.stream.tokens import StreamedTokens
+
+if TYPE_CHECKING:
+    from jaxpar.data.stored import StoredFolder
+
+#: Datasets of stores that this process has opened, by the folder of the copy of their small files.
+STORED: "dict[Path, StoredFolder]" = {}
+
+
+class WindowedArray(abc.ABC):
+    """Integers [N] that are not in memory. A slice is an array, and is read as one stretch."""
+
+    dtype: np.dtype
+    _length: int
+
+    @abc.abstractmethod
+    def place(self, token: int) -> str:
+        """Return the place of an element, for an error."""
+
+    @abc.abstractmethod
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return stretches of the array: [N, length].
+
+        Args:     starts: int64 [N]; start + length is at most the length of the array.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._length * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: int | slice) -> np.ndarray:
+        if not isinstance(key, slice):
+            return self.windows(np.array([range(self._length)[key]]), 1)[0, 0]
+        first, end, step = key.indices(self._length)
+        found: np.ndarray = self.windows(np.array([first]), max(end - first, 0))[0, ::step]
+        return found
+
 
 #: Documents to check for a common beginning.
 LOOKED_AT = 16
@@ -45,7 +84,7 @@ class TokenDataset:
     """One more than the largest token id that may occur."""
     fingerprint: str
     """Identity of the data, independent of its location."""
-    tokens: "np.ndarray | StreamedTokens | StoredArray"
+    tokens: "np.ndarray | WindowedArray"
     """Unsigned or signed integers [num_tokens], memory-mapped; or tokenized, or read from a store,
     when they are needed."""
     document_offsets: np.ndarray
@@ -55,7 +94,7 @@ class TokenDataset:
     header_bytes: int = 0
     meta: Meta | None = None
     """Contents of meta.json, in a folder that has it."""
-    targets: "np.ndarray | StoredArray | None" = None
+    targets: "np.ndarray | WindowedArray | None" = None
     """uint8 [num_tokens], like tokens: 1 for tokens in the loss. None: all tokens."""
     knows_documents: bool = True
     """Whether documents are marked. If not, all tokens are one document."""
@@ -83,8 +122,10 @@ class TokenDataset:
         streamed = (folder / STREAM_FILE).is_file()
         known = None if streamed else _map_tokens(folder, split, meta)
         offsets = _map_offsets(folder, split, sizes)
-        tokens: np.ndarray | StreamedTokens | StoredArray
+        tokens: np.ndarray | WindowedArray
         if known is None:
+            from jaxpar.data.stream.tokens import StreamedTokens
+
             tokens = StreamedTokens.open(folder, split, meta, workers, offsets)
         else:
             tokens = known
@@ -99,14 +140,14 @@ class TokenDataset:
             meta=meta,
             targets=_map_targets(folder, split, sizes),
         )
-        if opened(folder) is not None:  # perhaps copied by another program, or through a proxy
+        if folder in STORED:  # perhaps copied by another program, or through a proxy
             found.check_offsets()
         return found
 
     @property
     def name(self) -> str:
         """Where the data is, for a person: a path, or an address."""
-        stored = opened(self.path)
+        stored = STORED.get(self.path)
         return str(self.path) if stored is None else str(stored.address)
 
     @property
@@ -163,19 +204,17 @@ class TokenDataset:
         return f"token {token:,} of {self.file} (byte {at:,})"
 
 
-def windows(
-    values: np.ndarray | StreamedTokens | StoredArray, starts: np.ndarray, length: int
-) -> np.ndarray:
+def windows(values: np.ndarray | WindowedArray, starts: np.ndarray, length: int) -> np.ndarray:
     """Return stretches of an array: int32 [N, length]."""
     if not isinstance(values, np.ndarray):
         return values.windows(starts, length).astype(np.int32)
     return np.stack([values[start : start + length] for start in starts]).astype(np.int32)
 
 
-def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray | StoredArray:
+def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray | WindowedArray:
     path, dtype = folder / tokens_file(split), np.dtype(meta.dtype).newbyteorder("<")
     expected = meta.splits[split].num_tokens * dtype.itemsize
-    if stored := opened(folder):
+    if stored := STORED.get(folder):
         return stored.array(path.name, dtype, expected, meta.splits[split].sha256)
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
@@ -184,11 +223,11 @@ def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray | StoredArra
     return np.memmap(path, dtype, mode="r")
 
 
-def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | StoredArray | None:
+def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | WindowedArray | None:
     if not sizes.targets_sha256:
         return None
     path = folder / targets_file(split)
-    if stored := opened(folder):
+    if stored := STORED.get(folder):
         of = np.dtype(np.uint8), sizes.num_tokens, sizes.targets_sha256
         return stored.array(path.name, *of)
     found = path.stat().st_size if path.is_file() else None

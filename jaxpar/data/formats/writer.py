@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path, is_address
+from jaxpar.data.formats.compressed import RowCounts
 from jaxpar.data.formats.meta import (
     DATASET_FILES,
     META_FILE,
@@ -24,8 +25,7 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 from jaxpar.data.formats.readers import Piece
-from jaxpar.data.formats.rows import RowCounts
-from jaxpar.data.stored.writing import whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.files import atomic
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.data.formats.rows import bad_row, valid_text
+from jaxpar.data.formats.compressed import bad_row, valid_text
 from jaxpar.data.prepare.chat import ASSISTANT, ChatEncoder, Conversation, checked
 
 SYSTEM = "system"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.compressed import BadRow, RowCounts, reading
 from jaxpar.data.formats.json_file import json_records
 from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
-from jaxpar.data.formats.rows import BadRow, RowCounts, reading
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.options import PrepareChatOptions, PreparePairsOptions
 from jaxpar.data.prepare.chat import ChatEncoder, Conversation, check_messages

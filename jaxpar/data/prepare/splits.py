@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.compressed import RowCounts
 from jaxpar.data.formats.meta import TEST, TRAIN, VAL, SplitMeta
 from jaxpar.data.formats.readers import Piece
-from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.options import HOLDOUT
 
 #: Documents to look at for one in each split. A share of 0.001 of this many has one.

@@ -6,32 +6,92 @@ The result depends only on the documents and the options, not on the number of w
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.options import check_ranges
+from jaxpar.data.formats.compressed import RowCounts
 from jaxpar.data.formats.meta import TRAIN, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
-from jaxpar.data.formats.rows import RowCounts
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_pieces
-from jaxpar.data.prepare.encode import encode_pieces
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import (
     Borders,
+    SplitPiece,
     assign_splits,
     check_no_split_is_empty,
     in_words,
     shares_of,
     text_borders,
 )
-from jaxpar.data.stream.cutting import cut_text, one_part
-from jaxpar.data.stream.writing import IndexWriter, begin_index, finish_index
-from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
+from jaxpar.data.stream.writing import IndexWriter, begin_index, cut_text, finish_index, one_part
+from jaxpar.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    one_thread_per_call,
+    open_tokenizer,
+    train_bpe,
+)
 from jaxpar.runtime.units import size
+
+# --------------------------------- Encode pieces of text in threads, in order and in bounded memory
+
+
+def encode_pieces[Result](
+    pieces: Iterable[SplitPiece],
+    tokenizer: Tokenizer,
+    workers: int,
+    finish: Callable[[str, np.ndarray], Result],
+) -> Iterator[tuple[SplitPiece, Result]]:
+    """Yield the pieces with their token ids in order, at most two batches per thread ahead.
+
+    Threads are enough, since encoders release the GIL. Unlike processes, they do not import the
+    caller's main module again, and do not hang when one of them dies.
+
+    Args:     workers: number of threads. finish: called in a thread with the text of a piece and
+              its ids, int32 [tokens].
+    Returns:  pairs of a piece and what `finish` returns.
+    """
+
+    def encode(batch: list[SplitPiece]) -> list[tuple[SplitPiece, Result]]:
+        texts = [split_piece.piece.text for split_piece in batch]
+        ids = tokenizer.encode_batch(texts)
+        return list(zip(batch, map(finish, texts, ids), strict=True))
+
+    waiting: deque[Future[list[tuple[SplitPiece, Result]]]] = deque()
+    with one_thread_per_call():
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+        try:
+            for batch in _batches(pieces):
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _batches(pieces: Iterable[SplitPiece]) -> Iterator[list[SplitPiece]]:
+    batch: list[SplitPiece] = []
+    num_chars = 0
+    for split_piece in pieces:
+        batch.append(split_piece)
+        num_chars += len(split_piece.piece.text)
+        if num_chars >= PIECE_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"

@@ -18,7 +18,7 @@ from msgspec import Struct
 from jaxpar.config import ConfigError, declared
 from jaxpar.config.declared import Count, Name
 from jaxpar.data.formats.meta import FRAMES_FILE, STREAM_FILE, parts_file, starts_file
-from jaxpar.data.formats.remembered import sampled_hash
+from jaxpar.data.formats.token_file import sampled_hash
 
 FORMAT: Literal["jaxpar-stream"] = "jaxpar-stream"
 VERSION = 1

@@ -9,10 +9,9 @@ from typing import BinaryIO
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.paths import check_path
-from jaxpar.data.formats.compressed import import_pyarrow
+from jaxpar.data.formats.compressed import RowCounts, import_pyarrow, input_error, reading
 from jaxpar.data.formats.json_file import json_texts
 from jaxpar.data.formats.readers import ReadOptions, read_jsonl, read_text
-from jaxpar.data.formats.rows import RowCounts, input_error, reading
 from jaxpar.data.options import ReframeOptions
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, kind_of
 from jaxpar.data.prepare.progress import PreparationProgress

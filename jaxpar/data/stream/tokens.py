@@ -8,8 +8,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import Meta
-from jaxpar.data.formats.windowed import WindowedArray
-from jaxpar.data.stream.encoder import PartEncoder
+from jaxpar.data.formats.tokens import WindowedArray
 from jaxpar.data.stream.index import (
     PREPARE_AGAIN,
     StreamIndex,
@@ -17,7 +16,8 @@ from jaxpar.data.stream.index import (
     map_parts,
     read_index,
 )
-from jaxpar.data.stream.pool import pool
+from jaxpar.data.stream.texts import PartEncoder
+from jaxpar.data.stream.workers import pool
 
 
 class StreamedTokens(WindowedArray):
@@ -59,11 +59,6 @@ class StreamedTokens(WindowedArray):
         parts = map_parts(folder, split, meta.splits[split].num_tokens)
         check_files(index)
         return cls(folder, split, meta, workers, index, parts, document_offsets)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tokens, if they were stored."""
-        return self._length * self.dtype.itemsize
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return stretches of tokens: [N, length].

@@ -1,21 +1,23 @@
 """Writes the index of a streamed dataset: what `prepare --stream` writes in place of tokens."""
 
 import hashlib
+import mmap
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.compressed import compression
+from jaxpar.data.formats.compressed import READ_BYTES, compression, damaged, import_pyarrow
 from jaxpar.data.formats.meta import SplitMeta, parts_file, starts_file
 from jaxpar.data.formats.readers import Piece, read_text
-from jaxpar.data.formats.remembered import sampled_hash
+from jaxpar.data.formats.token_file import sampled_hash
 from jaxpar.data.formats.writer import SplitWriter, TextPart
 from jaxpar.data.prepare.documents import InputFile
-from jaxpar.data.stream.frames import find_frames
 from jaxpar.data.stream.index import (
     PART,
     SAMPLES,
@@ -24,9 +26,221 @@ from jaxpar.data.stream.index import (
     check_of,
     write_index,
 )
-from jaxpar.data.stream.recent import Recent
-from jaxpar.data.stream.tables import open_table
-from jaxpar.data.stream.texts import MAX_BLOCK
+from jaxpar.data.stream.texts import MAX_BLOCK, Recent, open_table
+from jaxpar.data.tokenizer import Tokenizer
+
+# ----------- Finds the frames of a Zstandard file: each can be decompressed without those before it
+#
+# Source:   RFC 8878, section 3.1.
+
+
+_MAGIC, _SKIPPABLE = 0xFD2FB528, range(0x184D2A50, 0x184D2A60)
+_RLE = 1
+
+
+class Frame(NamedTuple):
+    """A frame of a compressed file, and the text in it."""
+
+    start: int
+    """First byte in the file."""
+    size: int
+    """Compressed bytes."""
+    text_start: int
+    """First byte in the decompressed file."""
+    text_size: int
+    """Decompressed bytes."""
+
+
+def find_frames(path: Path) -> list[Frame]:
+    """Return the frames of a Zstandard file in order, but not the skippable ones.
+
+    Reads the headers of frames and blocks. A frame that does not say how long its text is, is
+    decompressed.
+
+    Raises:   ConfigError for a file that is damaged or truncated.
+    """
+    size, frames, at, text_end = path.stat().st_size, list[Frame](), 0, 0
+    if size == 0:
+        raise _damaged(path, at)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while at < size:
+            magic = int.from_bytes(data[at : at + 4], "little")
+            if magic in _SKIPPABLE:
+                at += 8 + int.from_bytes(data[at + 4 : at + 8], "little")
+                continue
+            if magic != _MAGIC or at + 6 > size:
+                raise _damaged(path, at)
+            end, text_size = _walk(data, at, size, path)
+            if text_size is None:
+                text_size = _decompressed_size(path, data, at, end)
+            frames.append(Frame(at, end - at, text_end, text_size))
+            at, text_end = end, text_end + text_size
+    if at != size:
+        raise _damaged(path, size)
+    return frames
+
+
+def _walk(data: mmap.mmap, start: int, size: int, path: Path) -> tuple[int, int | None]:
+    """Return the end of a frame, and the length of its text if its header has it."""
+    flags, at = data[start + 4], start + 5
+    single, checksum = flags >> 5 & 1, flags >> 2 & 1
+    at += (not single) + (0, 1, 2, 4)[flags & 3]  # window, dictionary
+    width = (single, 2, 4, 8)[flags >> 6]
+    text_size = int.from_bytes(data[at : at + width], "little") if width else None
+    if text_size is not None and width == 2:
+        text_size += 256
+    at, last = at + width, False
+    while not last:
+        if at + 3 > size:
+            raise _damaged(path, at)
+        header = int.from_bytes(data[at : at + 3], "little")
+        last, kind, block = bool(header & 1), header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _RLE else block)
+    at += 4 * checksum
+    if at > size:
+        raise _damaged(path, size)
+    return at, text_size
+
+
+def _decompressed_size(path: Path, data: mmap.mmap, start: int, end: int) -> int:
+    pyarrow = import_pyarrow(path)
+    total = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        inner = pyarrow.PythonFile(_Part(file, end - start), mode="r")
+        stream = pyarrow.CompressedInputStream(inner, "zstd")
+        try:
+            while found := stream.read(READ_BYTES):
+                total += len(found)
+        except OSError as error:
+            raise damaged(path, "zstd", str(error)) from error
+    return total
+
+
+class _Part:
+    """The next bytes of an open file, as a file."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self._left = file, size
+
+    def read(self, size: int = -1) -> bytes:
+        """Read at most `size` of the bytes that are left."""
+        size = self._left if size < 0 else min(size, self._left)
+        found = self._file.read(size)
+        self._left -= len(found)
+        return found
+
+    def close(self) -> None:
+        """Do nothing: the caller closes the file."""
+
+
+def _damaged(path: Path, at: int) -> Exception:
+    return damaged(path, "zstd", f"byte {at:,}")
+
+
+# ---- Cuts a text into parts that can be tokenized alone: their tokens in a row are those of the
+# text
+#
+# Whether that holds at a place depends on the tokenizer, so each part is tokenized and compared. A
+# place between a word and the space before the next one is fine for byte-level tokenizers. Those
+# that put a space before each text, such as Llama 2's, need the space left out.
+
+
+#: Characters of a part to aim at, about a thousand tokens of English.
+PART_CHARS = 4096
+
+#: How often to look for other places in a text that cannot be cut at some.
+TRIES = 4
+
+#: Places to cut at: before a space in front of a word, or after a line end in front of a word.
+_PLACE = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\n)(?=[^\W\d_])")
+
+
+def one_part(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[TextPart]:
+    """Return a text as one part."""
+    return [TextPart(0, len(text), ids)]
+
+
+def cut_text(
+    text: str, ids: np.ndarray, tokenizer: Tokenizer, tries: int = TRIES
+) -> list[TextPart]:
+    """Cut a text into parts of about PART_CHARS characters, where the tokenizer allows it.
+
+    Args:     ids: int32 [tokens], of the text. tries: how often to cut what is left at other
+              places.
+    Returns:  parts in order whose tokens, in a row, are `ids`. Only spaces may lie between them.
+    """
+    if len(text) <= PART_CHARS or not tries:
+        return [TextPart(0, len(text), ids)]
+    for leave_out_space in (False, True):
+        spans = _spans(text, leave_out_space)
+        encoded = tokenizer.encode_batch([text[first:end] for first, end in spans])
+        front = _matches(encoded, ids)
+        if front == len(spans):
+            return [
+                TextPart(first, end - first, part)
+                for (first, end), part in zip(spans, encoded, strict=True)
+            ]
+        back = min(_matches(encoded[::-1], ids, from_end=True), len(spans) - front - 1)
+        found = _around(text, ids, tokenizer, spans, encoded, (front, back), tries)
+        if found:
+            return found
+    return [TextPart(0, len(text), ids)]
+
+
+def _around(
+    text: str,
+    ids: np.ndarray,
+    tokenizer: Tokenizer,
+    spans: Sequence[tuple[int, int]],
+    encoded: Sequence[np.ndarray],
+    ends: tuple[int, int],
+    tries: int,
+) -> list[TextPart] | None:
+    """Keep parts at both ends whose tokens are right, and cut the text between them elsewhere."""
+    for wider in (0, 1, 4):  # the part before a wrong place may look right
+        head, tail = (max(end - wider, 0) for end in ends)
+        if head + tail == 0:
+            return None
+        first, end = spans[head][0], spans[len(spans) - tail - 1][1]
+        skipped = sum(map(len, encoded[:head]))
+        stop = len(ids) - sum(map(len, encoded[len(spans) - tail :]))
+        wanted = ids[skipped:stop]
+        if np.array_equal(tokenizer.encode(text[first:end]), wanted):
+            inner = cut_text(text[first:end], wanted, tokenizer, tries - 1)
+            kept = [TextPart(a, b - a, part) for (a, b), part in zip(spans, encoded, strict=True)]
+            middle = [part._replace(first=part.first + first) for part in inner]
+            return [*kept[:head], *middle, *kept[len(spans) - tail :]]
+    return None
+
+
+def _spans(text: str, leave_out_space: bool) -> list[tuple[int, int]]:
+    """Return the first character and the end of each part."""
+    spans, first = [], 0
+    while len(text) - first > PART_CHARS:
+        place = _PLACE.search(text, first + PART_CHARS // 2, first + 2 * PART_CHARS)
+        if place is None:
+            place = _PLACE.search(text, first + 2 * PART_CHARS)
+        if place is None:
+            break
+        spans.append((first, place.start()))
+        first = place.end() if leave_out_space else place.start()
+    return [*spans, (first, len(text))]
+
+
+def _matches(encoded: Sequence[np.ndarray], ids: np.ndarray, from_end: bool = False) -> int:
+    """Return how many parts in a row, from one end, have the tokens of the text there."""
+    at = 0
+    for number, part in enumerate(encoded):
+        end = at + len(part)
+        found = ids[len(ids) - end : len(ids) - at] if from_end else ids[at:end]
+        if end > len(ids) or not np.array_equal(part, found):
+            return number
+        at = end
+    return len(encoded) if at == len(ids) else len(encoded) - 1
+
 
 #: Pieces to buffer before a write.
 FLUSH_ROWS = 1 << 14

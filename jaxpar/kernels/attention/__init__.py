@@ -1,9 +1,8 @@
 """Attention: `attention(q, k, v, mask, backend=...) -> (out, lse)`. Start at `api.py`."""
 
 from jaxpar.kernels.attention.api import attention, backward, forward
-from jaxpar.kernels.attention.arguments import check_arguments
-from jaxpar.kernels.attention.dispatch.choice import Choice, choose, explain
-from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.choice import Choice, choose, explain
+from jaxpar.kernels.attention.mask import AttentionMask, check_arguments
 
 __all__ = [
     "AttentionMask",

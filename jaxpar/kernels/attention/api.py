@@ -1,7 +1,7 @@
 """The attention API: a differentiable function that runs the chosen kernels.
 
 A backend is a module with the functions `forward` and `backward`, with the signatures of those in
-`reference.py`, and a row in `CAPABILITIES`. `kernels/attention/dispatch/choice.py` chooses the
+`reference.py`, and a row in `CAPABILITIES`. `kernels/attention/choice.py` chooses the
 backend. If a named backend does not support a request, the call raises an error that lists those
 that do. There is no silent fallback.
 """
@@ -13,18 +13,16 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.kernels.attention import cudnn, reference
-from jaxpar.kernels.attention.arguments import check_arguments
-from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
-from jaxpar.kernels.attention.dispatch.choice import Choice, choose
-from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention import reference
+from jaxpar.kernels.attention.capability import CAPABILITIES, widen
+from jaxpar.kernels.attention.choice import Choice, choose
+from jaxpar.kernels.attention.mask import AttentionMask, check_arguments
 from jaxpar.kernels.attention.sinks import add_sinks, sinks_gradient
-from jaxpar.kernels.attention.values import widen
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.platform import imported_when_used
 
 BACKENDS: dict[str, ModuleType] = {
-    "cudnn": cudnn,
     # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
+    "cudnn": imported_when_used("jaxpar.kernels.attention.cudnn"),
     "pallas_hopper": imported_when_used("jaxpar.kernels.attention.hopper.api"),
     "triton": imported_when_used("jaxpar.kernels.attention.triton.api"),
     "reference": reference,

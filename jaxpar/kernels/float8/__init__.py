@@ -1,7 +1,7 @@
-"""float8 matmuls. Rounding is in `quantize.py`, multiplication in `matmul.py`."""
+"""float8 matmuls. Rounding is in `rounding.py`, multiplication in `matmul.py`."""
 
 from jaxpar.kernels.float8.matmul import SCALE, Float8Weight, matmul, quantize_weight
-from jaxpar.kernels.float8.quantize import (
+from jaxpar.kernels.float8.rounding import (
     BACKWARD,
     FORWARD,
     max_magnitude,

@@ -11,11 +11,11 @@ With "tensor", each operand has one scale. With "row", x and dy have one scale p
 divided out of the product. This is not possible for the gradient of w, which sums over tokens, so
 it is computed in the compute dtype. A weight has one scale in both cases, so that one 8-bit copy
 serves two products. One scale per column would change only elements below about 2^-14 of the
-weight's largest (`quantize.py`).
+weight's largest (`rounding.py`).
 
 Hopper's tensor cores read 8-bit operands only with the contracted dimension contiguous in memory.
 The pass that rounds an activation or gradient therefore also writes its transpose
-(`quantize_transpose.py`).
+(`rounding.py`).
 """
 
 import functools
@@ -28,15 +28,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.kernels.float8.amax import without_amax
-from jaxpar.kernels.float8.quantize import (
+from jaxpar.kernels.float8.rounding import (
     BACKWARD,
     FORWARD,
     max_magnitude,
     power_of_two_scale,
     quantize,
+    quantize_both_ways,
+    without_amax,
 )
-from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
 
 type Scaling = Literal["tensor", "row"]
 

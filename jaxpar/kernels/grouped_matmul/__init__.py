@@ -9,7 +9,6 @@ from jaxpar.kernels.grouped_matmul.api import (
     rows_added,
     rows_taken,
 )
-from jaxpar.kernels.grouped_matmul.bias import add_bias, bias_gradient
 from jaxpar.kernels.grouped_matmul.capability import refusal, tile_rows
 from jaxpar.kernels.grouped_matmul.float8 import (
     Float8Rows,
@@ -20,7 +19,12 @@ from jaxpar.kernels.grouped_matmul.float8 import (
     swiglu_backward_in_float8,
     swiglu_in_float8,
 )
-from jaxpar.kernels.grouped_matmul.plain import plain_backward, plain_hidden
+from jaxpar.kernels.grouped_matmul.reference import (
+    add_bias,
+    bias_gradient,
+    plain_backward,
+    plain_hidden,
+)
 from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
 
 __all__ = [

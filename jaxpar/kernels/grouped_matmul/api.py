@@ -14,7 +14,7 @@ from jaxpar.kernels.glu import GeGLU, GluKernel
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, moves_rows, refusal
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.platform import imported_when_used
 
 # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
 hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")

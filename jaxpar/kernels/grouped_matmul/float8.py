@@ -25,7 +25,7 @@ from jaxpar.kernels.grouped_matmul.capability import (
     refusal_of_rows,
 )
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.platform import imported_when_used
 
 hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
-from jaxpar.kernels.glu import SwiGLU
-from jaxpar.kernels.grouped_matmul.bias import add_bias
+from jaxpar.kernels.glu import Activation, SwiGLU, activated
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 f32 = jnp.float32
@@ -124,3 +123,62 @@ def _zeros(shape, dtype, *like) -> jax.Array:
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in like))
     zeros = jnp.zeros(shape, dtype)
     return lax.pcast(zeros, tuple(sorted(axes)), to="varying") if axes else zeros
+
+
+# --------- The biases of experts: each row has the bias of its expert. XLA compiles both directions
+
+
+def add_bias(y: jax.Array, bias: jax.Array | None, tiles: Tiles) -> jax.Array:
+    """Convert rows to float32, and add the bias of their expert, if there are biases.
+
+    Args:     y: [R, F]. bias: float32 [E, F], or None.
+    Returns:  float32 [R, F].
+    """
+    if bias is None:
+        return y.astype(f32)
+    by_tile = y.astype(f32).reshape(len(tiles.expert), -1, y.shape[1])
+    of_tile = bias.at[tiles.expert].get(mode="promise_in_bounds")
+    return (by_tile + of_tile[:, None]).reshape(y.shape)
+
+
+def bias_gradient(d_y: jax.Array, tiles: Tiles) -> jax.Array:
+    """Sum the rows of each expert, in float32 and in a fixed order.
+
+    Args:     d_y: [R, F]; 0 in rows that are padding.
+    Returns:  float32 [E, F].
+    """
+    n, E = len(tiles.expert), len(tiles.starts) - 1
+    by_tile = jnp.sum(d_y.astype(f32).reshape(n, -1, d_y.shape[1]), axis=1)
+    in_use = (jnp.arange(n, dtype=jnp.int32) < tiles.used[0])[:, None]
+    of_expert = tiles.expert[:, None] == jnp.arange(E, dtype=jnp.int32)
+    # A product with 0 and 1: a scatter would add in any order.
+    pair = of_expert.astype(f32), jnp.where(in_use, by_tile, 0)
+    return jnp.einsum("ne,nf->ef", *pair, precision="highest")
+
+
+# --------------------------- The activation of experts without a gate. XLA compiles both directions
+#
+# R rows   F width
+
+
+def plain_hidden(kind: Activation, up: jax.Array, scale: jax.Array) -> jax.Array:
+    """Compute act(up) times scale.
+
+    Args:     up: [R, F]. scale: float32 [R].
+    Returns:  [R, F] in up's dtype.
+    """
+    return (activated(up.astype(f32), kind) * scale[:, None]).astype(up.dtype)
+
+
+def plain_backward(
+    kind: Activation, up: jax.Array, d_hidden: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute the hidden values again, times scale, and the gradients of their factors.
+
+    Args:     d_hidden: [R, F], gradient of the scaled hidden values. Others as `plain_hidden`.
+    Returns:  (hidden, gradient of up: [R, F] in up's dtype; of scale: float32 [R]).
+    """
+    act, pullback = jax.vjp(functools.partial(activated, kind=kind), up.astype(f32))
+    d, by_row = d_hidden.astype(f32), scale[:, None]
+    (d_up,) = pullback(d * by_row)
+    return (act * by_row).astype(up.dtype), d_up.astype(up.dtype), jnp.sum(act * d, axis=1)

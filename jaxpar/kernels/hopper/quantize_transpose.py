@@ -7,6 +7,7 @@ the results to memory. Rounding twice costs less than moving single bytes betwee
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace as Refs
 from typing import Any
 
 import jax
@@ -16,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention.hopper.mma import mod, smem, spread, transposed, varying_as
-from jaxpar.kernels.attention.order import MULTIPROCESSORS
-from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.float8.quantize import quantize
+from jaxpar.kernels.attention.tiles import MULTIPROCESSORS
+from jaxpar.kernels.float8.rounding import quantize
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import pieces_here, place
 
 #: Rows that the four warps of a warpgroup read at a time.

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import jax
 
-from jaxpar.kernels.lazy_import import imported_when_used
+from jaxpar.kernels.platform import imported_when_used
 from jaxpar.kernels.recurrence import reference
 from jaxpar.kernels.recurrence.capability import Shape, choose
 

@@ -29,8 +29,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.recurrence.chunks import LEAST, Sums, in_chunks, in_sequence, sums_of
-from jaxpar.kernels.recurrence.inverse import unit_lower_inverse
+from jaxpar.kernels.recurrence.chunks import (
+    LEAST,
+    Sums,
+    in_chunks,
+    in_sequence,
+    sums_of,
+    unit_lower_inverse,
+)
 from jaxpar.kernels.recurrence.reference import operands, product, states_between_chunks
 
 f32 = jnp.float32

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.recurrence.chunks import decays, in_chunks, in_sequence
-from jaxpar.kernels.recurrence.inverse import unit_lower_inverse
+from jaxpar.kernels.recurrence.chunks import decays, in_chunks, in_sequence, unit_lower_inverse
 
 f32 = jnp.float32
 

@@ -21,8 +21,7 @@ from jaxpar.components import feed_forward
 from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.kernels.activation import Activation
-from jaxpar.kernels.glu import GluKernel, SwiGLU
+from jaxpar.kernels.glu import Activation, GluKernel, SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.api import Biases
 from jaxpar.model.feed_forward import kernel_of, plain_activation

@@ -63,7 +63,7 @@ class DoctorOptions:
     @functools.cached_property
     def axes(self) -> dict[str, int]:
         """Sizes of axes; empty: `meshes.default_mesh`."""
-        from jaxpar.tools.doctor.meshes import read_mesh  # which imports JAX
+        from jaxpar.tools.doctor.measure.verification import read_mesh  # which imports JAX
 
         return read_mesh(self.mesh)
 

@@ -18,8 +18,7 @@ from jaxpar.tools.doctor.checks.measured import Rates, expectations
 from jaxpar.tools.doctor.facts import HostFacts
 from jaxpar.tools.doctor.measure import links as links_of
 from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
-from jaxpar.tools.doctor.measure.hosts import HostRow
-from jaxpar.tools.doctor.measure.links import Link
+from jaxpar.tools.doctor.measure.links import HostRow, Link
 from jaxpar.tools.doctor.options import SECTIONS
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}

@@ -12,9 +12,9 @@ from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
-from jaxpar.tools.profiling import breakdown, comparison, sections, table
-from jaxpar.tools.profiling.hlo.memory import ProgramMemory, memory_of, of_sums
+from jaxpar.tools.profiling import breakdown, sections, table
 from jaxpar.tools.profiling.loading import LoadedProfile, load
+from jaxpar.tools.profiling.memory import ProgramMemory, memory_of, of_sums
 from jaxpar.tools.profiling.options import OPTION, ProfileOptions
 from jaxpar.tools.profiling.trace.kernels import ATTENTION
 
@@ -149,8 +149,8 @@ def compared(options: ProfileOptions) -> dict[str, Any]:
         loaded = load(path)
         both.append(figures(loaded, gpu_of(options, loaded), options.top))
         titles.append(_head(loaded))
-    found = comparison.compare(*both)
-    return found | {"text": comparison.in_words(found, titles)}
+    found = table.compare(*both)
+    return found | {"text": table.in_words(found, titles)}
 
 
 def record(

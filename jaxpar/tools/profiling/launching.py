@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from jaxpar.tools.profiling.trace.launches import HostCall
-from jaxpar.tools.profiling.trace.read import ProfiledKernel
+from jaxpar.tools.profiling.trace.read import HostCall, ProfiledKernel
 
 #: CUDA graphs that a profile names. Branches of experts make a graph for each of their parts.
 GRAPHS = 20

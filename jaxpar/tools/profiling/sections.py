@@ -10,10 +10,9 @@ from jaxpar.monitoring.hlo import Instruction, Module
 from jaxpar.monitoring.profile_folder import ProfileFacts
 from jaxpar.runtime.tables import indented
 from jaxpar.runtime.units import binary_size
-from jaxpar.tools.profiling.hlo.memory import ProgramMemory
+from jaxpar.tools.profiling.memory import ProgramMemory
 from jaxpar.tools.profiling.table import digits
-from jaxpar.tools.profiling.trace.kernels import family
-from jaxpar.tools.profiling.trace.scopes import place_of
+from jaxpar.tools.profiling.trace.kernels import family, place_of
 
 #: Columns and rows of the memory plot.
 WIDTH, HEIGHT = 72, 8

@@ -3,7 +3,6 @@
 MAY_IMPORT = (
     "config",
     "runtime",
-    "tools.charts",
     "monitoring",
     "tools.profiling",
     "tools.bench",

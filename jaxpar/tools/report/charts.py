@@ -7,10 +7,9 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config.schema.optimizer import AVERAGED
-from jaxpar.tools.charts import chart
-from jaxpar.tools.charts.elements import e, table
-from jaxpar.tools.charts.scale import short
-from jaxpar.tools.report import layers
+from jaxpar.tools.report import drawing, layers
+from jaxpar.tools.report.drawing import short
+from jaxpar.tools.report.elements import e, table
 from jaxpar.tools.report.runs import OF_FOLLOWERS, OF_SETS, Mark, RunRead
 from jaxpar.tools.report.series import Point
 
@@ -104,7 +103,7 @@ def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
     figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
     about = "; ".join(_sentence(run, shown) for run in runs)
     script = {"data-metric": shown.name, "data-least": shown.least, "data-log": shown.log}
-    figure.append(e("div", chart.drawing(shown.title, about, script), class_="view"))
+    figure.append(e("div", drawing.drawing(shown.title, about, script), class_="view"))
     figure.append(_table(runs, shown))
     return figure
 

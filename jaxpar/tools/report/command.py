@@ -14,10 +14,10 @@ from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
 from jaxpar.stores.reading import with_local_runs
 from jaxpar.tools.report import listing
+from jaxpar.tools.report.listing import found_runs, lines
 from jaxpar.tools.report.options import ListOptions, ReportOptions
 from jaxpar.tools.report.page import page
 from jaxpar.tools.report.runs import RunRead, read_run
-from jaxpar.tools.report.table_of_runs import found_runs, lines
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21

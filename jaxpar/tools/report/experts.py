@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element
 
-from jaxpar.tools.charts.elements import e, table
-from jaxpar.tools.charts.heat_map import BOUNDS, HeatMap, heat_map
-from jaxpar.tools.charts.scale import Scale, short
-from jaxpar.tools.report.loads import Loads
-from jaxpar.tools.report.runs import RunRead
+from jaxpar.tools.report.drawing import BOUNDS, HeatMap, Scale, heat_map, short
+from jaxpar.tools.report.elements import e, table
+from jaxpar.tools.report.runs import Loads, RunRead
 
 #: Most layers of which a description tells.
 MAX_TOLD = 12

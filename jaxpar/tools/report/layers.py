@@ -8,9 +8,9 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from jaxpar.tools.charts import chart
-from jaxpar.tools.charts.elements import e, table
-from jaxpar.tools.charts.scale import short
+from jaxpar.tools.report import drawing as chart
+from jaxpar.tools.report.drawing import short
+from jaxpar.tools.report.elements import e, table
 from jaxpar.tools.report.series import can_be_shown
 
 if TYPE_CHECKING:

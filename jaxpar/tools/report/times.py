@@ -5,8 +5,8 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.runtime.units import duration
-from jaxpar.tools.charts import chart
-from jaxpar.tools.charts.elements import e, table
+from jaxpar.tools.report import drawing
+from jaxpar.tools.report.elements import e, table
 from jaxpar.tools.report.runs import KINDS, RunRead
 
 #: Bars of a histogram.
@@ -28,7 +28,7 @@ def histogram(runs: Sequence[RunRead]) -> Element | None:
         quantiles = [f"{sizes.quantile(share):.4g}" for share in (0.0, 0.5, 0.9, 0.99, 1.0)]
         rows.append([runs[i].name, f"{len(sizes):,}", *quantiles])
     about = "; ".join(f"{row[0]}: median {row[3]} s, 99% at most {row[5]} s" for row in rows)
-    drawn = chart.histogram("Step time", about, "seconds", bars)
+    drawn = drawing.histogram("Step time", about, "seconds", bars)
     names = ["run", "records", "min", "median", "90%", "99%", "max"]
     return e(
         "figure",
@@ -53,7 +53,7 @@ def progress(runs: Sequence[RunRead]) -> Element | None:
     ]
     names = ["run", "event", "step", unit, ""]
     about = {"data-metric": "progress", "data-unit": unit, "data-factor": factor}
-    drawn = chart.drawing("Progress over time", "; ".join(counts), about)
+    drawn = drawing.drawing("Progress over time", "; ".join(counts), about)
     return e(
         "figure",
         e("h3", "Progress over time", e("span", " completed steps")),
@@ -95,11 +95,11 @@ def _goodput(run: RunRead, *, several: bool) -> Element:
     items = [
         e(
             "li",
-            e("i", class_=chart.part_class(name)),
+            e("i", class_=drawing.part_class(name)),
             f"{name} {duration(spent)}, {spent / found.total:.1%}",
         )
         for name, spent in parts
     ]
-    bar = chart.share_bar(f"{run.name}: where the time went", parts)
+    bar = drawing.share_bar(f"{run.name}: where the time went", parts)
     lost = [e("p", str(run.restarts))] if run.restarts is not None else []
     return e("div", e("p", text), bar, e("ul", *items, class_="parts"), *lost)

@@ -1,5 +1,6 @@
 """Runs the points of a sweep on this host, one after the other."""
 
+import json
 import os
 import signal
 import sys
@@ -8,14 +9,153 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
+
+from jaxpar.config import Config, ConfigError, declared
+from jaxpar.config.declared import Name
+from jaxpar.config.json_reader import UnreadableJson, read_json_object
+from jaxpar.config.serialize import to_json
+from jaxpar.monitoring.outline import outline
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.exit_codes import EXIT_NUMERICS
+from jaxpar.runtime.files import atomic, json_lines
+from jaxpar.runtime.files.lock import create_in
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.signals import heeded
 from jaxpar.runtime.stages import stage
-from jaxpar.tools.sweeps.folder import SweepFolder, last_step
 from jaxpar.tools.sweeps.grid import SweepPoint
+
+# ------------ The folder of a sweep: its runs, the record of how they ended, and what is left to do
+
+
+FILE = "sweep.json"
+
+
+class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of FILE."""
+
+    axes: list[Name]
+    """The fields of the grid."""
+    config: dict[str, dict[str, Any]]
+    """What all runs have in common."""
+    ended: dict[str, Annotated[int, msgspec.Meta(ge=0, le=255)]] = {}
+    """Exit codes by the name of a run."""
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """The folder of a sweep. Each run has a folder in it, and a log, NAME.log."""
+
+    path: Path
+
+    def run_dir(self, point: SweepPoint) -> Path:
+        """The folder of a run."""
+        return self.path / point.name
+
+    def log(self, point: SweepPoint) -> Path:
+        """The output of a run."""
+        return self.path / f"{point.name}.log"
+
+    def open(self, base: Config, axes: list[str]) -> None:
+        """Make the folder, or check that it is one of the same sweep.
+
+        Args:     base: the config without the values of the grid, whose fields are `axes`.
+        Raises:   ConfigError if it is another sweep's, or cannot be written.
+        """
+        about = SweepFile(axes=axes, config=_without(json.loads(to_json(base)), axes))
+        before = self._read()
+        if before is not None:
+            self._require_same(before, about)
+            about = msgspec.structs.replace(about, ended=before.ended)
+        with create_in(self.path):
+            self._write(about)
+
+    def ended(self, point: SweepPoint, code: int) -> None:
+        """Record the exit code of a run."""
+        about = self._read()
+        if about is not None:  # else it has been deleted
+            self._write(msgspec.structs.replace(about, ended={**about.ended, point.name: code}))
+
+    def state(self, point: SweepPoint) -> str:
+        """Return "finished", "diverged", "started" or "new"."""
+        run_dir = self.run_dir(point)
+        about = self._read()
+        ended = about.ended.get(point.name) if about is not None else None
+        if ended == EXIT_NUMERICS and run_dir.is_dir():
+            return "diverged"
+        last, num_steps = last_step(run_dir), _num_steps(run_dir, point.cfg)
+        saves = bool(point.cfg.checkpoint.every)
+        saved = (run_dir / "checkpoints" / str(num_steps)).is_dir()
+        if last >= num_steps and (saved or not saves):
+            return "finished"
+        return "started" if last else "new"
+
+    def compiled(self, point: SweepPoint) -> tuple[int, int]:
+        """Return how often the train step of a run was compiled, and how often it was read from
+        the compilation cache, over all attempts."""
+        events = json_lines.read(self.run_dir(point) / "events.jsonl")
+        found = [bool(e.get("from_cache")) for e in events if e.get("event") == "compiled"]
+        return found.count(False), found.count(True)
+
+    def _require_same(self, before: SweepFile, about: SweepFile) -> None:
+        then, now = _flat(before.config), _flat(about.config)
+        changed = [p for p in {**then, **now} if then.get(p) != now.get(p)]
+        if before.axes != about.axes:
+            rule = f"has a sweep of {', '.join(before.axes)}"
+        elif changed:
+            told = ", ".join(f"{path} {repr(then.get(path))[:100]}" for path in changed[:10])
+            rule = f"has a sweep of another config, with {told}"
+        else:
+            return
+        raise ConfigError("--folder", str(self.path), rule, "use another --folder")
+
+    def _read(self) -> SweepFile | None:
+        path = self.path / FILE
+        try:
+            return declared.read(SweepFile, path, what="it")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnreadableJson) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            rule, fix = f"has a {FILE} that cannot be used: {why}", "use another --folder"
+            raise ConfigError("--folder", str(self.path), rule, fix) from error
+
+    def _write(self, about: SweepFile) -> None:
+        atomic.write(self.path / FILE, (declared.to_json(about, indent=2) + "\n").encode())
+
+
+def _num_steps(run_dir: Path, cfg: Config) -> int:
+    """Return the steps of a run: those of its config.json, since data may decide their number."""
+    try:
+        return int(read_json_object(run_dir / "config.json")["train"]["num_steps"])
+    except (OSError, UnreadableJson, KeyError, TypeError, ValueError):
+        return cfg.train.num_steps
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the last step with metrics; 0 if there is none."""
+    return outline(run_dir / "metrics.jsonl").last_step
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {f"{s}.{name}": value for s, fields in config.items() for name, value in fields.items()}
+
+
+def _without(config: dict[str, Any], axes: list[str]) -> dict[str, Any]:
+    """Return a config without the fields of the grid, and those that the sweep sets."""
+    for path in [*axes, "run.dir", "optimizer.schedule_as_input"]:
+        node = config
+        *sections, name = path.split(".")
+        for section in sections:
+            node = node.get(section) or {}
+        node.pop(name, None)
+    if "train.num_tokens" in axes:  # it sets the number of steps
+        config["train"].pop("num_steps", None)
+    return config
+
 
 #: Seconds between two looks at a run's metrics, for the line about its progress.
 LOOK_EVERY = 2.0

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.connecting import HEARTBEAT_SECONDS
-from jaxpar.tools.doctor.measure.hosts import ACROSS, WITHIN
+from jaxpar.tools.doctor.measure.links import ACROSS, WITHIN
 from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
 from tests.e2e.hosts.run import Run, wait_for_step

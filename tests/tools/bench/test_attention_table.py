@@ -8,8 +8,8 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import api, reference
-from jaxpar.kernels.attention.dispatch.capability import kind_of
-from jaxpar.kernels.attention.dispatch.measurements import parse
+from jaxpar.kernels.attention.capability import kind_of
+from jaxpar.kernels.attention.choice import parse
 from jaxpar.kernels.attention.mask import dense_mask
 from scripts.measure import attention_shapes as exactness
 from scripts.measure import attention_table as tuning

@@ -13,7 +13,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.diloco.sent import fragment_bytes
 from jaxpar.step.state import init_state
-from jaxpar.tools.bench.training import outer_steps
+from jaxpar.tools.bench import outer_steps
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -5,7 +5,7 @@ import threading
 import pynvml
 import pytest
 
-from jaxpar.tools.bench.training import conditions, power
+from jaxpar.tools.bench import conditions
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, h200, h200s
 from tests.ranks import wait_for
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.waits
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(power, "EVERY", 0.01)
+    monkeypatch.setattr(conditions, "EVERY", 0.01)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -27,9 +27,9 @@ def working(index: int, watts: float, mhz: int, reasons: int, celsius: int):
     return h200(index, PowerUsage=round(watts * 1000), **more)
 
 
-def watched(nvml: FakeNvml, samples: int = 0) -> power.Watch:
+def watched(nvml: FakeNvml, samples: int = 0) -> conditions.Watch:
     """What was seen after so many samples, before and after the warm-up."""
-    with nvml.installed(), power.watch_power(True) as watch:
+    with nvml.installed(), conditions.watch_power(True) as watch:
         wait_for(lambda: watch.missing or len(watch.samples) >= samples)
         watch.begin()
         wait_for(lambda: watch.missing or len(watch.samples) >= samples)
@@ -57,7 +57,7 @@ def test_means_of_all_gpus_and_of_each(monkeypatch):
 
 def test_samples_of_the_warm_up_are_left_out():
     gpu = working(0, 100.0, 345, 0, 30)
-    with FakeNvml([gpu]).installed(), power.watch_power(True) as watch:
+    with FakeNvml([gpu]).installed(), conditions.watch_power(True) as watch:
         wait_for(lambda: watch.samples)
         gpu["PowerUsage"] = 700_000
         wait_for(lambda: watch.samples[-1].power_draw == 700)
@@ -90,13 +90,13 @@ def test_nothing_seen_and_why(nvml, reason):
 
 
 def test_without_a_gpu():
-    with power.watch_power(False) as watch:
+    with conditions.watch_power(False) as watch:
         watch.begin()
     assert watch.card() == {"power": None, "power_missing": "no GPU"}
 
 
 def test_a_driver_that_does_not_respond_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(power, "PATIENCE", 0.05)
+    monkeypatch.setattr(conditions, "PATIENCE", 0.05)
     asked, answer = threading.Event(), threading.Event()
 
     def stuck() -> int:
@@ -105,7 +105,7 @@ def test_a_driver_that_does_not_respond_is_not_waited_for(monkeypatch):
         return 0
 
     with FakeNvml([h200(0, PowerUsage=stuck)]).installed():
-        with power.watch_power(True) as watch:
+        with conditions.watch_power(True) as watch:
             assert asked.wait(10)
         assert watch.card() == {"power": None, "power_missing": "no samples"}
         (thread,) = [t for t in threading.enumerate() if t.name == "power"]
@@ -115,10 +115,10 @@ def test_a_driver_that_does_not_respond_is_not_waited_for(monkeypatch):
 
 def test_in_words():
     means = {"watts": 690.4, "sm_mhz": 1411.6, "at_power_limit": 0.975, "celsius": 61}
-    said = power.in_words({"power": means})
+    said = conditions.power_in_words({"power": means})
     assert said == "GPUs: 690 W, 1,412 MHz, 98% of the time at the power limit"
-    assert power.in_words({"power": None}) == power.in_words({}) == ""
-    assert power.in_words({"power": means | {"sm_mhz": None}}) == ""
+    assert conditions.power_in_words({"power": None}) == conditions.power_in_words({}) == ""
+    assert conditions.power_in_words({"power": means | {"sm_mhz": None}}) == ""
 
 
 def test_a_card_has_the_line_of_earlier_cards_about_the_first_gpu():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.monitoring import profile_folder
-from jaxpar.tools.bench.cards.compare import comparison
-from jaxpar.tools.bench.training import profiled
+from jaxpar.tools.bench import profiled
+from jaxpar.tools.bench.cards import comparison
 
 FACTS = profile_folder.ProfileFacts(4, 3, 1, 2, "NVIDIA H200", "data=2", 64, 1e9, 1e12, {}, {})
 

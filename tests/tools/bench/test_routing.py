@@ -9,7 +9,7 @@ import pytest
 from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.routing import file_of, read_routing
-from jaxpar.tools.bench.training.command import config_of
+from jaxpar.tools.bench.command import config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -14,9 +14,8 @@ from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import outputs
-from jaxpar.tools.bench.cards import compare
-from jaxpar.tools.bench.training import command as training
-from jaxpar.tools.bench.training import power, profiled, steps
+from jaxpar.tools.bench import cards, conditions, profiled, steps
+from jaxpar.tools.bench import command as training
 from jaxpar.tools.profiling.options import WARM_UP
 from jaxpar.training import run
 from tests.slow import slow
@@ -163,7 +162,7 @@ def timed_until(last: int, warm_up: int, number: signal.Signals = signal.SIGTERM
             signal.raise_signal(number)
         return state + 1, {"loss": float(batch)}
 
-    gpus, dispatched = power.Watch(), []
+    gpus, dispatched = conditions.Watch(), []
     first_done = lambda: dispatched.append(1)  # noqa: E731
     given = step, 0, itertools.count(), warm_up, 10, gpus, first_done
     found, state = steps.time_steps(*given)
@@ -216,6 +215,6 @@ def test_a_card_that_is_cut_short(number, code, only_devices, config_file, tmp_p
     assert card["step_seconds"]["median"] > 0 and "profile" not in card
     line = f"cut short by {number.name}: 3 timed steps after 3, of 20 after 40"
     assert said.getvalue().splitlines()[-1] == line
-    assert f"warning: B was cut short by {number.name}" in compare.comparison(
+    assert f"warning: B was cut short by {number.name}" in cards.comparison(
         ["a", "b"], [card | {"cut_short": None}, card]
     )

@@ -13,7 +13,7 @@ from jaxpar.runtime.gpus import nvml
 from jaxpar.runtime.gpus.nvml import GpuLoad
 from jaxpar.runtime.timing import Spread
 from jaxpar.tools.doctor.checks import gpu as gpu_checks
-from jaxpar.tools.doctor.checks import host, variables
+from jaxpar.tools.doctor.checks import host
 from jaxpar.tools.doctor.checks import measured as measured_checks
 from jaxpar.tools.doctor.checks.findings import Finding, failed, merge_findings, passed, verdict
 from jaxpar.tools.doctor.facts import HostFacts, of_the_host, with_devices
@@ -227,7 +227,7 @@ def test_cuda_libraries_from_elsewhere(tmp_path):
 
 def test_flags_are_read():
     text = "--xla_a=1 --xla_b  --xla_c= --xla_d=x,y"
-    assert variables.flags_of(text) == {"xla_a": "1", "xla_b": "true", "xla_c": "", "xla_d": "x,y"}
+    assert host.flags_of(text) == {"xla_a": "1", "xla_b": "true", "xla_c": "", "xla_d": "x,y"}
 
 
 # ---------------------------------------------------------------------------- several processes

@@ -12,15 +12,9 @@ from jaxpar.commands import read
 from jaxpar.config import ConfigError, ParallelConfig
 from jaxpar.runtime import timing
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.tools.doctor import meshes, showing
+from jaxpar.tools.doctor import showing
 from jaxpar.tools.doctor.checks import measured
-from jaxpar.tools.doctor.measure import (
-    bandwidth,
-    compute,
-    hosts,
-    links,
-    verification,
-)
+from jaxpar.tools.doctor.measure import bandwidth, compute, links, verification
 from jaxpar.tools.doctor.measure.verification import COLLECTIVES
 
 ELEMENTS = 32
@@ -121,28 +115,28 @@ def test_sizes_and_bus_factors():
 
 def test_collectives_within_hosts_and_across_them(devices, monkeypatch):
     """Two hosts of two devices: a group is a host, then the devices of one number."""
-    groups = hosts.by_host(devices[:4], ["a"])
-    assert groups == [list(devices[:4])] and not hosts.equal(groups)
-    assert not hosts.equal([devices[:1], devices[1:3]])
-    monkeypatch.setattr(hosts, "MEASURED", ("all-reduce", "all-gather"))
-    rows = list(hosts.measure([devices[:2], devices[2:4]], 1 << 10, 1, 10))
-    expected = [(way, kind) for way in (hosts.WITHIN, hosts.ACROSS) for kind in hosts.MEASURED]
+    groups = links.by_host(devices[:4], ["a"])
+    assert groups == [list(devices[:4])] and not links.equal(groups)
+    assert not links.equal([devices[:1], devices[1:3]])
+    monkeypatch.setattr(links, "MEASURED", ("all-reduce", "all-gather"))
+    rows = list(links.measure_hosts([devices[:2], devices[2:4]], 1 << 10, 1, 10))
+    expected = [(way, kind) for way in (links.WITHIN, links.ACROSS) for kind in links.MEASURED]
     assert [(one.over, one.row.kind) for one in rows] == expected
     assert {(one.row.size, one.row.devices) for one in rows} == {(1 << 10, 2)}
-    alone = hosts.measure([devices[:1], devices[2:3]], 1 << 10, 1, 10)
-    assert next(alone).over == hosts.ACROSS
+    alone = links.measure_hosts([devices[:1], devices[2:3]], 1 << 10, 1, 10)
+    assert next(alone).over == links.ACROSS
 
 
-def rows_of_hosts(across: float, size: int = 1 << 30) -> list[hosts.HostRow]:
+def rows_of_hosts(across: float, size: int = 1 << 30) -> list[links.HostRow]:
     """Rows of 2 hosts of 8 devices: 300 GB/s within them, so many GB/s across them."""
     made = []
-    for way, devices, rate in ((hosts.WITHIN, 8, 300e9), (hosts.ACROSS, 2, across * 1e9)):
-        for kind in hosts.MEASURED:
+    for way, devices, rate in ((links.WITHIN, 8, 300e9), (links.ACROSS, 2, across * 1e9)):
+        for kind in links.MEASURED:
             for bytes_ in (1 << 10, size - size % devices):
                 seconds = bandwidth.KINDS[kind].bus(devices) * bytes_ / rate
                 call = timing.Spread(seconds, seconds, seconds)
                 row = bandwidth.BandwidthRow(kind, bytes_, devices, call)
-                made.append(hosts.HostRow(way, row))
+                made.append(links.HostRow(way, row))
     return made
 
 
@@ -264,16 +258,16 @@ def test_devices_are_timed_apart(devices):
 
 
 def test_devices_are_shared_out_to_axes():
-    large = lambda n: {a: s for a, s in meshes.default_mesh(n).items() if s > 1}  # noqa: E731
+    large = lambda n: {a: s for a, s in verification.default_mesh(n).items() if s > 1}  # noqa: E731
     assert large(8) == {"data": 2, "sequence": 2, "tensor": 2}
     assert large(6) == {"sequence": 3, "tensor": 2}
     assert large(1) == {}
     assert large(256) == {"tensor": 4, "sequence": 4} | dict.fromkeys(
         ("pipeline", "replica", "data", "expert"), 2
     )
-    assert meshes.mesh_for({"data": 8}, 8).data == 8
+    assert verification.mesh_for({"data": 8}, 8).data == 8
     with pytest.raises(ConfigError, match=r"takes 4 devices, but there are 8\. Fix: use --mesh"):
-        meshes.mesh_for({"data": 2, "tensor": 2}, 8)
+        verification.mesh_for({"data": 2, "tensor": 2}, 8)
 
 
 REFUSED = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.monitoring import hlo as hlo
-from jaxpar.tools.profiling.hlo.attribution import attribute
+from jaxpar.tools.profiling.attribution import attribute
 from jaxpar.tools.profiling.trace import read as trace
 from jaxpar.tools.profiling.trace.read import KernelTrace, ProfiledKernel
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.tools.profiling import comparison
+from jaxpar.tools.profiling import table
 
 PIECE = str(Path(__file__).parent / "fsdp4.xplane.pb.gz")
 
@@ -30,7 +30,7 @@ def test_the_largest_differences_come_first():
     after = figures(
         {("forward", "loss"): 4.5, ("backward", "attention"): 7.0, ("forward", "rope"): 1.0}, 18.0
     )
-    found = comparison.compare(before, after)
+    found = table.compare(before, after)
     assert [row["name"] for row in found["scopes"]] == [
         ("backward", "attention"),
         ("forward", "rope"),
@@ -42,7 +42,7 @@ def test_the_largest_differences_come_first():
         "after": 18.0,
         "difference": -2.0,
     }
-    text = comparison.in_words(found, ["a", "b"])
+    text = table.in_words(found, ["a", "b"])
     assert text.startswith("before  a\nafter   b\n")
     rows = [line.split() for line in text.splitlines()]
     assert ["backward", "attention", "10.0", "7.0", "-3.0", "0.700"] in rows

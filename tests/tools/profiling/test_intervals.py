@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.tools.profiling.trace.intervals import Cover, length, subtract, union
+from jaxpar.tools.profiling.breakdown import Cover, length, subtract, union
 
 PIECES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], sum(p))))
 

@@ -4,15 +4,15 @@ import pytest
 
 from jaxpar.tools.profiling.launching import launching
 from jaxpar.tools.profiling.trace import read as trace
-from jaxpar.tools.profiling.trace.launches import (
+from jaxpar.tools.profiling.trace.read import (
     Chip,
     HostCall,
     LaunchShape,
+    ProfiledKernel,
     chip_of,
     shape_of,
     waves,
 )
-from jaxpar.tools.profiling.trace.read import ProfiledKernel
 from tests.tools.profiling.xspace import HOST, Event, launches, write
 
 DETAILS = (

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar.tools.profiling import marked
+from jaxpar.tools.bench import profiled
 
 
 def test_marks_are_balanced(monkeypatch):
@@ -15,8 +15,8 @@ def test_marks_are_balanced(monkeypatch):
         def __getattr__(self, name):
             return answer(name)
 
-    monkeypatch.setattr(marked.ctypes, "CDLL", lambda _: Driver())
-    with pytest.raises(ValueError, match="in a step"), marked.marked_for_nvidia():
+    monkeypatch.setattr(profiled.ctypes, "CDLL", lambda _: Driver())
+    with pytest.raises(ValueError, match="in a step"), profiled.marked_for_nvidia():
         calls.append("step")
         raise ValueError("in a step")
     assert calls[calls.index("cuProfilerStart") :][:3] == [

@@ -14,7 +14,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
-from jaxpar.tools.profiling.trace.scopes import BLOCKS, place_of
+from jaxpar.tools.profiling.trace.kernels import BLOCKS, place_of
 from tests.slow import slow
 
 SMALL = {

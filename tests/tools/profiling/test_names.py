@@ -2,8 +2,14 @@
 
 import pytest
 
-from jaxpar.tools.profiling.trace.kernels import CLASSES, PATTERNS, classify, family
-from jaxpar.tools.profiling.trace.scopes import place_of, shorten
+from jaxpar.tools.profiling.trace.kernels import (
+    CLASSES,
+    PATTERNS,
+    classify,
+    family,
+    place_of,
+    shorten,
+)
 
 NAMES = {
     "matmul": (

@@ -14,11 +14,10 @@ from jaxpar.monitoring import hlo as hlo
 from jaxpar.monitoring import profile_folder
 from jaxpar.monitoring.profiler import capture
 from jaxpar.runtime import exit_codes
-from jaxpar.tools.profiling import loading, sections
-from jaxpar.tools.profiling.hlo import memory
-from jaxpar.tools.profiling.hlo.costs import multiplications
+from jaxpar.tools.profiling import loading, memory, sections
 from jaxpar.tools.profiling.trace import cpu_trace, xspace
 from jaxpar.tools.profiling.trace import read as trace
+from jaxpar.tools.profiling.trace.cpu_trace import multiplications
 from tests.tools.profiling.xspace import HOST, Event, write
 
 PIECE = Path(__file__).parent / "fsdp4.xplane.pb.gz"

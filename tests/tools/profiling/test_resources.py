@@ -8,8 +8,7 @@ import pytest
 from jaxpar.tools.profiling import breakdown, loading, table
 from jaxpar.tools.profiling.trace import read as trace
 from jaxpar.tools.profiling.trace.kernels import uses_tensor_cores
-from jaxpar.tools.profiling.trace.launches import Chip
-from jaxpar.tools.profiling.trace.read import NoKernels
+from jaxpar.tools.profiling.trace.read import Chip, NoKernels
 
 
 @pytest.mark.parametrize(

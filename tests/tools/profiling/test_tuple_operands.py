@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.monitoring import hlo as hlo
 from jaxpar.monitoring.hlo import collective_bytes
-from jaxpar.tools.profiling.hlo.costs import multiplications
+from jaxpar.tools.profiling.trace.cpu_trace import multiplications
 
 #: As on a GPU, where a layer's values go through barriers, whose results are tuples.
 HLO = """\

@@ -7,9 +7,9 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.tools.report import listing
-from jaxpar.tools.report.figures import held_out_text
 from jaxpar.tools.report.page import page
 from jaxpar.tools.report.runs import read_run
+from jaxpar.tools.report.series import held_out_text
 from tests.tools.report.folders import write_lines
 
 TOKENS = 240

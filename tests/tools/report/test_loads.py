@@ -7,8 +7,7 @@ import pytest
 
 from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.tools.report import experts
-from jaxpar.tools.report.loads import MAX_COLUMNS, read_loads
-from jaxpar.tools.report.runs import read_run
+from jaxpar.tools.report.runs import MAX_COLUMNS, read_loads, read_run
 from tests.tools.report.folders import write_lines, write_loads, write_run
 
 

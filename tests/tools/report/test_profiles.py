@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from jaxpar.tools.report import profiles
+from jaxpar.tools.report import facts
 from tests.tools.report.folders import write_run
 from tests.tools.report.test_page import EVIL, Tags, page_of
 
@@ -44,7 +44,7 @@ def test_a_run_without_profiles(tmp_path):
 def test_profiles_that_are_not_read(tmp_path, monkeypatch):
     run = run_with_profile(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(profiles, "MAX_BYTES", 1000)
+        patch.setattr(facts, "MAX_BYTES", 1000)
         assert "the profile of step 20 is large; to read it: python" in page_of(run)
     (run / "profiles/step_00000020/process_0.xplane.pb.gz").write_bytes(EVIL.encode() * 9)
     text = page_of(run)

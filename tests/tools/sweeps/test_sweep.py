@@ -16,8 +16,8 @@ from jaxpar.config import ConfigError
 from jaxpar.config.config_file import load_config
 from jaxpar.runtime import exit_codes
 from jaxpar.tools.sweeps import running
-from jaxpar.tools.sweeps.folder import FILE
 from jaxpar.tools.sweeps.grid import MAX_RUNS, points_of
+from jaxpar.tools.sweeps.running import FILE
 from tests.ranks import wait_for
 
 pytestmark = pytest.mark.waits

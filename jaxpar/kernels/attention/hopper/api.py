@@ -7,7 +7,6 @@ tiles. The kernels are in `forward.py`, `backward.py` and `dq.py`.
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.attention.gradient import delta
 from jaxpar.kernels.attention.hopper import backward as pallas_hopper_backward
 from jaxpar.kernels.attention.hopper import dq
 from jaxpar.kernels.attention.hopper import forward as pallas_hopper_forward
@@ -20,8 +19,14 @@ from jaxpar.kernels.attention.hopper.blocks import (
 )
 from jaxpar.kernels.attention.hopper.mma import LOG2E
 from jaxpar.kernels.attention.mask import AttentionMask
-from jaxpar.kernels.attention.order import MULTIPROCESSORS
-from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
+from jaxpar.kernels.attention.sinks import delta
+from jaxpar.kernels.attention.tiles import (
+    MULTIPROCESSORS,
+    bounds_of,
+    key_visits,
+    padding,
+    query_visits,
+)
 
 #: Number of CTAs of the forward: four per multiprocessor. One per multiprocessor is as fast without
 #: communication. But if NCCL occupies some multiprocessors, their CTAs would wait until it ends and

@@ -15,6 +15,7 @@ Source:   Dao 2023 (2307.08691), section 3.1.2; Shah et al. 2024 (2407.08608), s
 """
 
 import functools
+from types import SimpleNamespace as Refs
 from typing import Any
 
 import jax
@@ -45,9 +46,13 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.order import lanes_at_a_time, tile_and_lane
-from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
+from jaxpar.kernels.attention.tiles import (
+    Bounds,
+    Visits,
+    lanes_at_a_time,
+    mask_operands,
+    tile_and_lane,
+)
 
 type Place = tuple[Any, Any, Any]
 

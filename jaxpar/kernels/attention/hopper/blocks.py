@@ -2,7 +2,7 @@
 
 A block is (rows of queries) x (rows of keys) processed by one CTA, which has two consumer
 warpgroups and a producer. Tuned sizes come from the table of measurements
-(`kernels/attention/dispatch/choice.py`). Shapes without a measurement use `default_forward` and
+(`kernels/attention/choice.py`). Shapes without a measurement use `default_forward` and
 `default_backward`.
 """
 

@@ -5,6 +5,7 @@ reproducible bit for bit. Head dim 256 always uses it, because dk and dv leave n
 """
 
 import functools
+from types import SimpleNamespace as Refs
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,9 +33,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.order import tile_and_lane
-from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands, tile_and_lane
 
 
 def query_gradient(

@@ -8,6 +8,7 @@ Source:   Shah et al. 2024 (2407.08608), FlashAttention-3: the two roles, and th
 """
 
 import functools
+from types import SimpleNamespace as Refs
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,10 +37,8 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.order import tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
-from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands, tile_and_lane
 
 #: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
 LOWEST = -1e30

@@ -3,6 +3,8 @@
 `g` are a kernel's operands in global memory, and `r` its shared memory. `tiles.py` has the rule.
 """
 
+from types import SimpleNamespace as Refs
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +18,6 @@ from jaxpar.kernels.attention.hopper.mma import (
     iota,
     spread,
 )
-from jaxpar.kernels.attention.refs import Refs
 
 
 def key_tiles_of(s: KernelShape, g: Refs, b, tile):

@@ -7,6 +7,7 @@ therefore have two implementations, and the kernels that call them have one.
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace as Refs
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 
 LOG2E = math.log2(math.e)

@@ -9,8 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.attention.gradient import delta
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.sinks import delta
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 from jaxpar.kernels.attention.triton import backward as backward_kernels
 from jaxpar.kernels.attention.triton import forward as forward_kernel
@@ -62,7 +62,7 @@ def backward(
     return _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks, softcap, interpret)
 
 
-# Inside a jit for the reason in `kernels/float8/quantize_transpose.py`: JAX would keep a bare
+# Inside a jit for the reason in `kernels/float8/rounding.py`: JAX would keep a bare
 # pallas_call.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _forward(q, k, v, mask, blocks: TritonForward, softcap: float | None, interpret: bool):

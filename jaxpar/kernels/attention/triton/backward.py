@@ -20,26 +20,24 @@ from jaxpar.kernels.attention.triton.compiler import (
     rows,
     spread,
 )
-from jaxpar.kernels.attention.triton.mask import (
-    bounds_of_columns,
-    bounds_of_rows,
-    key_tiles_of,
-    query_tiles_of,
-    seen,
-    visit_all,
-)
 from jaxpar.kernels.attention.triton.shape import (
     TritonShape,
     added,
+    bounds_of_columns,
+    bounds_of_rows,
+    key_tiles_of,
     load,
     named,
     place,
     product,
+    query_tiles_of,
+    seen,
     shape_of,
     softcap_slope,
     softcapped,
     store,
     through_softcap,
+    visit_all,
     zeros,
 )
 

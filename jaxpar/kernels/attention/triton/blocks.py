@@ -1,7 +1,7 @@
 """Block sizes of the Triton kernels: the tunable sizes and their defaults.
 
 A block is (rows of queries) x (rows of keys), both powers of two of at least 16. Tuned sizes come
-from the table of measurements (`kernels/attention/dispatch/choice.py`). Shapes without a
+from the table of measurements (`kernels/attention/choice.py`). Shapes without a
 measurement use `default_forward` and `default_backward`.
 """
 

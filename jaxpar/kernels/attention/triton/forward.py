@@ -24,24 +24,22 @@ from jaxpar.kernels.attention.triton.compiler import (
     rows,
     spread,
 )
-from jaxpar.kernels.attention.triton.mask import (
-    bounds_of_columns,
-    bounds_of_rows,
-    key_tiles_of,
-    seen,
-    visit_all,
-)
 from jaxpar.kernels.attention.triton.shape import (
     LOG2E,
     TritonShape,
     added,
+    bounds_of_columns,
+    bounds_of_rows,
+    key_tiles_of,
     load,
     named,
     place,
     product,
+    seen,
     shape_of,
     softcapped,
     store,
+    visit_all,
     zeros,
 )
 

@@ -5,6 +5,7 @@ XLA also computes the rows that are not in use, and takes two passes for the gra
 
 import dataclasses
 import functools
+from types import SimpleNamespace as Refs
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,12 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention.hopper.mma import COLUMN, ROW, TILE, mod, smem, spread
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_WARPGROUP as WARPGROUP
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
-from jaxpar.kernels.grouped_matmul.hopper.each_row import COPYING, each_row, sigmoid
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M, div
+from jaxpar.kernels.grouped_matmul.hopper.rows import COPYING, each_row, sigmoid
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 #: Columns of a step, 128 bytes, and buffers of the ring.

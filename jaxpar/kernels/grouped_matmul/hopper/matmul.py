@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace as Refs
 
 import jax
 import jax.experimental.pallas as pl
@@ -9,7 +10,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from jaxpar.kernels.attention.hopper.mma import ROW
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch
 from jaxpar.kernels.grouped_matmul.tiles import Tiles

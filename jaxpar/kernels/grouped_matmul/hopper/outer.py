@@ -8,13 +8,13 @@ persistent: a multiprocessor that is done starts the next one.
 """
 
 import functools
+from types import SimpleNamespace as Refs
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, ROWS, STEP, Launch
 from jaxpar.kernels.grouped_matmul.tiles import Tiles

@@ -9,6 +9,7 @@ Pallas' interpreter does not support accumulators that live longer than one mult
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace as Refs
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention.hopper.mma import compiler, mod, smem, spread, varying_as
-from jaxpar.kernels.attention.order import MULTIPROCESSORS
-from jaxpar.kernels.attention.refs import Refs
+from jaxpar.kernels.attention.tiles import MULTIPROCESSORS
 
 f32, i32 = jnp.float32, jnp.int32
 

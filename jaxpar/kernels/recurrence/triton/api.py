@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 from jaxpar.kernels.recurrence.chunks import Sums, chunks_in, sums_of
 from jaxpar.kernels.recurrence.triton import backward, forward
-from jaxpar.kernels.recurrence.triton.pairs import pair_gradients
 from jaxpar.kernels.recurrence.triton.shape import RecurrenceShape
-from jaxpar.kernels.recurrence.triton.within import within_chunks
+from jaxpar.kernels.recurrence.triton.within import pair_gradients, within_chunks
 
 #: Most columns of V that a program has at a time: of the sequential kernels, whose programs should
 #: fill a GPU, of `outputs`, and of the backward's others, by whether V is more than 128: a program

@@ -28,13 +28,13 @@ has y = v, so that dv = dy, and nothing with b, z or E.
 """
 
 import functools
+from types import SimpleNamespace as Refs
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     f32,

@@ -5,11 +5,11 @@ its state in registers. `outputs` computes all chunks at once.
 """
 
 import functools
+from types import SimpleNamespace as Refs
 
 import jax
 from jax import lax
 
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.triton.compiler import div, f32, launch, mod, program, rows
 from jaxpar.kernels.recurrence.triton.shape import (
     ChunkDecays,

@@ -6,12 +6,12 @@ numbers per token and head are read instead of a matrix [C, C] per head.
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace as Refs
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.triton.compiler import dot, exp2, f32, iota, rows, spread
 
 LOG2_E = math.log2(math.e)

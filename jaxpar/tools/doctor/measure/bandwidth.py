@@ -46,7 +46,7 @@ class Kind:
     bus       number of devices -> bytes over the slowest link divided by the size. It makes the
               bandwidth comparable with the speed of the links.
               Source: nccl-tests, doc/PERFORMANCE.md.
-    opcodes   the compiler's names, as in `profiling/hlo/collective_bytes.py`.
+    opcodes   the compiler's names, as in `monitoring/hlo/collective_bytes.py`.
     """
 
     run: Callable[[jax.Array], jax.Array]

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.kernels.float8.quantize import FORWARD
+from jaxpar.kernels.float8.rounding import FORWARD
 from jaxpar.runtime.gpus import nvml
 from jaxpar.runtime.gpus.nvml import GpuLoad
 from jaxpar.runtime.timing import Spread, time_batches, time_work, when_ready

@@ -1,0 +1,293 @@
+"""Datasets in a store: the copy of the small files on this host, tokens by parts, writing one."""
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.rules.paths import Address, absolute, cache_folder, read_address
+from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, PREPARE, STREAM_FILE
+from jaxpar.data.formats.tokens import STORED, WindowedArray
+from jaxpar.runtime import progress as units
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.processes.peers import log
+from jaxpar.stores.cache import (
+    AFTER,
+    DIGEST_BYTES,
+    PART_BYTES,
+    CachedObject,
+    PartCache,
+    digests_of,
+)
+from jaxpar.stores.folders import FILES, InUse, update_copy, upload_folder
+from jaxpar.stores.objects import Missing, Objects, Stamp
+
+# ------------------------------- Numbers in an object of a store, as an array that is read by parts
+
+
+class StoredArray(WindowedArray):
+    """Integers [N] of an object. A slice is an array, and is read through the cache."""
+
+    def __init__(self, stored: CachedObject, dtype: np.dtype):
+        self.stored, self.dtype = stored, dtype
+        self._length = stored.size // dtype.itemsize
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return stretches of the array: [N, length]. What is not in the cache is fetched at once.
+
+        Args:     starts: int64 [N]; start + length is at most the length of the array.
+        Raises:   ObjectDamaged, StoreError.
+        """
+        found = np.empty((len(starts), length), self.dtype)
+        if not found.size:
+            return found
+        firsts = np.asarray(starts, np.int64) * self.dtype.itemsize
+        lasts = firsts + length * self.dtype.itemsize
+        spans = zip(firsts // PART_BYTES, (lasts - 1) // PART_BYTES, strict=True)
+        self.stored.fetch(np.unique([n for a, b in spans for n in range(a, b + 1)]).tolist())
+        for row, first, last in zip(found, firsts.tolist(), lasts.tolist(), strict=True):
+            row[:] = np.frombuffer(self.stored.read(first, last), self.dtype)
+        return found
+
+    def place(self, token: int) -> str:
+        """Return the place of a token, for an error."""
+        return f"token {token:,} of {self.stored.place} (byte {token * self.dtype.itemsize:,})"
+
+
+# ----- Writes a dataset to a store: complete or absent, with the digests of the parts of its tokens
+
+
+#: Ends the name of the object with the digests of the parts of another: its SHA-256 as bytes, then
+#: the digests.
+PARTS = ".parts"
+
+#: Bytes of a SHA-256.
+HEAD_BYTES = 32
+
+
+@contextmanager
+def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder that is uploaded to an address if the block succeeds, and then deleted.
+
+    Args:     overwrite: replace an existing dataset. Other objects are never replaced.
+    Raises:   ConfigError("--output", ...) if the address has other objects, or cannot be used;
+              StoreError.
+    """
+    address = read_address("--output", output)
+    objects = Objects(address, "--output")
+    _check_address(objects, output, overwrite)
+    above = cache_folder("preparing")
+    staging = above / hashlib.sha256(str(address).encode()).hexdigest()[:16]
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        rule = f"is written in {staging} first, which cannot be created: {error.strerror}"
+        fix = "set XDG_CACHE_HOME to another folder"
+        raise ConfigError("--output", output, rule, fix) from error
+    try:
+        yield staging
+        if (staging / STREAM_FILE).exists():
+            rule = "cannot be an address with --stream: training reads the text from this host"
+            raise ConfigError("--output", output, rule, "leave out --stream")
+        for file in sorted(staging.glob("*.bin")):
+            with open(file, "rb") as opened:
+                head = hashlib.file_digest(opened, "sha256").digest()
+            (staging / (file.name + PARTS)).write_bytes(head + digests_of(file))
+        upload_folder(objects, staging, META_FILE, overwrite)
+    except InUse:
+        raise _in_use(output) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
+    held = [found.name for found in objects.names(exact=True)]
+    ours = {*DATASET_FILES, *(name + PARTS for name in DATASET_FILES), FILES}
+    if foreign := [name for name in held if name not in ours]:
+        rule = f"contains {foreign[0]!r}, which is not part of a dataset"
+        raise ConfigError("--output", output, rule, "use a new or empty prefix")
+    if META_FILE in held and not overwrite:
+        raise _in_use(output)
+
+
+def _in_use(output: str) -> ConfigError:
+    fix = "add --overwrite to replace it, or use another address"
+    return ConfigError("--output", output, "already has a dataset", fix)
+
+
+def read_parts(objects: Objects, name: str, size: int, sha256: str) -> bytes:
+    """Return the digests of the parts of an object; empty if they were not written.
+
+    Args:     name: of the object with the digests. size, sha256: of the other one.
+    Raises:   RunError if they are those of another object; StoreError.
+    """
+    try:
+        content, _ = objects.read(name)
+    except Missing:
+        return b""
+    if not _are_parts(content, size, sha256):
+        rule = f"has the digests of another file than {name.removesuffix(PARTS)}"
+        fix = f"prepare the dataset again, or delete {name}"
+        raise RunError(f"{objects.address}/{name} {rule}. Fix: {fix}")
+    return content[HEAD_BYTES:]
+
+
+def _are_parts(content: bytes, size: int, sha256: str) -> bool:
+    expected = HEAD_BYTES + -(-size // PART_BYTES) * DIGEST_BYTES
+    return len(content) == expected and content[:HEAD_BYTES].hex() == sha256
+
+
+def kept_parts(file: Path, size: int, sha256: str) -> bytes:
+    """Return the digests that `keep_parts` has kept; empty if there are none of this content."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return b""
+    return content[HEAD_BYTES:] if _are_parts(content, size, sha256) else b""
+
+
+def keep_parts(file: Path, sha256: str, digests: bytes) -> None:
+    """Keep the digests of what was verified on this host; do nothing if it cannot be written."""
+    with contextlib.suppress(OSError):
+        atomic.write(file, bytes.fromhex(sha256) + digests)
+
+
+# ---- The copy of a dataset in a store: its small files, on this host. Its tokens stay in the store
+
+
+#: Files that stay in the store.
+LARGE = ".bin"
+
+#: Bytes of a file that is read once at a start, if nothing else tells whether it is intact.
+CHECKED_BYTES = 64 << 30
+
+#: Says what to do about a larger one.
+NOT_VERIFIED = "Write the dataset with `prepare --output ADDRESS`, which adds it"
+
+
+class StoredFolder:
+    """A dataset of a store, with a copy of its small files in a folder of this host."""
+
+    def __init__(self, address: Address, field: str, cache: PartCache):
+        """Bring the copy up to date.
+
+        Args:     field: the setting that holds the address, for errors.
+        Raises:   ConfigError if there is no dataset; RunError if it is damaged; StoreError.
+        """
+        self.address, self._cache = address, cache
+        self._objects = Objects(address, field)
+        self._arrays: dict[str, StoredArray] = {}
+        mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
+        self.path = cache.folder.parent / f"{address.prefix.rpartition('/')[2]}-{mark}"
+        names = {found.name for found in self._objects.names()}
+        if META_FILE not in names:
+            fix = f"create it with `{PREPARE} {address}`, or correct the address"
+            raise ConfigError(field, str(address), f"has no dataset (no {META_FILE})", fix)
+        if STREAM_FILE in names:
+            rule = "is a streamed dataset, which needs its text on this host"
+            raise ConfigError(field, str(address), rule, "prepare it without --stream")
+        small = [name for name in sorted(names & DATASET_FILES) if not name.endswith(LARGE)]
+        update_copy(self._objects, self.path, small, names, again=True)
+
+    def array(self, name: str, dtype: np.dtype, size: int, sha256: str) -> StoredArray:
+        """Return the content of an object. If there is room, all of it is fetched meanwhile.
+
+        Args:     size: its bytes, and sha256: their hash, as meta.json records them.
+        Raises:   ConfigError("data.path", ...) if it has another size; StoreError.
+        """
+        if name not in self._arrays:
+            fix = "copy the dataset again, or prepare it again"
+            try:
+                found, stamp = self._objects.about(name)
+            except Missing:
+                found, stamp = -1, Stamp(None, None)
+            if found != size:
+                state = "is missing" if found < 0 else f"has {found:,} bytes"
+                rule = f"{name} {state}, but {META_FILE} records {size:,} bytes"
+                raise ConfigError("data.path", str(self.address), rule, fix)
+            digests = read_parts(self._objects, name + PARTS, size, sha256)
+            digests = digests or kept_parts(self.path / (name + PARTS), size, sha256)
+            stored = CachedObject(self._objects, name, size, stamp, self._cache, digests)
+            self._cache.claimed += size
+            fits = self._cache.claimed <= self._cache.limit * AFTER
+            if not digests:
+                self._check(stored, name, sha256, fits)
+            if fits:
+                # Each process begins elsewhere, so that together they fetch each part once.
+                stored.fetch_all(os.getpid() * 2_654_435_761 % max(stored.num_parts, 1))
+            self._arrays[name] = StoredArray(stored, dtype)
+        return self._arrays[name]
+
+    def _check(self, stored: CachedObject, name: str, sha256: str, fits: bool) -> None:
+        """Compare what another program has copied with meta.json, once for a cache.
+
+        Raises:   ConfigError("data.path", ...) if it differs; StoreError.
+        """
+        what = f"{self.address}/{name}, {units.size(stored.size)}"
+        if not fits or stored.size > CHECKED_BYTES:
+            log(f"WARNING    {what}, is not verified: there is no {name}{PARTS}. {NOT_VERIFIED}")
+            return
+        log(f"checking   {what}: there is no {name}{PARTS}, so all of it is read once")
+        if (digests := stored.check(sha256)) is None:
+            rule = f"{name} has other content than {META_FILE} records (sha256 {sha256[:16]})"
+            fix = "copy the dataset again, or prepare it again"
+            raise ConfigError("data.path", str(self.address), rule, fix)
+        keep_parts(self.path / (name + PARTS), sha256, digests)
+
+    def close(self) -> None:
+        """End what is fetched in the background."""
+        self._objects.stopped.set()
+        for array in self._arrays.values():
+            array.stored.close()
+
+
+def local_copy(cfg: Config, field: str, path: str) -> str:
+    """Return the folder of the copy of a dataset on this host, which is made.
+
+    Args:     path: an address. Raises:   as `StoredFolder`.
+    """
+    folder = absolute(cfg.data.cache_dir or cache_folder("data"))
+    try:
+        cache = _cache(folder / "parts")
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if (limit := int(cfg.data.cache_gib * 2**30)) != cache.limit:
+        cache.limit = limit
+        cache.remove_oldest()
+    address = read_address(field, path)
+    known = (one for one in STORED.values() if one.address == address)
+    stored = next((one for one in known if one.path.parent == folder), None)
+    if stored is None:
+        try:
+            stored = StoredFolder(address, field, cache)
+        except PermissionError as error:
+            raise _unusable(folder, error) from error
+        STORED[stored.path] = stored
+    return str(stored.path)
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    rule = f"cannot be written: {error.strerror}"
+    return ConfigError("data.cache_dir", str(folder), rule, "use another folder")
+
+
+def close_all() -> None:
+    """Forget the datasets that this process has opened."""
+    for stored in STORED.values():
+        stored.close()
+    STORED.clear()
+    _cache.cache_clear()
+
+
+@functools.cache
+def _cache(folder: Path) -> PartCache:
+    return PartCache(folder, 1 << 60)

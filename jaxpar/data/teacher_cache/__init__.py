@@ -1,2 +1,0 @@
-"""A teacher's likeliest next tokens, kept in files: `cache` stores them, and `loader` adds them to
-batches."""

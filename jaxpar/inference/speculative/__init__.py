@@ -1,1 +1,0 @@
-"""Speculative decoding: multi-token prediction drafts tokens, and the model verifies them."""

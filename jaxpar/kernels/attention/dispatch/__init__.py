@@ -1,1 +1,0 @@
-"""The choice of an attention backend."""

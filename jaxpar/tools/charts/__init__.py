@@ -1,3 +1,0 @@
-"""Draws charts as SVG, for reports and benchmarks."""
-
-MAY_IMPORT = ("runtime",)

@@ -1,1 +1,0 @@
-"""The coordinate check of µP, `python -m jaxpar.verify --mup`: the size of activations by width."""
