@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
-from jaxpar.components.dims import Rule, Sizes, smaller
+from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -118,14 +118,14 @@ class Attention(Mixer):
             found["bo"] = vector((D,), ("norm",))
         return found
 
-    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         H, G = self.num_heads, self.num_kv_heads
         rule = f"must be divisible by num_kv_heads = {G}"
-        yield Rule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))
+        yield DimRule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))
         yield from over_sequence(H, parallel)
 
-    def shrunk(self, sizes: Sizes) -> Self:
+    def shrunk(self, sizes: SmallSizes) -> Self:
         # A multiple of 8, of which all published fractions are even.
         small = dataclasses.replace(smaller(self, sizes), head_dim=sizes.width(self.head_dim, 8))
         rope = self.rope and self.rope.shrunk(small.head_dim, sizes)
@@ -178,13 +178,13 @@ class Attention(Mixer):
         return Widths(query, key, key, query, 2 * key, 0.0)
 
 
-def over_sequence(num_heads: int, parallel: Any) -> Iterator[Rule]:
+def over_sequence(num_heads: int, parallel: Any) -> Iterator[DimRule]:
     """Yield the rule of a mesh that shards heads in place of the sequence."""
     if parallel.context == "ulysses" and parallel.sequence > 1:
         ways = parallel.tensor * parallel.sequence
         rule = f"must be divisible by parallel.tensor * parallel.sequence = {ways}, for ulysses"
         more = -(-num_heads // ways) * ways
-        yield Rule("num_heads", num_heads % ways == 0, rule, (("num_heads", more),))
+        yield DimRule("num_heads", num_heads % ways == 0, rule, (("num_heads", more),))
 
 
 def num_pairs(length: int, window: int | None, chunk: int | None) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, dataclass_transform
 
 from jaxpar.components.costs import Heads, Projection, Widths
-from jaxpar.components.dims import Rule, Sizes, divisions, smaller
+from jaxpar.components.dims import DimRule, SmallSizes, divisions, smaller
 from jaxpar.components.weight import Weight
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Term(Component):
         """
         return self.compute(h, w, Tokens(positions, segments))
 
-    def rules(self, model: "Model", parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: "Model", parallel: Any) -> Iterator[DimRule]:
         """Yield the conditions of the fields on a mesh.
 
         By default: mesh axes divide the dims that they split, by the logical axes of `weights`.
@@ -97,7 +97,7 @@ class Term(Component):
         """
         yield from divisions(self, model, parallel)
 
-    def shrunk(self, sizes: Sizes) -> Self:
+    def shrunk(self, sizes: SmallSizes) -> Self:
         """Return a small component of the same kind, whose dims all meshes divide.
 
         By default, fields that make dims of weights get smaller; see `smaller`.

@@ -28,7 +28,7 @@ class Dim(NamedTuple):
     """Fields that it grows with, with dots: "expert.d_ff". "d_model" is that of the model."""
 
 
-class Rule(NamedTuple):
+class DimRule(NamedTuple):
     """A condition of a component's fields, on a mesh."""
 
     field: str
@@ -39,14 +39,14 @@ class Rule(NamedTuple):
     fixes: tuple[tuple[str, int], ...] = ()
     """Alternatives: values for this field, or for one of `parallel`."""
 
-    def below(self, address: str) -> "Rule":
+    def below(self, address: str) -> "DimRule":
         """Return the rule with the address of what has its fields before their names."""
         whole = lambda field: field if field.startswith("parallel.") else f"{address}.{field}"  # noqa: E731
         fixes = tuple((whole(field), value) for field, value in self.fixes)
         return self._replace(field=whole(self.field), fixes=fixes)
 
 
-class Sizes(NamedTuple):
+class SmallSizes(NamedTuple):
     """What a small model has, and what all its meshes divide."""
 
     model: "Model"
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
     """What dims of each logical axis must be divisible by."""
 
     @classmethod
-    def of(cls, model: "Model", d_model: int, shorter: float, meshes: list[Any]) -> "Sizes":
+    def of(cls, model: "Model", d_model: int, shorter: float, meshes: list[Any]) -> "SmallSizes":
         """Return sizes that each of some meshes divides.
 
         Args:     meshes: sections `parallel` of configs.
@@ -135,7 +135,7 @@ def with_field[T](term: T, path: str, value: Any) -> T:
     return dataclasses.replace(term, **{name: value})  # type: ignore[type-var]
 
 
-def divisions(term: "Term", model: "Model", parallel: Any) -> Iterator[Rule]:
+def divisions(term: "Term", model: "Model", parallel: Any) -> Iterator[DimRule]:
     """Yield a rule for each field that makes dims which mesh axes split.
 
     Dims of the model's width are the model's own: `Model.rules`.
@@ -149,7 +149,7 @@ def divisions(term: "Term", model: "Model", parallel: Any) -> Iterator[Rule]:
             yield division(field, values.get(field, dim.size), dim.size, dim.axis, parallel)
 
 
-def division(field: str, value: int, size: int, axis: str, parallel: Any) -> Rule:
+def division(field: str, value: int, size: int, axis: str, parallel: Any) -> DimRule:
     """Return the rule that devices get equal shares of a dim.
 
     Args:     value: of the field. size: of the dim, which is a multiple of it, or grows with it.
@@ -163,10 +163,10 @@ def division(field: str, value: int, size: int, axis: str, parallel: Any) -> Rul
         fits = max(n for n in range(1, ways + 1) if size % n == 0)
         fixes = [(f"parallel.{over[0]}", fits), *fixes]
     rule = f"must be divisible by {product} = {ways}"
-    return Rule(field, size % ways == 0, rule, tuple(fixes))
+    return DimRule(field, size % ways == 0, rule, tuple(fixes))
 
 
-def smaller[T: "Term"](term: T, sizes: Sizes) -> T:
+def smaller[T: "Term"](term: T, sizes: SmallSizes) -> T:
     """Return a component with small dims, which all meshes divide.
 
     Numbers of heads keep their ratios. There are few experts. Other dims keep their ratio to the
@@ -177,7 +177,7 @@ def smaller[T: "Term"](term: T, sizes: Sizes) -> T:
         for field in dim.fields:
             axes.setdefault(field, set()).add(dim.axis)
     values = {field: n for field, n in numbers(term) if field in axes}
-    unit = {f: math.lcm(*(sizes.ways[axis] for axis in axes[f])) for f in values}
+    unit = {f: math.lcm(*(sizes.ways[axis] for axis in sorted(axes[f]))) for f in values}
     heads = {f: n for f, n in values.items() if axes[f] & {"heads", "kv_heads"}}
     group = math.gcd(*heads.values()), math.lcm(2, *(unit[f] for f in heads))
     for field, n in values.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, FeedForward, NormForm
-from jaxpar.components.dims import Rule, Sizes
+from jaxpar.components.dims import DimRule, SmallSizes
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, matrix, vector
@@ -82,18 +82,18 @@ class Experts(FeedForward):
             found["b_down"] = vector((E, D), ("router", "norm"))
         return found
 
-    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         E, groups, most = self.num_experts, self.router.groups, self.router.groups_per_token
         rule = f"must be divisible by router.groups = {groups}"
         whole = -(-E // groups) * groups
-        yield Rule("num_experts", E % groups == 0, rule, (("num_experts", whole),))
+        yield DimRule("num_experts", E % groups == 0, rule, (("num_experts", whole),))
         to_choose = E // groups * most
         rule = f"must be at most {to_choose}, the experts to choose from"
         ok = self.experts_per_token <= to_choose
-        yield Rule("experts_per_token", ok, rule, (("experts_per_token", to_choose),))
+        yield DimRule("experts_per_token", ok, rule, (("experts_per_token", to_choose),))
 
-    def shrunk(self, sizes: Sizes) -> Self:
+    def shrunk(self, sizes: SmallSizes) -> Self:
         groups, unit = self.router.groups, sizes.ways["experts"]
         in_group = min(self.num_experts // groups, 8 if groups == 1 else 2)
         unit //= math.gcd(unit, groups)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from jaxpar.components.attention import num_pairs, over_sequence
 from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
-from jaxpar.components.dims import Rule, Sizes, smaller
+from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
@@ -91,11 +91,11 @@ class LatentAttention(Mixer):
         found["wo"] = matrix((H, V, D), (*by_head, "embed"), to_stream=True, adapter="o_proj")
         return found
 
-    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         yield from over_sequence(self.num_heads, parallel)
 
-    def shrunk(self, sizes: Sizes) -> Self:
+    def shrunk(self, sizes: SmallSizes) -> Self:
         small = smaller(self, sizes)
         return dataclasses.replace(
             small,

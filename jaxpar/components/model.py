@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxpar.components.component import Component, FeedForward, Mixer, NormForm
-from jaxpar.components.dims import Rule, Sizes, division, ways_of
+from jaxpar.components.dims import DimRule, SmallSizes, division, ways_of
 from jaxpar.components.weight import Init, Weight, vector
 
 
@@ -79,14 +79,14 @@ class Layer:
             found |= self.feed_forward.declared(model)
         return found
 
-    def rules(self, model: "Model", parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: "Model", parallel: Any) -> Iterator[DimRule]:
         """Yield the rules of both components, with the addresses of their fields."""
         for role in ("mixer", "feed_forward"):
             if term := getattr(self, role):
                 for rule in term.rules(model, parallel):
                     yield rule.below(f"{self.name}.{role}")
 
-    def shrunk(self, sizes: Sizes) -> "Layer":
+    def shrunk(self, sizes: SmallSizes) -> "Layer":
         """Return a small layer of the same kind, whose dims all meshes divide."""
         mixer = self.mixer and self.mixer.shrunk(sizes)
         feed_forward = self.feed_forward and self.feed_forward.shrunk(sizes)
@@ -151,7 +151,7 @@ class Model:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
 
-    def rules(self, parallel: Any) -> Iterator[Rule]:
+    def rules(self, parallel: Any) -> Iterator[DimRule]:
         """Yield the conditions of all fields on a mesh: the model's, and those of its components.
 
         Args:     parallel: the section of a config, resolved.

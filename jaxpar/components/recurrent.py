@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from jaxpar.components.component import Mixer, NormForm
-from jaxpar.components.dims import Rule, Sizes, smaller
+from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight, conv_kernel, matrix, vector
 
@@ -34,7 +34,7 @@ class Recurrent(Mixer):
     chunk: int = 64
     """Tokens that are processed at a time, in matmuls. It does not change what is computed."""
 
-    def shrunk(self, sizes: Sizes) -> Self:
+    def shrunk(self, sizes: SmallSizes) -> Self:
         # Norms divide by the length of what a recurrence returned, often near 0 in a small model:
         # with an eps of 1e-5, two orders of the same sums differ by 2e-5 on one device.
         return dataclasses.replace(
@@ -137,11 +137,11 @@ class GatedDeltaNet(Recurrent):
         found["delta_out"] = matrix((H, V, D), axes, to_stream=True, adapter="out_proj")
         return found
 
-    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         H, G = self.num_value_heads, self.num_key_heads
         rule = f"must be divisible by num_key_heads = {G}"
-        yield Rule("num_value_heads", H % G == 0, rule, (("num_value_heads", -(-H // G) * G),))
+        yield DimRule("num_value_heads", H % G == 0, rule, (("num_value_heads", -(-H // G) * G),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,8 @@ class Mamba2(Recurrent):
         found["mamba_out"] = matrix((H, P, D), axes, to_stream=True, adapter="out_proj")
         return found
 
-    def rules(self, model: Model, parallel: Any) -> Iterator[Rule]:
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         H, G = self.num_heads, self.num_groups
         rule = f"must be divisible by num_groups = {G}"
-        yield Rule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))
+        yield DimRule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.components.component import Component
-from jaxpar.components.dims import Sizes
+from jaxpar.components.dims import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Rope(Component):
     """Which dims are rotated together. halves: one of the first half with one of the second.
     interleaved: neighbors (Helium, ERNIE 4.5)."""
 
-    def shrunk(self, head_dim: int, sizes: Sizes) -> "Rope":
+    def shrunk(self, head_dim: int, sizes: SmallSizes) -> "Rope":
         """Return the embedding of narrower heads, and of a shorter context."""
         if (s := self.scaling) is None:
             return self

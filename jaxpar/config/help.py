@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
@@ -196,6 +197,6 @@ def _metavar(hint: Any) -> str:
     if section_of(hint) is not None:
         return "None"
     options = typing.get_args(hint) or (hint,)
-    if Value in options:
+    if Value in options or Layer in options:
         return "(in Python)"
     return "|".join("None" if one is NoneType else one.__name__.upper() for one in options)

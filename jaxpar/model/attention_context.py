@@ -28,7 +28,7 @@ from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
 
 
-class View(NamedTuple):
+class AttentionView(NamedTuple):
     """How a kind of attention sees the tokens of a sequence."""
 
     window: int | None = None
@@ -39,7 +39,7 @@ class View(NamedTuple):
     growth: QueryGrowth | None = None
 
     @classmethod
-    def of(cls, mixer: Mixer | None) -> "View":
+    def of(cls, mixer: Mixer | None) -> "AttentionView":
         """Return the view of a mixer; of one that is no attention, all tokens before."""
         match mixer:
             case Attention() as a:
@@ -86,7 +86,7 @@ class AttentionContext:
 class Contexts:
     """The contexts of a model's layers, by their view."""
 
-    views: tuple[View, ...] = flax.struct.field(pytree_node=False)
+    views: tuple[AttentionView, ...] = flax.struct.field(pytree_node=False)
     each: tuple[AttentionContext, ...]
 
     def map(self, fn: Callable[[AttentionContext], AttentionContext]) -> "Contexts":
@@ -94,13 +94,13 @@ class Contexts:
         return Contexts(self.views, tuple(map(fn, self.each)))
 
 
-def views_of(m: ModelConfig) -> tuple[View, ...]:
+def views_of(m: ModelConfig) -> tuple[AttentionView, ...]:
     """Return the different views of a model's attention, in the order of the first layers that have
     them; one, if there is no attention."""
     layers = [*model_of(m).layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
     mixers = [layer.mixer for layer in layers]
     attends = [one for one in mixers if isinstance(one, Attention | LatentAttention)]
-    return tuple(dict.fromkeys(map(View.of, attends))) or (View(),)
+    return tuple(dict.fromkeys(map(AttentionView.of, attends))) or (AttentionView(),)
 
 
 def attention_context(
@@ -123,7 +123,7 @@ def attention_context(
 
 def context_of_layer(contexts: Contexts, layer: Layer) -> AttentionContext:
     """Return the context of one layer."""
-    view = View.of(layer.mixer)
+    view = AttentionView.of(layer.mixer)
     at = contexts.views.index(view) if view in contexts.views else 0
     return dataclasses.replace(contexts.each[at], of=layer)
 
@@ -187,7 +187,7 @@ def across_devices(contexts: Contexts, cfg: Config) -> Contexts:
 
 
 def _describe(
-    view: View,
+    view: AttentionView,
     batch: Batch,
     cfg: Config,
     max_segments: int | None,

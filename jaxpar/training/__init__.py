@@ -1,6 +1,7 @@
 """A training run: start-up checks, training loop, evaluation, rewind, elastic resume."""
 
 MAY_IMPORT = (
+    "components",
     "config",
     "runtime",
     "sharding",

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import FeedForward, Mixer, component
-from jaxpar.components.dims import Sizes, dims_of
+from jaxpar.components.dims import SmallSizes, dims_of
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer, Model
@@ -66,7 +66,7 @@ MODEL = Model(d_model=256, vocab_size=128, layers=(OWN,))
 
 
 def small_layers(model: Model) -> list[tuple[Layer, Layer]]:
-    sizes = Sizes.of(model, 64, 1 / 64, MESHES)
+    sizes = SmallSizes.of(model, 64, 1 / 64, MESHES)
     return [(layer, layer.shrunk(sizes)) for layer in dict.fromkeys(model.layers)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import config
+from jaxpar import components, config
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
@@ -17,7 +17,8 @@ from jaxpar.config.help import SECTIONS
 
 def documentation() -> dict[str, str]:
     """The docstring of each section, and the one under each field, by section and leaf path."""
-    files = sorted(Path(inspect.getsourcefile(schema)).parent.glob("*.py"))
+    folders = [Path(inspect.getsourcefile(one)).parent for one in (schema, components)]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
     lines: dict[tuple[str, str], str] = {}
     for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
         if isinstance(node, ast.ClassDef):

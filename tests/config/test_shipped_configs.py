@@ -56,6 +56,7 @@ SHIPPED = {
     "quickstart_hybrid": (897_312, [1, 2, 4, 8, 16]),
     "quickstart": (822_400, [1, 2, 4, 8, 16]),
     "extending": (822_400, [1, 2, 4, 8, 16]),
+    "sigmoid_attention": (857_216, [1, 2, 4]),
     "source_weights": (1_235_814_400, [1, 8]),
     "quickstart_moe": (2_596_000, [1, 2, 4, 8, 16]),
 }

@@ -16,12 +16,12 @@ from jaxpar.config.layers import summary
 class ModelConfig:
     """The decoder: Llama 3 by default; docs/families.md lists others."""
 
+    num_layers: int = 4
+    """Number of transformer layers."""
     layers: tuple[Layer, ...] = ()
     """Layers of components, by Python's list arithmetic: layers=[Layer("block", mixer,
     feed_forward)] * 32. They are the model; no flag below says what differs between layers.
     Empty: the flags describe the layers."""
-    num_layers: int = 4
-    """Number of transformer layers."""
     layer_pattern: str = ""
     """Kinds of layers, a letter each, repeated over the model. *: attention. A: global attention
     with heads of its own (Gemma 4: one after five *). G: Gated DeltaNet (Qwen3-Next: GGG*). K: Kimi

@@ -39,7 +39,7 @@ def plain(
     """Apply a component in plain jax.numpy: by its own method, or by the table for ours.
 
     Args:     as `Term.plain`. watch: at "queries" it gets the masked attention scores,
-              [B, H, T, S], and at "router" a `Routing`.
+              [B, H, T, S], and at "router" a `PlainRouting`.
     """
     for kind in type(component).__mro__:
         if kind in _PLAIN:

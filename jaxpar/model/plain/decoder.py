@@ -17,7 +17,7 @@ from jaxpar.components.model import Layer, Model
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import STACK_OF_MODULES, layer_of_modules, model_of
 from jaxpar.model.plain.components import Watch, plain, unwatched
-from jaxpar.model.plain.feed_forward import Routing
+from jaxpar.model.plain.feed_forward import PlainRouting
 from jaxpar.model.plain.operations import norm, norm_of_stream, softcapped
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -35,7 +35,7 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 
 def hidden_and_routings(
     params: Tree, batch: Batch, cfg: Config, watch: Watch | None = None
-) -> tuple[jax.Array, list[Routing]]:
+) -> tuple[jax.Array, list[PlainRouting]]:
     """Compute the last residual stream, and what the routers of the layers with experts did.
 
     Args:     watch: called with the name of each point (`probes.py`), and the value there; at
@@ -61,7 +61,7 @@ def hidden_and_routings(
 
 def modules(
     params: Tree, x, batch: Batch, cfg: Config
-) -> Iterator[tuple[jax.Array, jax.Array, list[Routing]]]:
+) -> Iterator[tuple[jax.Array, jax.Array, list[PlainRouting]]]:
     """Yield (labels, normalized hidden states, what its router did) of each module that predicts
     further tokens."""
     model = model_of(cfg.model)
@@ -75,9 +75,9 @@ def modules(
         embedded = norm(embed(params["embed"][tokens], model), w["embed_norm"], model)
         of_x = norm(h, w["hidden_norm"], model)
         x = embedded @ w["w_join"][0] + of_x @ w["w_join"][1]
-        found: list[Routing] = []
+        found: list[PlainRouting] = []
 
-        def reached(point: str, value: Any, found: list[Routing] = found) -> None:
+        def reached(point: str, value: Any, found: list[PlainRouting] = found) -> None:
             found += [value] if point == "router" else []
 
         layer, place = layer_of_modules(cfg.model), (batch.positions, _segments(batch, cfg))
@@ -169,7 +169,7 @@ def block(
 ) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D].
 
-    Args:     watch: as `hidden_and_routings`, but at "router" it gets the `Routing`.
+    Args:     watch: as `hidden_and_routings`, but at "router" it gets the `PlainRouting`.
     """
     before = x
     x = after_mixer(x, w, layer, positions, segments, model, watch)

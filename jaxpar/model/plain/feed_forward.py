@@ -18,7 +18,7 @@ def glu(a: Glu, h, w: Weights, positions, segments, model: Model, watch) -> jax.
     return times(hidden(a.activation, **into), w, "w_down") + w.get("b_down", 0.0)
 
 
-class Routing(NamedTuple):
+class PlainRouting(NamedTuple):
     """What a layer's router did with a batch."""
 
     used: jax.Array
@@ -36,7 +36,7 @@ def experts(a: Experts, h, w: Weights, positions, segments, model: Model, watch)
     logits = h @ w["router"] + w.get("b_router", 0.0)
     scores, used = routed(logits, w.get("router_bias", 0.0), a.router, a.experts_per_token)
     share = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    watch("router", Routing(used, share, logits, a.experts_per_token))
+    watch("router", PlainRouting(used, share, logits, a.experts_per_token))
     weight = jnp.where(used, scores, 0.0)
     if a.router.normalize:
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
@@ -80,7 +80,7 @@ def _largest(x, k: int):
     return jnp.any(jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool), axis=-2)
 
 
-def router_loss(routing: Routing, cfg: Config) -> jax.Array:
+def router_loss(routing: PlainRouting, cfg: Config) -> jax.Array:
     """Compute a layer's weighted losses: the balance loss and the router's z-loss."""
     used, share, logits, per_token = routing
     tokens = (0, 1) if cfg.train.balance_over == "batch" else 1

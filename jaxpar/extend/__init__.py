@@ -64,6 +64,9 @@ __all__ = [
 ]
 
 
+MAY_IMPORT = ("components", "config", "objectives", "step", "training")
+
+
 def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
     """Compose a model. The list is the model: nothing else says what differs between layers.
 
