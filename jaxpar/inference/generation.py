@@ -17,6 +17,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.model import Layer
 from jaxpar.config import (
     CheckpointConfig,
     Config,
@@ -62,8 +65,20 @@ def seeing_as_in_training(cfg: Config) -> Config:
 
     Global layers between layers with a sliding window still attend to all tokens.
     """
-    window = min(cfg.model.sliding_window or cfg.data.seq_len, cfg.data.seq_len)
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sliding_window=window))
+    m, length = cfg.model, cfg.data.seq_len
+    if not m.layers:
+        window = min(m.sliding_window or length, length)
+        return dataclasses.replace(cfg, model=dataclasses.replace(m, sliding_window=window))
+    local = any(getattr(layer.mixer, "window", None) for layer in m.layers)
+
+    def seeing(layer: Layer) -> Layer:
+        a = layer.mixer
+        if not isinstance(a, Attention | LatentAttention) or (local and a.window is None):
+            return layer
+        own = dataclasses.replace(a, window=min(a.window or length, length))
+        return dataclasses.replace(layer, mixer=own)
+
+    return dataclasses.replace(cfg, model=m.with_layers(tuple(map(seeing, m.layers))))
 
 
 def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int], jax.Array]:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.component import FeedForward, Mixer, Tokens
+from jaxpar.components.attention import Attention
+from jaxpar.components.component import FeedForward, Mixer, Term, Tokens
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
 from jaxpar.config.layout.composition import model_of
@@ -75,6 +76,14 @@ def _partial(y: jax.Array, declared: Any) -> jax.Array:
     if splits or lax.axis_size(TENSOR) == 1:
         return y
     return jnp.where(lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
+
+
+def computes_itself(term: Term) -> bool:
+    """Return whether a user's component has no plain form beside what it computes."""
+    if type(term).plain is not Term.plain:
+        return False
+    heads = isinstance(term, Attention) and type(term).heads is not Attention.heads
+    return heads or not term.uses_products
 
 
 # --------------------------------------------------------------------------------- generation

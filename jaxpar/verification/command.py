@@ -13,6 +13,7 @@ from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
 from jaxpar.config.rules.values import values_of
 from jaxpar.config.validate import check
+from jaxpar.model.own_components import computes_itself
 from jaxpar.model.parameters import param_specs
 from jaxpar.objectives.losses import Loss
 from jaxpar.planning.startup import check_host
@@ -205,7 +206,13 @@ def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax
 
 def own_code(cfg: Config) -> list[str]:
     """Say what the comparison proves of a config's own classes."""
-    lines = []
+    lines, itself = [], "was compared with itself on one device"
+    only_sharding = f"{itself}: its sharding is proved, not its mathematics"
+    for layer in dict.fromkeys(cfg.model.layers):
+        for role, term in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
+            if term is not None and computes_itself(term):
+                name = f"model.{layer.name}.{role}: {type(term).__name__}"
+                lines.append(f"{name} {only_sharding}")
     for path, value in values_of(cfg):
         if path == "train.callbacks":
             continue
@@ -213,8 +220,7 @@ def own_code(cfg: Config) -> list[str]:
         if isinstance(value, Loss) and type(value).plain is not Loss.plain:
             lines.append(f"{name} was compared with its plain form")
         else:
-            itself = "was compared with itself on one device"
-            lines.append(f"{name} {itself}: its sharding is proved, not its mathematics")
+            lines.append(f"{name} {only_sharding}")
     return lines
 
 

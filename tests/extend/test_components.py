@@ -13,7 +13,7 @@ from jaxpar import load_config
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
-from jaxpar.config.validate import check
+from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
     Attention,
     Experts,
@@ -26,7 +26,10 @@ from jaxpar.extend import (
     matrix,
     vector,
 )
+from jaxpar.inference import generation
+from jaxpar.inference.options import Sampling
 from jaxpar.model.parameters import specs_of
+from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
@@ -155,6 +158,28 @@ def test_a_composed_model_is_saved_and_read(name):
         return
     with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
         check(again)
+
+
+@pytest.mark.parametrize("name", ["mean", slow("sigmoid"), slow("windows")])
+def test_text_is_that_of_whole_forwards(name):
+    """With what mixers hold, or by all tokens again: the same likeliest tokens."""
+    cfg = replace(config(*LAYERS[name]), **{"data.seq_len": 16})
+    cfg = resolve(generation.config_for_sampling(cfg, 2), 2)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:2])
+    params = init_state(cfg, mesh).params
+    weights = generation.weights_for_sampling(params, cfg, mesh)
+    whole = generation.make_next_logits(cfg, mesh)
+    prompts, rows, greedy = [[5, 6, 7], [9, 8, 7, 6, 5]], [[], []], Sampling(temperature=0.0)
+    how: dict[str, Any] = {"max_tokens": 6, "vocab_size": 60, "stop": ()}
+    for new in generation.generate(weights, cfg, mesh, prompts, greedy, **how):
+        for row, ids in zip(rows, new, strict=True):
+            row.extend(ids)
+    for prompt, text in zip(prompts, rows, strict=True):
+        assert len(text) == 6
+        for i, token in enumerate(text):
+            row = np.zeros((1, 16), np.int32)
+            row[0, : len(prompt) + i] = prompt + text[:i]
+            assert token == int(jnp.argmax(whole(params, row, len(prompt) + i - 1)[0, :60]))
 
 
 def test_names_of_arrays_are_those_of_the_layers():

@@ -60,7 +60,10 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
-    model = dataclasses.replace(cfg.model, num_layers=layers)
+    if cfg.model.layers:
+        model = cfg.model.with_layers((cfg.model.layers * 2)[:layers])
+    else:
+        model = dataclasses.replace(cfg.model, num_layers=layers)
     weights, rest = _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
     return weights, rest + feedback_bytes(cfg)
 
