@@ -1,6 +1,7 @@
 """Verifies meshes against a plain model, and replays steps of a run."""
 
 MAY_IMPORT = (
+    "components",
     "config",
     "runtime",
     "sharding",

@@ -5,7 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpar.components.dims import SmallSizes
+from jaxpar.components.model import period_of
 from jaxpar.config import Config, DilocoConfig, ModelConfig, ParallelConfig, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import (
     DELTA_NET,
     GLOBAL,
@@ -86,6 +89,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     scaling to the sequence; and the variance of the output of a matrix. The learning rate starts at
     its peak, so that a few steps change the weights.
     """
+    if cfg.model.layers:
+        return _composed(cfg, meshes)
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
     pattern = _shorter_pattern(cfg.model.layer_pattern)
@@ -104,7 +109,6 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
     d_ff = up(d_model * m.d_ff / m.d_model, every(lambda p: p.tensor))
-    rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
     unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
     given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
     before = m.dense_layers > 0 and stages > 1  # a dense layer, before the stages
@@ -115,13 +119,8 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         "model.num_kv_heads": kv_heads,
         "model.head_dim": head_dim,
         "model.d_ff": d_ff,
-        "model.vocab_size": up(128, every(lambda p: p.tensor * p.pipeline)),
-        "model.init_std": m.init_std * math.sqrt(m.d_model / d_model),
-        "data.seq_len": seq_len,
-        "train.global_batch_size": up(8, every(rows)),
-        "optimizer.warmup_steps": 0,
-        "optimizer.warmup_fraction": 0.0,
     }
+    values |= _of_run(cfg, meshes, d_model, seq_len)
     values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
@@ -136,6 +135,57 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
+    return replace(without_schedules(cfg), **values)
+
+
+def _of_run(
+    cfg: Config, meshes: Sequence[ParallelConfig], d_model: int, seq_len: int
+) -> dict[str, Any]:
+    """Return the fields beside those of layers."""
+    every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
+    up = lambda size, of: -(-size // of) * of  # noqa: E731
+    rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
+    return {
+        "model.vocab_size": up(128, every(lambda p: p.tensor * p.pipeline)),
+        "model.init_std": cfg.model.init_std * math.sqrt(cfg.model.d_model / d_model),
+        "data.seq_len": seq_len,
+        "train.global_batch_size": up(8, every(rows)),
+        "optimizer.warmup_steps": 0,
+        "optimizer.warmup_fraction": 0.0,
+    }
+
+
+def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
+    """Return `shrink` of a composed model, whose components say how they get small.
+
+    It has whole periods of its layers: of a long one, the start that has all of its layers.
+    """
+    every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
+    up = lambda size, of: -(-size // of) * of  # noqa: E731
+    m, model = cfg.model, model_of(cfg.model)
+    d_model = up(min(m.d_model, 64), every(lambda p: p.data * p.expert * p.sequence))
+    seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
+    sizes = SmallSizes.of(model, d_model, seq_len / cfg.data.seq_len, list(meshes))
+    period = period_of(m.layers)
+    if len(period) > MOST_KINDS:
+        period = period[: max(map(period.index, period)) + 1]
+    given = [
+        sum(layers_per_chunk(dataclasses.replace(cfg, parallel=p)))
+        for p in meshes
+        if p.layers_per_stage
+    ]
+    stages = every(lambda p: p.pipeline * p.virtual_stages)
+    number = max(given, default=up(2, stages * len(period)))
+    layers = [period[i % len(period)].shrunk(sizes) for i in range(number)]
+    values = {"model.layers": tuple(layers), "model.d_model": d_model}
+    values |= _of_run(cfg, meshes, d_model, seq_len)
+    values |= _adapters(cfg, 4) if cfg.lora.rank else {}
+    if is_recurrent(m):
+        values["model.norm_eps"] = max(m.norm_eps, RECURRENT_EPS)
+    if model.max_positions:
+        values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
+    small = dataclasses.replace(m, layers=tuple(layers))
+    values |= _base_model(m, d_model, small.d_ff, small.head_dim, number)
     return replace(without_schedules(cfg), **values)
 
 

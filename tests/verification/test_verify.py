@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.components.attention import Attention
+from jaxpar.components.experts import Experts
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.model import Layer
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RopeScaling,
+    replace,
+)
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.validate import resolve
@@ -278,6 +290,29 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
         assert getattr(small.model, flag) == getattr(cfg.model, flag)
     least = small_config.RECURRENT_EPS if is_recurrent(cfg.model) else 0.0
     assert small.model.norm_eps == max(cfg.model.norm_eps, least)
+
+
+def test_a_composed_model_shrinks_by_its_components():
+    local = Attention(num_heads=32, num_kv_heads=8, head_dim=128, window=1024)
+    everywhere = dataclasses.replace(local, window=None)
+    experts = Experts(expert=Glu(d_ff=2048), num_experts=64, experts_per_token=6)
+    start = Layer("start", everywhere, Glu(d_ff=8192))
+    period = [Layer("local", local, experts), Layer("global", everywhere, experts)]
+    model = ModelConfig(layers=(start, *period * 16), d_model=4096, vocab_size=128_000)
+    cfg = Config(model=model, data=DataConfig(seq_len=8192), parallel=ParallelConfig(data=2))
+    named = {"a": "data=2,tensor=2", "b": "pipeline=2,sequence=2", "c": "expert=4"}
+    meshes = list(verification_meshes.parse_meshes([*named.values()], cfg.parallel).values())
+    small = small_config.shrink(small_config.float32(cfg), meshes)
+    for parallel in meshes:
+        resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
+    assert [layer.name for layer in small.model.layers] == ["start", "local", "global"] * 2
+    first, second, _ = small.model.layers[:3]
+    assert isinstance(first.mixer, Attention) and isinstance(second.mixer, Attention)
+    assert (first.mixer.num_heads, first.mixer.num_kv_heads, first.mixer.head_dim) == (8, 2, 8)
+    assert (first.mixer.window, second.mixer.window) == (None, 4)
+    assert isinstance(second.feed_forward, Experts)
+    assert second.feed_forward.expert.d_ff == 32 and second.feed_forward.num_experts == 8
+    assert params.count(parameters.param_specs(small.model)) < 400_000
 
 
 def test_shrinking_keeps_windows_in_proportion():
