@@ -106,7 +106,7 @@ def chat(options: ChatOptions) -> None:
     """Answer messages until the input ends."""
     check(options)
     step = checkpoint.step_of(options.run, options.step)
-    model = load(options.run, step, options.tensor, log, weights=options.weights)
+    model = load(options.run, step, options.tensor, log, weights=options.weights, code=options.code)
     dialogue = Dialogue(model, options, log)
     for line in messages():
         command, _, rest = line.partition(" ")

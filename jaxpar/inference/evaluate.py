@@ -180,13 +180,13 @@ def _evaluate(
     results: dict[str, Any] = {}
     where = options.run, step, options.tensor
     if options.split is not None:
-        loaded = load_params_of(*where, log, options.weights)
+        loaded = load_params_of(*where, log, options.weights, options.code)
         how = options.data, options.split, options.sequences, options.batch_size
         score = text_loss(loaded, *how, log)
         results["text_loss"] = {"data": options.data, "split": options.split, **score._asdict()}
         del loaded
     if options.tasks:
-        model = load(*where, log, weights=options.weights)
+        model = load(*where, log, weights=options.weights, code=options.code)
         results |= _on_tasks(options, model, known, log)
     if options.output is not None and peers.rank() == 0:
         text = json.dumps(results, indent=2, default=str)

@@ -1,7 +1,7 @@
 """Loads a model from a run or a published folder: its weights on a mesh, and its tokenizer."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format
@@ -130,6 +131,7 @@ def load(
     *,
     modules: bool = False,
     weights: Weights = TRAINED,
+    code: Sequence[str] = (),
 ) -> LoadedModel:
     """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
@@ -137,13 +139,14 @@ def load(
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
               modules: keep those of multi-token prediction, for speculative decoding. weights:
-              of a run: those that are trained, or their moving average.
+              of a run: those that are trained, or their moving average. code: files with the
+              classes of a composed model's components.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """
     source = _source(folder, step, tensor, weights, log)
     if source is None:
-        read = lambda at: _of_run(folder, at, tensor, modules, weights)  # noqa: E731
+        read = lambda at: _of_run(folder, at, tensor, modules, weights, code)  # noqa: E731
         return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
@@ -160,31 +163,37 @@ def load_params_of(
     tensor: int,
     log: Callable[[str], None],
     weights: Weights = TRAINED,
+    code: Sequence[str] = (),
 ) -> LoadedParams:
     """Load parameters; arguments and errors as `load`."""
     source = _source(folder, step, tensor, weights, log)
     if source is None:
-        read = lambda at: _params_of_run(folder, at, tensor, weights)  # noqa: E731
+        read = lambda at: _params_of_run(folder, at, tensor, weights, code)  # noqa: E731
         return checkpoint.read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     with stage(f"reading the weights in {source.name}"):
         return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
 
 
-def _of_run(folder: str, step: int, tensor: int, modules: bool, weights: Weights) -> LoadedModel:
+def _of_run(
+    folder: str, step: int, tensor: int, modules: bool, weights: Weights, code: Sequence[str]
+) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
-    cfg = checkpoint.load_config(folder, step)
+    cfg = with_code(checkpoint.load_config(folder, step), code)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
-    loaded = _params_of_run(folder, step, tensor, weights)
+    loaded = _params_of_run(folder, step, tensor, weights, code)
     cast = weights_for_sampling(loaded.params, loaded.cfg, loaded.mesh, modules=modules)
     chat = chat_format.of_run(folder, cfg, tokenizer)
     return LoadedModel(loaded.cfg, loaded.mesh, cast, tokenizer, begin, step, chat)
 
 
-def _params_of_run(folder: str, step: int, tensor: int, weights: Weights) -> LoadedParams:
+def _params_of_run(
+    folder: str, step: int, tensor: int, weights: Weights, code: Sequence[str]
+) -> LoadedParams:
     """Load the parameters of a checkpoint, with adapters merged into them."""
-    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
+    cfg = with_code(checkpoint.load_config(folder, step), code)
+    cfg, mesh = _placed(cfg, tensor, folder)
     with stage(f"reading the weights in {folder}"):
         params = checkpoint.restore_params(folder, cfg, mesh, step, weights)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)

@@ -42,6 +42,8 @@ class SampleOptions:
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
+    code: tuple[str, ...] = ()
+    """Files with the classes of a model's own components (docs/extending.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     speculate: Literal["auto", "off"] = "auto"
@@ -69,6 +71,8 @@ class ChatOptions:
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
+    code: tuple[str, ...] = ()
+    """Files with the classes of a model's own components (docs/extending.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -94,6 +98,8 @@ class EvaluateOptions:
     """Checkpoint to read. None: the latest intact one. best: that of checkpoint.best."""
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
+    code: tuple[str, ...] = ()
+    """Files with the classes of a model's own components (docs/extending.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8

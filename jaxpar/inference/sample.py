@@ -67,7 +67,8 @@ def sample(options: SampleOptions) -> None:
     check(options)
     speculate = options.speculate == "auto"
     where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
-    model = load(*where, log, modules=speculate, weights=options.weights)
+    weights, code = options.weights, options.code
+    model = load(*where, log, modules=speculate, weights=weights, code=code)
     cfg, tokenizer = model.cfg, model.tokenizer
     speculate &= cfg.model.mtp_depth > 0
     prompts = [model.encode(text) for text in options.prompt]

@@ -11,6 +11,7 @@ from jaxpar.components.model import Layer, Model, Norm
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.rope import Rope
 from jaxpar.config import ModelConfig
+from jaxpar.config.layers import check_layers
 from jaxpar.config.layout import layer_kinds as of
 
 #: The name of the layers of `model.dense_layers`.
@@ -22,6 +23,7 @@ DENSE = "dense_layers"
 def model_of(m: ModelConfig) -> Model:
     """Return the composition of a model: its layers, or those that its flags describe."""
     if m.layers:
+        check_layers(m.layers)
         return _model(m, m.layers)
     dense = of.dense_places(m) if m.dense_layers else ()
     layers = (_layer_at(m, i, kind, i in dense) for i, kind in enumerate(of.kinds(m)))
