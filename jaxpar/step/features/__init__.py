@@ -4,7 +4,8 @@ import importlib
 import pkgutil
 
 from jaxpar.config import Config
-from jaxpar.config.metrics import declare
+from jaxpar.config.metrics import declare, declare_more
+from jaxpar.objectives.objective import objective_of  # whose metrics are declared first
 from jaxpar.step.feature import Feature
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 
@@ -22,3 +23,11 @@ def features_of(cfg: Config) -> tuple[Feature, ...]:
     """Return the features that a config has, in order."""
     own = tuple(OwnPostUpdate(update) for update in post_updates_of(cfg))
     return tuple(feature for feature in (*own, *FEATURES) if feature.is_on(cfg))
+
+
+def declare_own_metrics(cfg: Config) -> None:
+    """Declare the metrics of users' values in a config."""
+    if cfg.train.loss is not None:
+        declare_more(objective_of(cfg).metrics)
+    for feature in features_of(cfg):
+        declare_more(feature.own_metrics(cfg))
