@@ -101,6 +101,9 @@ def open_export(
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
+    if cfg.model.layers:
+        rule, fix = "are not converted yet", "read the run's checkpoint with Orbax"
+        raise ConfigError("model.layers", f"{len(cfg.model.layers)} layers", rule, fix)
     cfg = dataclasses.replace(cfg, model=standard(cfg.model))
     kept = Path(run) / CARRIED
     carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
