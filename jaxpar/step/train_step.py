@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.metrics import declare_more
 from jaxpar.config.values import OF_STEPS, require_code
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters
@@ -30,7 +29,7 @@ from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import links
 from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import Feature, TrainStep
-from jaxpar.step.features import features_of
+from jaxpar.step.features import declare_own_metrics, features_of
 from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.global_updates import with_post_updates
 from jaxpar.step.links import Weights
@@ -87,14 +86,6 @@ def _with_records(step: Callable) -> Callable:
         return state, Metrics(metrics | records)
 
     return merged
-
-
-def declare_own_metrics(cfg: Config) -> None:
-    """Declare the metrics of users' values in a config."""
-    if cfg.train.loss is not None:
-        declare_more(objective_of(cfg).metrics)
-    for feature in features_of(cfg):
-        declare_more(feature.own_metrics(cfg))
 
 
 def make_eval_step(

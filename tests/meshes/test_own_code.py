@@ -17,11 +17,10 @@ from jaxpar.model.parameters import specs_of
 from jaxpar.objectives.objective import objective_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.features import own_probes
+from jaxpar.step.features import declare_own_metrics, own_probes
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import (
     LAYERS,
-    declare_own_metrics,
     make_eval_step,
     make_gradient_step,
     make_train_step,
