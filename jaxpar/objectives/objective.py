@@ -143,8 +143,14 @@ DISTILLATION = Objective(
     },
 )
 
-for _objective in (PREFERENCES, DISTILLATION, MULTI_TOKEN):
-    declare(_objective.metrics)
+
+def declare_metrics() -> None:
+    """Declare the metrics of objectives, which come after those of features."""
+    for objective in (PREFERENCES, DISTILLATION, MULTI_TOKEN):
+        declare(objective.metrics)
+
+
+declare_metrics()
 
 
 def objective_of(cfg: Config) -> Objective:

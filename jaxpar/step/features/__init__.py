@@ -5,7 +5,7 @@ import pkgutil
 
 from jaxpar.config import Config
 from jaxpar.config.metrics import declare, declare_more
-from jaxpar.objectives.objective import objective_of  # whose metrics are declared first
+from jaxpar.objectives.objective import declare_metrics, objective_of
 from jaxpar.step.feature import Feature
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 
@@ -17,6 +17,7 @@ FEATURES: tuple[Feature, ...] = tuple(sorted(_by_name, key=lambda feature: featu
 
 for _feature in _by_name:
     declare(_feature.metrics)
+declare_metrics()  # again, so that the order is that whatever is imported first
 
 
 def features_of(cfg: Config) -> tuple[Feature, ...]:
