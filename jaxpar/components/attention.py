@@ -160,7 +160,8 @@ class Attention(Mixer):
     @property
     def attention_heads(self) -> Heads:
         H, G, K = self.num_heads, self.num_kv_heads, self.head_dim
-        return Heads(H, G, K, K, self.softcap, self.function)
+        is_own = self.function != "softmax" or type(self).heads is not Attention.heads
+        return Heads(H, G, K, K, self.softcap, is_own)
 
     @property
     def is_local(self) -> bool:

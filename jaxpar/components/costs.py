@@ -42,5 +42,5 @@ class Heads(NamedTuple):
     value_dim: int
     softcap: float | None = None
     """Cap of the magnitude of scores."""
-    function: str = "softmax"
-    """softmax, or the name of a registered attention function, whose kernels are unknown."""
+    is_own: bool = False
+    """Whether a user's function is in place of the softmax: kernels of it are unknown."""

@@ -123,3 +123,8 @@ def experts_in(model: Model) -> tuple[Experts, ...]:
     """Return the experts of each layer that has some, in the model's order."""
     found = (layer.feed_forward for layer in model.layers)
     return tuple(one for one in found if isinstance(one, Experts))
+
+
+def num_experts(model: Model) -> int:
+    """Return the number of experts of a layer, or a divisor of all if they differ; 0 without."""
+    return math.gcd(*(of.num_experts for of in experts_in(model)))

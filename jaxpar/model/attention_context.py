@@ -129,11 +129,14 @@ def context_of_layer(contexts: Contexts, layer: Layer) -> AttentionContext:
 
 
 def attention_layers(m: ModelConfig) -> tuple[Layer, ...]:
-    """Return a layer of each kind of attention: of other heads, or with a mask of its own."""
+    """Return a layer of each kind of softmax attention: of other heads, or with a mask of its
+    own."""
     found: dict[tuple, Layer] = {}
     for layer in model_of(m).layers:
-        if layer.mixer and layer.mixer.attention_heads:
-            found.setdefault((layer.mixer.attention_heads, layer.mixer.is_local), layer)
+        heads = layer.mixer.attention_heads if layer.mixer else None
+        view = AttentionView.of(layer.mixer)
+        if heads and not heads.is_own:
+            found.setdefault((heads, view.window, view.chunk), layer)
     return tuple(found.values())
 
 

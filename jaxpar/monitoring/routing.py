@@ -26,7 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.components.experts import experts_in, num_experts
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, recorded_steps
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import Lines
@@ -47,7 +49,7 @@ class RoutingWriter:
         Args:     order: as of `Loader`: column t of a batch holds text position order(T)[t].
         """
         self._steps, self._order = frozenset(recorded_steps(cfg)), order
-        self._dir, self._experts = run_dir, cfg.model.num_experts
+        self._dir, self._experts = run_dir, num_experts(model_of(cfg.model))
 
     def write(self, step: int, routing: jax.Array | None) -> bool:
         """Fetch and write the routing of a step, if it is due. Returns whether it was.
@@ -118,16 +120,19 @@ def _arrays(content: bytes) -> Mapping[str, Any]:
 
 
 def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Config) -> None:
-    m = cfg.model
+    m, of_layers = cfg.model, experts_in(model_of(cfg.model))
+    B, T, layers, k = experts.shape
+    # A model without experts differs in their number alone.
+    per_token = of_layers[0].experts_per_token if of_layers else k
+    dense = m.num_layers - (len(of_layers) or layers)
     fields = {
         "train.global_batch_size": cfg.train.global_batch_size,
         "data.seq_len": cfg.data.seq_len,
         "model.num_layers": m.num_layers,
-        "model.experts_per_token": m.experts_per_token,
-        "model.num_experts": m.num_experts,
+        "model.experts_per_token": per_token,
+        "model.num_experts": num_experts(model_of(m)),
     }
-    B, T, layers, k = experts.shape
-    recorded = dict(zip(fields, (B, T, layers + m.dense_layers, k, of), strict=True))
+    recorded = dict(zip(fields, (B, T, layers + dense, k, of), strict=True))
     wrong = [name for name in fields if fields[name] != recorded[name]]
     if wrong:
         here = ", ".join(f"{name} {recorded[name]}" for name in wrong)
@@ -156,7 +161,7 @@ class LoadsWriter:
         t = cfg.train
         self._every = t.log_every * -(-t.num_steps // (t.log_every * MAX_RECORDS))
         self._last, self._lines = t.num_steps, None
-        if cfg.model.num_experts and not cfg.lora.rank and jax.process_index() == 0:
+        if num_experts(model_of(cfg.model)) and not cfg.lora.rank and jax.process_index() == 0:
             self._lines = Lines(run_dir / LOADS_FILE)
             if first_step:
                 self._write({"resumed_after_step": first_step})

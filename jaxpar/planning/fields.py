@@ -4,10 +4,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from jaxpar.components.experts import num_experts
 from jaxpar.config import Config, ConfigError, flag, replace, value_of
 from jaxpar.config.config_file import known_configs
 from jaxpar.config.fields import leaf_paths
 from jaxpar.config.layout import fields as layout_fields
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
@@ -73,7 +75,7 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
 
 def _check_experts(cfg: Config, pair: str, size: int) -> None:
     """Check that an expert axis splits the experts equally, if the model has any."""
-    experts = cfg.model.num_experts
+    experts = num_experts(model_of(cfg.model))
     if experts % size:
         rule = f"must divide model.num_experts = {experts}: devices get equal numbers of experts"
         fits = largest_divisor(experts, min(size, experts))

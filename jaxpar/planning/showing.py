@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.console import Console, Group
 
+from jaxpar.components.experts import num_experts
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
 from jaxpar.planning import questions
@@ -158,7 +160,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append(f"{cluster.gpu.name}'s rates are estimates")
     if cluster.num_gpus > cluster.per_host:
         guesses.append("networks were not measured")
-    if cfg.model.num_experts:
+    if num_experts(model_of(cfg.model)):
         guesses += experts_caveats(cluster, chosen)
     if cfg.lora.rank:
         guesses.append("adapters were not compared with measurements")

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import dense_before_stages
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import transformer
@@ -63,7 +65,8 @@ def staged_model(
               probes, feeds: what leaves and enters the layers. mean: as in `Head`.
     """
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
-    of_routers = scale is not None and cfg.model.num_experts > 0 and cfg.lora.rank == 0
+    has_experts = bool(experts_in(model_of(cfg.model)))
+    of_routers = scale is not None and has_experts and cfg.lora.rank == 0
 
     def context(mb: Batch) -> Contexts:
         context = across_devices(attention_context(mb, cfg, max_segments), cfg)
@@ -87,7 +90,7 @@ def staged_model(
         head=head,
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
-        adds_gradients=bool(probes) or cfg.model.num_experts > 0,
+        adds_gradients=bool(probes) or has_experts,
         layers_per_vjp=ex.layers_per_vjp,
     )
 

@@ -12,7 +12,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
@@ -205,7 +207,7 @@ class Run:
         with stage("testing the attention kernels"):
             self.test_attention()
         self.startup.ended("attention self-test")
-        if self.cfg.model.num_experts:
+        if experts_in(model_of(self.cfg.model)):
             from jaxpar.training.selftests.experts import test_experts
 
             with stage("testing the kernels of experts"):

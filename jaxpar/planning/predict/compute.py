@@ -180,7 +180,7 @@ def _layer_mixing(
     if not mixer.pair_flops():
         return seconds
     p, heads = cfg.parallel, mixer.attention_heads
-    if heads is None or heads.key_dim > max(rates.ATTENTION):
+    if heads is None or heads.is_own or heads.key_dim > max(rates.ATTENTION):
         passes = 3 + ("attention" in repeated)
         flops, moved = reference_work(cfg, mixer, shard.rows, passes)
         seconds += flops / matmul_rate(cfg, gpu, float8=False) + moved / elementwise_rate(gpu)

@@ -4,7 +4,8 @@ import functools
 
 import jax
 
-from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, registry
+from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig
+from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.attention_context import attention_layers, heads_of, masks_of
@@ -28,25 +29,17 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     Args:     cfg: resolved.
     Raises:   ValueError if `model.attention_backend` does not support the layout.
     """
-    if _is_registered(cfg):
-        return True  # registered functions are unknown: assume that they store all scores
+    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
+    if any(one and one.attention_heads and one.attention_heads.is_own for one in mixers):
+        return True  # functions of users are unknown: assume that they store all scores
     return "reference" in attention_backends(cfg, gpu)
-
-
-def _is_registered(cfg: Config) -> bool:
-    """Return whether a layer has an attention function from outside the package."""
-    functions = {heads_of(layer).function for layer in attention_layers(cfg.model)}
-    return any(registry.function("model.attention", name) for name in functions)
 
 
 def attention_backends(cfg: Config, gpu: Gpu) -> frozenset[str]:
     """Return the backends of attention in a layout's forward and backward.
 
-    Empty for attention that is registered outside the package, and without attention. Args and
-    Raises: as above.
+    Empty without softmax attention. Args and Raises: as above.
     """
-    if _is_registered(cfg):
-        return frozenset()
     p, rows = cfg.parallel, shard_of(cfg).rows
     return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.model import period_of
 from jaxpar.config import (
     Config,
     DilocoConfig,
@@ -60,9 +61,16 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
-    model = dataclasses.replace(cfg.model, num_layers=layers)
+    model = _with_layers(cfg.model, layers)
     weights, rest = _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
     return weights, rest + feedback_bytes(cfg)
+
+
+def _with_layers(m: ModelConfig, n: int) -> ModelConfig:
+    """Return the model with n layers: more of the same."""
+    if not m.layers:
+        return dataclasses.replace(m, num_layers=n)
+    return m.with_layers([*itertools.islice(itertools.cycle(period_of(m.layers)), n)])
 
 
 def feedback_bytes(cfg: Config) -> int:

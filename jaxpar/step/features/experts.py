@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.experts import Experts, experts_in
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import model_of, stacks_of_experts
+from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of, stacks_of_experts
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
@@ -47,10 +48,15 @@ def _tally(s: Seen) -> jax.Array:
 
 
 def _size(batch: Batch, cfg: Config) -> tuple[int, ...]:
-    return (cfg.model.num_experts + len(LOSSES) + 1,)
+    return (_experts(cfg).num_experts + len(LOSSES) + 1,)
 
 
 TALLY = LayerProbe("router_tally", "routing", _tally, _size)
+
+
+def _experts(cfg: Config) -> Experts:
+    """Return the experts of a layer: all have the same number."""
+    return experts_in(model_of(cfg.model))[0]
 
 
 class ExpertBalance(Feature):
@@ -76,7 +82,7 @@ class ExpertBalance(Feature):
     }
 
     def is_on(self, cfg: Config) -> bool:
-        return cfg.model.num_experts > 0 and cfg.lora.rank == 0
+        return bool(experts_in(model_of(cfg.model))) and cfg.lora.rank == 0
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (TALLY,)
@@ -89,7 +95,7 @@ class ExpertBalance(Feature):
 
     def after_update(self, s: TrainStep) -> TrainStep:
         loads = s.results[self.name]
-        if s.cfg.model.router_bias:
+        if _experts(s.cfg).router.balancing_bias:
             s = s.replace(frozen=balance_bias(s.frozen, loads, s.ok, s.cfg))
             s = s.with_metrics(router_bias_range=bias_range(s.frozen, s.cfg.model))
         if "expert_rows" in s.requested:
@@ -97,7 +103,7 @@ class ExpertBalance(Feature):
         return s
 
     def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
-        if not cfg.model.router_bias:
+        if not _experts(cfg).router.balancing_bias:
             return new
         return decoder.balanced(new, decoder.loads(before, batch, cfg), cfg)
 
@@ -111,11 +117,11 @@ def reduce_tallies(tallies: Probed, tokens: int, cfg: Config) -> ExpertLoads:
     """
     here = [a for a in (tallies.stage, tallies.modules) if a is not None]
     total, *rest = psum(here, tuple(axis for axis in AXES if axis != PIPELINE))
-    modules = psum(rest[0][:, : cfg.model.num_experts], PIPELINE) if rest else None
+    modules = psum(rest[0][:, : _experts(cfg).num_experts], PIPELINE) if rest else None
     if not is_equal(cfg):  # the router of an empty slot chooses, too
         empty = expert_layers_here(cfg) == EMPTY
         total = jnp.where(empty[:, None], 0, total)
-    rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
+    rows, losses, rounds = jnp.split(total, [_experts(cfg).num_experts, total.shape[1] - 1], axis=1)
     return ExpertLoads(rows, losses / tokens, rounds[:, 0], modules)
 
 
@@ -125,15 +131,15 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
 
     Communication: two all-reduces over PIPELINE, and two of `_of_ranks`.
     """
-    m, rows = cfg.model, loads.rows
+    of, rows = _experts(cfg), loads.rows
     share = rows / jnp.maximum(jnp.sum(rows, axis=1, keepdims=True), 1)
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=1)
-    entropy /= jnp.log(jnp.float32(max(m.num_experts, 2)))
+    entropy /= jnp.log(jnp.float32(max(of.num_experts, 2)))
     sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
-    means = psum(sums, PIPELINE) / len(stacks_of_experts(m))
-    dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
+    means = psum(sums, PIPELINE) / len(stacks_of_experts(cfg.model))
+    dropped = jnp.float32(of.experts_per_token * tokens) - jnp.sum(rows, axis=1)
     dropped = jnp.where(expert_layers_here(cfg) == EMPTY, 0, dropped)
-    fullest = jnp.max(share, axis=1) * m.num_experts
+    fullest = jnp.max(share, axis=1) * of.num_experts
     worst = lax.pmax(jnp.stack([jnp.max(fullest), jnp.max(jnp.abs(dropped))]), PIPELINE)
     named = {"expert_entropy": means[0], "fullest_expert": worst[0], "dropped_rows": worst[1]}
     weights = (cfg.train.balance_loss, cfg.train.router_z_loss)
@@ -167,10 +173,9 @@ def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
     Returns:  float32 [layers with experts, E], the same on every device.
     Communication: an all-reduce over PIPELINE.
     """
-    m = cfg.model
-    layers, count = expert_layers_here(cfg), len(stacks_of_experts(m))
+    layers, count = expert_layers_here(cfg), len(stacks_of_experts(cfg.model))
     at = jnp.where(layers == EMPTY, count, layers)
-    every = jnp.zeros((count, m.num_experts), jnp.float32)
+    every = jnp.zeros((count, _experts(cfg).num_experts), jnp.float32)
     return psum(every.at[at].set(loads.rows, mode="drop"), PIPELINE)
 
 
@@ -182,7 +187,7 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
     Source:   Wang et al. 2024 (2408.15664), algorithm 1; DeepSeek-AI 2024 (2412.19437), section
               2.1.2.
     """
-    if loads is None or not cfg.model.router_bias:
+    if loads is None or not _experts(cfg).router.balancing_bias:
         return params
     rate = jnp.where(ok, cfg.train.router_bias_rate, 0.0)
 
@@ -193,7 +198,7 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
     found = params
     for stack, rows in _rows_by_stack(loads.rows, cfg.model).items():
         found = found | balanced(stack, rows)
-    return found if loads.modules is None else found | balanced("mtp", loads.modules)
+    return found if loads.modules is None else found | balanced(STACK_OF_MODULES, loads.modules)
 
 
 def _rows_by_stack(rows: jax.Array, m: ModelConfig) -> dict[str, jax.Array]:

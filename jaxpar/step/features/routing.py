@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.experts import Experts, experts_in, num_experts
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import stacks_of_experts
+from jaxpar.config.layout.composition import model_of, stacks_of_experts
 from jaxpar.config.lists.recorded_steps import id_bits
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.probes import Feed, LayerProbe, Seen
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import PIPELINE, TENSOR
@@ -46,7 +48,7 @@ def _chosen(s: Seen) -> jax.Array:
 
 
 def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
-    return (*batch.tokens.shape, cfg.model.experts_per_token)
+    return (*batch.tokens.shape, experts_in(model_of(cfg.model))[0].experts_per_token)
 
 
 def _repeated(chosen: jax.Array, fed: jax.Array, context: Any) -> jax.Array:
@@ -69,7 +71,7 @@ class RoutingRecord(Feature):
     handles_skips = True
 
     def is_on(self, cfg: Config) -> bool:
-        return cfg.model.num_experts > 0
+        return bool(experts_in(model_of(cfg.model)))
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (RECORD,) if ROUTING in requested and cfg.lora.rank == 0 else ()
@@ -94,13 +96,13 @@ class RoutingRecord(Feature):
         at = jnp.where(layers == EMPTY, count, layers)
         every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
         whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)
-        whole = whole.astype(f"uint{id_bits(m.num_experts)}")
+        whole = whole.astype(f"uint{id_bits(num_experts(model_of(m)))}")
         return s.replace(records=s.records | {ROUTING: whole})
 
 
 def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
     """Return `REPEAT` of each layer here, as a tree like that of `fused_weights.fuse`."""
-    m, p = cfg.model, cfg.parallel
+    p = cfg.parallel
     layers = jnp.maximum(expert_layers_here(cfg), 0)
     here = varying(jnp.moveaxis(experts, 2, 0)[layers].astype(jnp.float32))
     chunks: list[Any] = []
@@ -108,8 +110,9 @@ def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
         if p.layer_loop == "scan":
             chunks.append({REPEAT.key: of_chunk})
         else:
-            dense: tuple[dict, ...] = ({},) * (m.dense_layers if p.pipeline == 1 else 0)
-            chunks.append((*dense, *({REPEAT.key: a} for a in of_chunk)))
+            of_each = iter(of_chunk)
+            has_experts = [isinstance(one.feed_forward, Experts) for one in layers_of_chunk(cfg)]
+            chunks.append(tuple({REPEAT.key: next(of_each)} if has else {} for has in has_experts))
     return {"top": {}, "layers": tuple(chunks)}
 
 

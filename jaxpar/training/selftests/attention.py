@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.components.costs import Heads
-from jaxpar.config import Config, ConfigError, registry
+from jaxpar.config import Config, ConfigError
 from jaxpar.data.loader import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, api, choose
 from jaxpar.model.attention_context import attention_layers, heads_of, masks_of
@@ -27,15 +27,13 @@ from jaxpar.step.compiled import FirstRunAlone
 def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     """Choose the attention kernels and give the reasons: one choice for each kind of layer.
 
-    Empty for an attention function registered by the user, whose kernels are unknown.
+    None for an attention function of a user, whose kernels are unknown.
 
     Args:     cfg: resolved. max_segments: maximum number of documents in a sequence.
     Raises:   ConfigError when `model.attention_backend` cannot compute this attention.
     """
     m, p = cfg.model, cfg.parallel
     heads = [*map(heads_of, attention_layers(m))]
-    if any(registry.function("model.attention", of.function) for of in heads):
-        return ()
     ways = p.replica * p.data * p.expert * p.num_microbatches
     shard = (cfg.train.global_batch_size // ways, cfg.data.seq_len // p.sequence)
     rows = jax.ShapeDtypeStruct(shard, "int32")

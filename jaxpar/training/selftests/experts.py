@@ -15,8 +15,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.experts import Experts, experts_in
+from jaxpar.components.feed_forward import ClampedSwiglu
 from jaxpar.config import Config, ConfigError, ModelConfig
-from jaxpar.config.layout.composition import experts_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
@@ -41,15 +43,21 @@ type Arrays = dict[str, jax.Array]
 _QUICKLY = {"xla_gpu_autotune_level": 0, "xla_allow_excess_precision": False}
 
 
+def _experts(m: ModelConfig) -> Experts:
+    """Return the experts of a model's first layer that has some."""
+    return experts_in(model_of(m))[0]
+
+
 def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     """Compare the kernels of experts with the reference, if the model has experts.
 
     Raises:   ConfigError when they disagree.
     """
     cfg, m = ex.cfg, ex.cfg.model
-    if not m.num_experts:
+    if not experts_in(model_of(m)):
         return
-    D, F = m.d_model, m.d_ff // cfg.parallel.tensor
+    of = _experts(m)
+    D, F = m.d_model, of.expert.d_ff // cfg.parallel.tensor
     why = kernels.refusal(D, F, m.dtype)
     if why is not None:
         log(f"expert kernels: reference (not hopper: {why})")
@@ -64,7 +72,7 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
         fix = "use --model.dtype float32, which runs the reference, and report the bug"
-        raise ConfigError("model.num_experts", m.num_experts, rule, fix)
+        raise ConfigError("model.num_experts", of.num_experts, rule, fix)
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     seconds = time.perf_counter() - began
     log(f"expert kernels: hopper; self-test, error{beside}: {found}, {seconds:.1f} s")
@@ -79,7 +87,8 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     With matmuls in float8, it is the error beyond the reference's in float8. Independent errors add
     up in squares. On an H100, with D 2048 and F 768, it was 2e-3 to 6e-3.
     """
-    m, E = cfg.model, min(cfg.model.num_experts, EXPERTS)
+    m, of = cfg.model, _experts(cfg.model)
+    E, expert = min(of.num_experts, EXPERTS), of.expert
     # As they arrive on an expert axis, where parts are equal.
     parts = math.gcd(expert_ways(cfg.parallel), TOKENS) if cfg.parallel.pipeline == 1 else 1
     draw = jax.jit(functools.partial(_inputs, cfg, E), compiler_options=_QUICKLY)
@@ -87,9 +96,10 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     (x, weights, (w, b), d_out), chosen = draw(key)
 
     def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
-        how = experts.products_of(experts_of(m).expert, m, expert_dim)
+        how = experts.products_of(expert, m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
-        names = (NAMES if m.mlp_gate else WITHOUT_GATE) + (OF_BIASES if m.expert_bias else ())
+        names = NAMES if len(expert.into) == 2 else WITHOUT_GATE
+        names += OF_BIASES if expert.bias else ()
         found = _run(how, E, parts, x_w_d, (weights, b), chosen)
         return dict(zip(names, found, strict=True))
 
@@ -107,19 +117,20 @@ def _inputs(cfg: Config, E: int, key: jax.Array):
 
     On the device: a host is slow to draw the widest matrices (docs/experiments/startup.md).
     """
-    m, keys = cfg.model, iter(jax.random.split(key, 16))
-    D, F = m.d_model, m.d_ff // cfg.parallel.tensor
-    k = min(m.experts_per_token, max(E - 1, 1))
+    of, keys = _experts(cfg.model), iter(jax.random.split(key, 16))
+    D, F = cfg.model.d_model, of.expert.d_ff // cfg.parallel.tensor
+    k = min(of.experts_per_token, max(E - 1, 1))
     draw = lambda *shape, size=1.0: size * jax.random.normal(next(keys), shape, jnp.float32)  # noqa: E731
     # No value is near a limit, where rounding decides whether it has a gradient. Biases move some
     # columns far beyond.
-    clamped = m.activation == "clamped_swiglu"
-    wide = m.swiglu_limit / 8 if clamped else 1.0
-    into = [draw(E, D, F, size=wide * D**-0.5) for _ in ("gu" if m.mlp_gate else "u")]
+    activation = of.expert.activation
+    limit = activation.limit if isinstance(activation, ClampedSwiglu) else 0.0
+    wide = limit / 8 or 1.0
+    into = [draw(E, D, F, size=wide * D**-0.5) for _ in of.expert.into]
     matrices = [*into, draw(E, F, D, size=F**-0.5)]
-    biases = [draw(E, F, size=wide) for _ in OF_BIASES] if m.expert_bias else []
-    if clamped:
-        beyond = lambda bias: jnp.copysign(3 * m.swiglu_limit, bias[:, ::8])  # noqa: E731
+    biases = [draw(E, F, size=wide) for _ in OF_BIASES] if of.expert.bias else []
+    if limit:
+        beyond = lambda bias: jnp.copysign(3 * limit, bias[:, ::8])  # noqa: E731
         biases = [bias.at[:, ::8].set(beyond(bias)) for bias in biases]
     # The k largest of noisy scores: expert n is drawn in proportion to 1/n^2, the last one never.
     scores = jnp.append(-2 * jnp.log(jnp.arange(1.0, E)), -jnp.inf) if E > 1 else jnp.zeros(1)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, ConfigError, ModelConfig
-from jaxpar.config.layout.layer_kinds import DELTA_NET, KDA, KDA_DENSE, MAMBA, RECURRENT
+from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape
 from jaxpar.step.compiled import FirstRunAlone
@@ -32,17 +33,6 @@ BOUND = 2e-2
 NAMES = ("out", "last", "dq", "dk", "dv", "d_log_decay", "d_rate", "d_state")
 
 PATH = "model.recurrent_backend"
-
-#: Names of the kinds of layers.
-TITLES = {
-    DELTA_NET: "Gated DeltaNet",
-    MAMBA: "Mamba-2",
-    KDA: "Kimi Delta Attention",
-    KDA_DENSE: "Kimi Delta Attention",
-}
-
-#: Kinds that are computed by plain JAX on all devices.
-WITHOUT_KERNELS = (KDA, KDA_DENSE)
 
 #: The program runs once. Autotuning it would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -102,27 +92,29 @@ def with_gradients(delta: bool, size: int, backend: str, x: RecurrenceInputs) ->
     return [*found, *pullback((x.d_out, x.d_last))]
 
 
-def backends_of(cfg: Config) -> dict[str, str]:
-    """Return the backend of each kind of recurrent layer that the model has, by its letter.
+def recurrences(m: ModelConfig) -> dict[Recurrent, Shape]:
+    """Return the different recurrences of a model, with what a backend of each must support."""
+    mixers = (layer.mixer for layer in model_of(m).layers)
+    kinds = dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Recurrent))
+    return {mixer: Shape(mixer.chunk, *mixer.state[1:], m.dtype) for mixer in kinds}
+
+
+def backends_of(cfg: Config) -> dict[Recurrent, str]:
+    """Return the backend of each recurrence of the model.
 
     Raises:   ConfigError when the kernels that are asked for by name cannot compute a recurrence on
               this device.
     """
     m = cfg.model
+    # Those without kernels are computed by plain JAX.
+    asked = lambda mixer: m.recurrent_backend if mixer.has_kernels else "reference"  # noqa: E731
     try:
         return {
-            kind: recurrence.choose(_asked_for(m, kind), shape_of(m, kind))
-            for kind in RECURRENT
-            if kind in m.layer_pattern
+            mixer: recurrence.choose(asked(mixer), shape) for mixer, shape in recurrences(m).items()
         }
     except ValueError as error:
         fix = "use --model.recurrent-backend auto"
         raise ConfigError(PATH, m.recurrent_backend, str(error), fix) from error
-
-
-def _asked_for(m: ModelConfig, kind: str) -> str:
-    """Return `model.recurrent_backend`, or what there is for a kind without kernels."""
-    return "reference" if kind in WITHOUT_KERNELS else m.recurrent_backend
 
 
 def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
@@ -130,25 +122,17 @@ def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
 
     Raises:   ConfigError when they disagree, and as `backends_of`.
     """
-    m = cfg.model
-    for kind, backend in backends_of(cfg).items():
-        name, shape = TITLES[kind], shape_of(m, kind)
-        if kind in WITHOUT_KERNELS:
+    m, shapes = cfg.model, recurrences(cfg.model)
+    for mixer, backend in backends_of(cfg).items():
+        name, shape = mixer.title, shapes[mixer]
+        if not mixer.has_kernels:
             log(f"kernels of {name}: reference (decays of each channel have no others)")
         elif backend == "reference":
             why = recurrence.refusal(shape) or "no measurement on this kind of GPU"
             named = "as configured" if m.recurrent_backend == backend else f"not triton: {why}"
             log(f"kernels of {name}: reference ({named})")
         else:
-            _test(kind == DELTA_NET, name, shape, cfg, log)
-
-
-def shape_of(m: ModelConfig, kind: str) -> Shape:
-    """Return what a backend must support for layers of a kind."""
-    of_delta_net = m.linear_key_head_dim, m.linear_value_head_dim
-    of_mamba = m.mamba_state_size, m.mamba_head_dim
-    widths = of_mamba if kind == MAMBA else of_delta_net
-    return Shape(m.recurrent_chunk, *widths, m.dtype)
+            _test(mixer.is_delta_rule, name, shape, cfg, log)
 
 
 def _test(delta: bool, name: str, shape: Shape, cfg: Config, log: Callable[[str], None]) -> None:
