@@ -121,15 +121,18 @@ def _arrays(content: bytes) -> Mapping[str, Any]:
 
 def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Config) -> None:
     m, of_layers = cfg.model, experts_in(model_of(cfg.model))
+    B, T, layers, k = experts.shape
+    # A model without experts differs in their number alone.
+    per_token = of_layers[0].experts_per_token if of_layers else k
+    dense = m.num_layers - (len(of_layers) or layers)
     fields = {
         "train.global_batch_size": cfg.train.global_batch_size,
         "data.seq_len": cfg.data.seq_len,
         "model.num_layers": m.num_layers,
-        "model.experts_per_token": of_layers[0].experts_per_token if of_layers else 0,
+        "model.experts_per_token": per_token,
         "model.num_experts": num_experts(model_of(m)),
     }
-    B, T, layers, k = experts.shape
-    recorded = dict(zip(fields, (B, T, layers + m.num_layers - len(of_layers), k, of), strict=True))
+    recorded = dict(zip(fields, (B, T, layers + dense, k, of), strict=True))
     wrong = [name for name in fields if fields[name] != recorded[name]]
     if wrong:
         here = ", ".join(f"{name} {recorded[name]}" for name in wrong)
