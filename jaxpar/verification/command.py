@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from jaxpar.components.attention import Attention
 from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.layout.layer_split import layer_period
@@ -142,13 +143,16 @@ EXPERT_MESHES = (
 def default_meshes(model: ModelConfig) -> tuple[str, ...]:
     """Return the meshes to verify if none is named.
 
-    Unequal stages of a model whose layers differ would have whole periods: many layers.
+    Unequal stages of a model whose layers differ would have whole periods: many layers. A ring
+    computes softmax attention alone.
     """
     if model.num_experts:
         return EXPERT_MESHES
-    if layer_period(model) > 1:
-        return tuple(mesh for mesh in DEFAULT_MESHES if "layers_per_stage" not in mesh)
-    return DEFAULT_MESHES
+    left_out = ["layers_per_stage"] if layer_period(model) > 1 else []
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    if any(type(mixer).heads is not Attention.heads for mixer in mixers):
+        left_out.append("context=ring")
+    return tuple(mesh for mesh in DEFAULT_MESHES if not any(part in mesh for part in left_out))
 
 
 def compare_meshes(

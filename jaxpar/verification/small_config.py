@@ -177,14 +177,14 @@ def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     stages = every(lambda p: p.pipeline * p.virtual_stages)
     number = max(given, default=up(2, stages * len(period)))
     layers = [period[i % len(period)].shrunk(sizes) for i in range(number)]
-    values = {"model.layers": tuple(layers), "model.d_model": d_model}
+    small = m.with_layers(layers)
+    values: dict[str, Any] = {"model": small, "model.d_model": d_model}
     values |= _of_run(cfg, meshes, d_model, seq_len)
     values |= _adapters(cfg, 4) if cfg.lora.rank else {}
     if is_recurrent(m):
         values["model.norm_eps"] = max(m.norm_eps, RECURRENT_EPS)
     if model.max_positions:
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
-    small = dataclasses.replace(m, layers=tuple(layers))
     values |= _base_model(m, d_model, small.d_ff, small.head_dim, number)
     return replace(without_schedules(cfg), **values)
 
