@@ -8,8 +8,7 @@ Source:   Ramapuram et al. 2024 (2409.04431), sigmoid attention; Lin et al. 2017
 import jax
 import jax.numpy as jnp
 
-from jaxpar import Config, load_config
-from jaxpar.config import replace
+from jaxpar import Config, load_config, replace
 from jaxpar.extend import Attention, Glu, Layer, Model, component, token_loss
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.api.loading import generate, load_config, load_model, read_metrics
     from jaxpar.api.trainer import Trainer
-    from jaxpar.config import Config, ConfigError
+    from jaxpar.config import Config, ConfigError, replace
     from jaxpar.inference.options import Sampling
     from jaxpar.objectives.losses import Loss, Scores
     from jaxpar.sharding.params import ParamSpec
@@ -39,6 +39,7 @@ _MODULES = {
     "load_config": "jaxpar.api.loading",
     "load_model": "jaxpar.api.loading",
     "read_metrics": "jaxpar.api.loading",
+    "replace": "jaxpar.config",
 }
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "load_config",
     "load_model",
     "read_metrics",
+    "replace",
 ]
 
 
