@@ -17,7 +17,7 @@ from jaxpar.config.resolve import (
     fill_microbatches,
     fill_steps,
 )
-from jaxpar.config.rules.composed import composed
+from jaxpar.config.rules.composed import components_divide, composed
 from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
@@ -113,6 +113,7 @@ def _every_rule(cfg: Config) -> None:
 
 
 def _divides(cfg: Config) -> None:
+    components_divide(cfg)
     divisibility(cfg)
     blocks_of_moments(cfg)
     enough_microbatches(cfg)

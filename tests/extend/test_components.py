@@ -182,6 +182,21 @@ def test_text_is_that_of_whole_forwards(name):
             assert token == int(jnp.argmax(whole(params, row, len(prompt) + i - 1)[0, :60]))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mean", {"parallel.tensor": 8}, r"model\.block\.mixer\.num_heads = 4: must be divisible"),
+        ("windows", {"parallel.tensor": 4}, r"model\.local\.mixer\.num_kv_heads = 2: must be"),
+        ("experts", {"parallel.expert": 8}, r"model\.routed\.feed_forward\.num_experts = 4"),
+    ],
+)
+def test_what_a_mesh_does_not_divide_names_the_component(name, options, message):
+    cfg = replace(config(*LAYERS[name]), **{"data.seq_len": 48, "train.global_batch_size": 24})
+    with pytest.raises(ConfigError, match=message) as error:
+        check(replace(cfg, **options))
+    assert "--" in error.value.fix
+
+
 def test_names_of_arrays_are_those_of_the_layers():
     specs = flat(specs_of(config(*LAYERS["mean"])))
     assert specs["block/mean_v"].shape == (2, TINY.model.d_model, 4, TINY.model.d_model // 4)

@@ -1,14 +1,37 @@
 """Rules about composed models, `model.layers`, on a mesh."""
 
 import dataclasses
+from typing import Any
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.model import period_of
 from jaxpar.config import Config, ConfigError, default_of, flag, require
-from jaxpar.config.layers import BESIDE, summary
+from jaxpar.config.layers import BESIDE, addressed, summary
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.model import ModelConfig
 
 _WHY = "is not supported with model.layers"
+
+
+def components_divide(cfg: Config) -> None:
+    """Check what the components of a composed model say of their fields on a mesh."""
+    if not cfg.model.layers:
+        return
+    # `parallel.data` counts once it is known.
+    p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
+    for rule in model_of(cfg.model).rules(p):
+        if not rule.ok:
+            path = rule.field if rule.field.startswith("parallel.") else f"model.{rule.field}"
+            ways = (
+                flag(one if one.startswith("parallel.") else f"model.{one}", value)
+                for one, value in rule.fixes
+            )
+            raise ConfigError(path, _value(cfg, path), rule.rule, "use " + ", or ".join(ways))
+
+
+def _value(cfg: Config, path: str) -> Any:
+    found = list(addressed(cfg.model.layers, path.split(".")[1:]))
+    return found[0][1] if found else getattr(cfg.model, path.rpartition(".")[2], "")
 
 
 def composed(cfg: Config) -> None:
