@@ -142,8 +142,10 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
 
 def _again(value: Any) -> Any:
     """Return the object that `_built` made a tuple of, for want of its class."""
-    pairs = isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value)
-    return dict(value) if pairs and value else value
+    if not isinstance(value, tuple) or not value:
+        return value
+    named = all(isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str) for v in value)
+    return dict(value) if named and len(dict(value)) == len(value) else value
 
 
 # ------------------------------------------------------------------------------------- checks

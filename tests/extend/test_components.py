@@ -11,7 +11,9 @@ import pytest
 
 from jaxpar import load_config
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -24,6 +26,7 @@ from jaxpar.extend import (
     Model,
     component,
     matrix,
+    swap,
     vector,
 )
 from jaxpar.inference import generation
@@ -195,6 +198,23 @@ def test_what_a_mesh_does_not_divide_names_the_component(name, options, message)
     with pytest.raises(ConfigError, match=message) as error:
         check(replace(cfg, **options))
     assert "--" in error.value.fix
+
+
+def test_a_part_of_a_model_is_exchanged():
+    model = config(*LAYERS["windows"]).model
+    found = swap(model, "wide", mixer=OWN)
+    assert [layer.mixer for layer in found.layers[1::2]] == [OWN] * 2
+    assert found.layers[::2] == model.layers[::2]
+    with pytest.raises(ValueError, match="no layer is named deep; there are local, wide"):
+        swap(model, "deep", mixer=OWN)
+
+
+def test_the_file_of_a_run_brings_its_components_and_its_loss_back():
+    cfg = load_config("sigmoid_attention")
+    found = with_code(from_json(to_json(cfg)), [str(CONFIGS / "sigmoid_attention.py")])
+    assert found == cfg and type(found.train.loss).__name__ == "focal"
+    with pytest.raises(ConfigError, match=r"remove num_heads, which model\.layers says"):
+        ModelConfig(layers=LAYERS["sigmoid"], num_heads=2)
 
 
 def test_names_of_arrays_are_those_of_the_layers():

@@ -43,11 +43,6 @@ def kinds(m: ModelConfig) -> str:
     return (pattern * -(-m.num_layers // len(pattern)))[: m.num_layers]
 
 
-def num_attention_layers(m: ModelConfig) -> int:
-    """Return the number of layers with attention."""
-    return sum(kind in ATTENTIONS for kind in kinds(m))
-
-
 def has_global_layers(m: ModelConfig) -> bool:
     """Return whether some layers attend globally, and the others within a window or chunks."""
     return m.global_every > 0 or GLOBAL in m.layer_pattern

@@ -43,10 +43,8 @@ def composed(cfg: Config) -> None:
     for field in dataclasses.fields(ModelConfig):
         path, value = f"model.{field.name}", getattr(m, field.name)
         if field.name not in BESIDE and value not in (default_of(path), said.get(field.name)):
-            first = m.layers[0].name
             rule = "describes the layers of a model without model.layers"
-            fix = f"set the field of a component, such as --model.{first}.mixer.num-heads 8"
-            raise ConfigError(path, value, rule, fix)
+            raise ConfigError(path, value, rule, f"remove {field.name}, which model.layers says")
     names = list(dict.fromkeys(layer.name for layer in m.layers))
     if len(names) > 1 and p.pipeline > 1:
         period = len(period_of(m.layers))

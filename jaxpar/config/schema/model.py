@@ -286,9 +286,8 @@ class ModelConfig:
         fields = {field.name: field for field in dataclasses.fields(self)}
         for name, value in summary(self.layers).items():
             if getattr(self, name) not in (value, fields[name].default):
-                first = self.layers[0].name
                 rule = "describes layers of a model without model.layers, which are composed here"
-                fix = f"set a field of a component, as in --model.{first}.mixer.num-heads 8"
+                fix = f"remove {name}, which model.layers says"
                 raise ConfigError(f"model.{name}", getattr(self, name), rule, fix)
             object.__setattr__(self, name, value)
 
