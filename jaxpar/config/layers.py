@@ -162,7 +162,7 @@ def check_layers(layers: Any) -> None:
         raise ConfigError(FIELD, layers, "must be a sequence of jaxpar.extend.Layer", fix)
     for layer in dict.fromkeys(layers):
         path = f"model.{layer.name}"
-        if not layer.name.isidentifier() or layer.name in _taken():
+        if not layer.name.isidentifier() or layer.name in _TAKEN:
             rule = "must be a name that is no field of the model: it addresses the layer"
             raise ConfigError(f"{FIELD}: name", layer.name, rule, 'use another, such as "block"')
         for role, kind in (("mixer", Mixer), ("feed_forward", FeedForward)):
@@ -184,11 +184,10 @@ def check_layers(layers: Any) -> None:
             raise ConfigError(f"{FIELD}: name", layer.name, rule, "give each its own name")
 
 
-def _taken() -> set[str]:
-    from jaxpar.config.schema.model import ModelConfig  # which has a field of Layers
-
-    reserved = {"embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"}
-    return {field.name for field in dataclasses.fields(ModelConfig)} | reserved
+#: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
+_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"} - {
+    "layers"
+}
 
 
 # ----------------------------------------------------------------------------------- addresses

@@ -232,6 +232,13 @@ def test_addresses_set_fields_of_layers():
     assert len(parse_overrides(cfg, ["--model.num-layers", "6"]).model.layers) == 6
 
 
+def test_layers_may_be_named_layers():
+    first = Layer("dense_layers", ATTENTION, Glu(64))
+    cfg = config(first, Layer("layers", ATTENTION, Glu(32)))
+    found = parse_overrides(cfg, ["--model.layers.feed-forward.d-ff", "16"]).model.layers
+    assert found[0] == first and found[1].feed_forward.d_ff == 16
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
