@@ -67,6 +67,10 @@ class Layer:
     scaled: bool = False
     """Multiply the stream after the layer by a trained number (Gemma 4)."""
 
+    def __str__(self) -> str:
+        terms = (str(term) for term in (self.mixer, self.feed_forward) if term)
+        return f"{self.name}: {', '.join(terms)}"
+
     def __hash__(self) -> int:
         return self._hash
 

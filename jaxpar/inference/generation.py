@@ -363,7 +363,7 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 def check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
     """Raises:   ConfigError if a text would have more tokens than there are learned positions."""
     most = cfg.model.max_positions
-    if cfg.model.positions == "learned" and longest + max_tokens > most:
+    if 0 < most < longest + max_tokens:
         rule = f"makes texts of up to {longest + max_tokens} tokens, and the model has learned "
         rule += f"{most} positions"
         raise ConfigError("--max-tokens", max_tokens, rule, "use fewer, or shorter prompts")

@@ -174,8 +174,9 @@ def context_of(
 
 def last_of_short_angles(m: ModelConfig) -> int | None:
     """Return after how many tokens of a text LongRoPE's angles are others; None without it."""
-    s = m.rope_scaling
-    return s.original_max_position if s is not None and s.kind == "longrope" else None
+    ropes = (getattr(layer.mixer, "rope", None) for layer in model_of(m).layers)
+    scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
+    return next((s.original_max_position for s in scalings if s.kind == "longrope"), None)
 
 
 def _positions(first: jax.Array, count: int) -> jax.Array:
@@ -189,6 +190,6 @@ def embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) ->
     """
     look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
     x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
-    if m.positions == "learned":
+    if m.max_positions:
         x += lax.psum(look_up(top["positions"], positions), TENSOR)
     return x

@@ -241,17 +241,19 @@ def _parallel(cfg: Config) -> None:
 def _positions(cfg: Config) -> None:
     m, path, most = cfg.model, "model.positions", "model.max_positions"
     ways: tuple[str, ...]
-    if m.positions == "rope":
+    if m.positions == "rope" and not m.layers:
         rule = f"needs {path} learned, not rope"
         ways = flag(path, "learned"), flag(most, 0)
         require(m.max_positions == 0, cfg, most, rule, *ways)
+        return
+    if m.layers and not m.max_positions:
         return
     rope = flag(path, "rope")
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
     ways = (flag(most, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1))
     ways = ways if m.max_positions else ways[:1]
     require(m.max_positions >= cfg.data.seq_len, cfg, most, rule, *ways)
-    for other in OF_ROPE:
+    for other in () if m.layers else OF_ROPE:
         default = default_of(other) if other != "model.rope_scaling" else None
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"
