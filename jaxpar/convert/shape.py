@@ -22,7 +22,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
 
     Args:     named: folder, or name on the Hugging Face Hub. family: `model_type` that it must
               have; None for any. like: model with the fields that config.json does not determine,
-              such as the compute dtype.
+              such as init_std.
     Raises:   ConfigError that names the key or the option that is wrong or not supported.
     """
     rule = "is not a folder"
@@ -42,7 +42,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     return model
 
 
-#: The fields of `FREE_MODEL_FIELDS` that say how the model is computed, and begins.
+#: The fields of `FREE_MODEL_FIELDS` that do not change what a model computes.
 _OF_COMPUTATION = FREE_MODEL_FIELDS - {"experts_per_token", "normalize_experts"}
 
 

@@ -31,9 +31,9 @@ ALIKE = ("gpu", "device")
 ALIKE_CONFIG = ("config.data.seq_len",)
 #: Fields of the model that only select an implementation.
 CHOICES = (
-    "config.model.attention_backend",
-    "config.model.attention_deterministic",
-    "config.model.recurrent_backend",
+    "config.compute.attention_backend",
+    "config.compute.attention_deterministic",
+    "config.compute.recurrent_backend",
 )
 
 

@@ -30,7 +30,8 @@ TRAIN = {
     "environment": ["--xla_a=1", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"],
     "commit": "aaaa",
     "config": {
-        "model": {"num_layers": 32, "attention_backend": "auto"},
+        "model": {"num_layers": 32},
+        "compute": {"attention_backend": "auto"},
         "data": {"seq_len": 8192},
         "parallel": {"remat": "dots"},
     },
@@ -131,9 +132,9 @@ def test_what_ought_to_agree(compare, path, value, said):
 
 
 def test_another_backend_is_the_same_model(compare):
-    lines = compare(TRAIN, changed(TRAIN, config__model__attention_backend="cudnn"))
+    lines = compare(TRAIN, changed(TRAIN, config__compute__attention_backend="cudnn"))
     assert not any("warning" in line for line in lines)
-    assert row(lines, "config.model.attention_backend") == ["auto", "cudnn"]
+    assert row(lines, "config.compute.attention_backend") == ["auto", "cudnn"]
 
 
 def test_the_older_cards(capsys):
