@@ -1,5 +1,6 @@
 """Configs that cannot work are refused by field, value, rule and a fix that does work."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -7,6 +8,7 @@ import shlex
 import pytest
 
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     ConfigError,
     ModelConfig,
@@ -275,9 +277,10 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data."),
-    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, dpo"),
+    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, compute, lora"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
+    *((f"model.{f.name}", f"use compute.{f.name}") for f in dataclasses.fields(ComputeConfig)),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """Dtypes, kernels and determinism. They do not say what a model is."""
+    """How the model is computed: dtypes, kernels and determinism."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Compute dtype. Master weights, the loss and gradient sums are always float32."""
