@@ -31,7 +31,7 @@ TRAIN = {
     "commit": "aaaa",
     "config": {
         "model": {"num_layers": 32},
-        "compute": {"attention_backend": "auto"},
+        "compute": {"attention_backend": "auto", "matmul_dtype": "compute"},
         "data": {"seq_len": 8192},
         "parallel": {"remat": "dots"},
     },
@@ -122,6 +122,11 @@ def test_conditions_that_differ(compare):
         ("gpu", "NVIDIA B200, 1, 2 W", "gpu is NVIDIA H200 in A, NVIDIA B200 in B"),
         ("device", "8 x NVIDIA H200", "device is 4 x NVIDIA H200 in A, 8 x NVIDIA H200 in B"),
         ("config__model__num_layers", 16, "config.model.num_layers is 32 in A, 16 in B"),
+        (
+            "config__compute__matmul_dtype",
+            "float8",
+            "config.compute.matmul_dtype is compute in A, float8 in B",
+        ),
         ("config__data__seq_len", 4096, "config.data.seq_len is 8192 in A, 4096 in B"),
     ],
 )
