@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family
+from jaxpar.convert.hf.config import (
+    FREE_MODEL_FIELDS,
+    dtype_of,
+    family_of,
+    model_of,
+    named_family,
+)
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys.known import unknown
@@ -35,6 +41,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
         rule = f"is not the family of {named}, which is {kind}"
         raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
     _refuse_unknown(values, table)
+    dtype_of(values)
     published = model_of(values, table)
     free = {name: getattr(like, name) for name in sorted(_OF_COMPUTATION)}
     model = dataclasses.replace(published, **free)
