@@ -20,10 +20,9 @@ from jaxpar.config.names import name_of
 FIELD = "model.layers"
 
 #: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
-logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
-norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup layers num_layers max_positions""".split()
+BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
+embedding_multiplier residual_multiplier logits_scaling logits_softcap mup layers num_layers
+max_positions""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"

@@ -42,7 +42,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     """Return a config of the same model in the compute dtype, on a mesh with only tensor ranks."""
     remat = cfg.parallel.remat
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
-    model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
+    compute = dataclasses.replace(cfg.compute, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
     # No optimizer is used, and the run's own may be registered outside the package, unknown here.
     rule = OptimizerConfig(warmup_steps=0)
@@ -52,7 +52,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
         cfg,
         run=run,
         parallel=parallel,
-        model=model,
+        compute=compute,
         optimizer=rule,
         train=train,
         checkpoint=saving,
@@ -224,7 +224,7 @@ def make_programs(
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
-    cache = decode.cache_specs(cfg.model, slots)
+    cache = decode.cache_specs(cfg, slots)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     reread = tokens_to_reread(cfg, slots)
     rows = Rows(cache, plain, plain, plain, plain if reread else None)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def make_programs(
 
     def start(weights, tokens, lengths, number):
         weights = own(weights)
-        cache = decode.empty_cache(cfg.model, len(tokens), slots)
+        cache = decode.empty_cache(cfg, len(tokens), slots)
         h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         token, text = next_token(weights, last, lengths, number), None

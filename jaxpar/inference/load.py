@@ -46,9 +46,9 @@ def check_weights(cfg: Config, folder: str) -> None:
     """
     if jax.default_backend() != "cpu":
         return
-    needed, there = num_params(cfg.model) * jnp.dtype(cfg.model.dtype).itemsize, host_memory()
+    needed, there = num_params(cfg.model) * jnp.dtype(cfg.compute.dtype).itemsize, host_memory()
     if needed > there:
-        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.model.dtype}, but this host or "
+        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.compute.dtype}, but this host or "
         rule += f"container has {there / GIB:,.1f} GiB of memory"
         raise ConfigError("RUN", folder, rule, "use a GPU, or a host with more memory")
 
@@ -65,8 +65,8 @@ def check_cache(
     Raises:   ConfigError that names --max-tokens.
     """
     tensor = cfg.parallel.tensor
-    models = [cfg.model, *([as_layers(cfg.model)] if modules else [])]
-    needed = sum(cache_bytes(m, rows, slots, tensor) for m in models)
+    configs = [cfg, *([as_layers(cfg)] if modules else [])]
+    needed = sum(cache_bytes(one, rows, slots, tensor) for one in configs)
     there = _device_memory()
     if needed > there:
         rule = f"needs {needed / GIB:,.1f} GiB per device for the keys and values of {rows:,} x "

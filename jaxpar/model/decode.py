@@ -47,30 +47,30 @@ class Cache:
     """S: tokens for which keys and values have room."""
 
 
-def cache_specs(m: ModelConfig, slots: int) -> Cache:
+def cache_specs(cfg: Config, slots: int) -> Cache:
     """Return how the arrays of a cache are split over a mesh."""
-    mixers = [layer.mixer for layer in model_of(m).layers]
+    mixers = [layer.mixer for layer in model_of(cfg.model).layers]
     return Cache(tuple(mixer and computation(mixer).held_specs for mixer in mixers), slots)
 
 
-def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
+def cache_bytes(cfg: Config, rows: int, slots: int, tensor: int = 1) -> int:
     """Return the bytes of the cache on one device.
 
     Keys and values are 2 B S G K / tensor numbers for each layer with attention. In latent
     attention, B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    held = jax.eval_shape(lambda: _empty(m, rows, slots, tensor))
+    held = jax.eval_shape(lambda: _empty(cfg, rows, slots, tensor))
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(held))
 
 
-def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
+def empty_cache(cfg: Config, rows: int, slots: int) -> Cache:
     """Return this device's shard of a cache of zeros."""
-    return _empty(m, rows, slots, lax.axis_size(TENSOR))
+    return _empty(cfg, rows, slots, lax.axis_size(TENSOR))
 
 
-def _empty(m: ModelConfig, rows: int, slots: int, tensor: int) -> Cache:
-    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype), m.d_model)
-    mixers = [layer.mixer for layer in model_of(m).layers]
+def _empty(cfg: Config, rows: int, slots: int, tensor: int) -> Cache:
+    size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), cfg.model.d_model)
+    mixers = [layer.mixer for layer in model_of(cfg.model).layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 
@@ -127,7 +127,7 @@ def _through(
     if of_text is None:
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, described = context_of(tokens, first, of_text, cache.slots, cfg)
-    x = embed(weights["top"], tokens, positions, cfg.model)
+    x = embed(weights["top"], tokens, positions, cfg)
     (chunk,) = weights["layers"]
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     for i, (w, of) in enumerate(zip(chunk, model_of(cfg.model).layers, strict=True)):
@@ -183,12 +183,13 @@ def _positions(first: jax.Array, count: int) -> jax.Array:
     return first[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
-def embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+def embed(top: Tree, tokens: jax.Array, positions: jax.Array, cfg: Config) -> jax.Array:
     """Compute the residual stream before the first layer, [B, T, D].
 
     Communication: an all-reduce over TENSOR.
     """
-    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
+    m, dtype = cfg.model, cfg.compute.dtype
+    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), dtype)  # noqa: E731
     x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
     if m.max_positions:
         x += lax.psum(look_up(top["positions"], positions), TENSOR)

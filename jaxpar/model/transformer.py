@@ -73,12 +73,12 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
               PIPELINE.
     """
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
-    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
+    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.compute.dtype)
     rows = embedding.scaled(rows, cfg.model)
     if cfg.model.max_positions:
         table = gather(only(top, "positions"), TOP_DIMS, cfg)["positions"]
         places = batch.positions
-        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.model.dtype)
+        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.compute.dtype)
     return sum_over_stages(scatter_sequence(varying(rows)))
 
 
@@ -223,8 +223,8 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
     cfg = replace(
         ex.cfg,
         **{
-            "model.matmul_dtype": "compute",
-            "model.float8_scaling": "tensor",
+            "compute.matmul_dtype": "compute",
+            "compute.float8_scaling": "tensor",
             "parallel.gather_dtype": "compute",
         },
     )
@@ -250,7 +250,7 @@ def token_loss(
         # cast and its communication has started. XLA would delay the cast to the end and keep the
         # gradient in float32 until then. With one chunk, the matmul casts the gradient.
         h, w = lax.optimization_barrier((h, w))
-    logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
+    logits = jnp.float32 if cfg.compute.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
     return cross_entropy(*flat, z_loss, logits, chunks, cfg.model.logits_softcap)
 

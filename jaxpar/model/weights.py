@@ -98,7 +98,7 @@ def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     take memory in addition to them. With ZeRO-2 only the complete weights are kept: a barrier
     around shards would keep these in memory too.
     """
-    m, p = cfg.model, cfg.parallel
+    dtype, p = cfg.compute.dtype, cfg.parallel
     if p.zero == 2:
         w = {n: a for n, a in w.items() if n != COMPLETE} | w[COMPLETE]
     if p.zero != 3 or p.num_microbatches > 1:
@@ -107,8 +107,8 @@ def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
 
     def cast_one(n: str, a: jax.Array) -> jax.Array:
         if n in scales:
-            return fsdp.quantize_shard(a, scales[n], m.dtype)
-        return a if dims.get(n) is None else a.astype(m.dtype)
+            return fsdp.quantize_shard(a, scales[n], dtype)
+        return a if dims.get(n) is None else a.astype(dtype)
 
     return {n: cast_one(n, a) for n, a in w.items()}
 
@@ -120,13 +120,13 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     them, and the gradients are those of the shards. Weights with a scale become `Float8Weight`s,
     rounded before or after the gather.
     """
-    m, p, w = cfg.model, cfg.parallel, reattach_buffers(w)
+    c, p, w = cfg.compute, cfg.parallel, reattach_buffers(w)
     complete = w.pop(COMPLETE, {})
     scales, shards = w.pop("scales", {}), w
     if p.gather_dtype == "float8":
         w = {n: a for n, a in w.items() if n not in scales}
     if p.zero == 3:
-        w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
+        w = fsdp.gather_tree(w, dims, c.dtype, p.grad_reduce)
     for n, whole in complete.items():
         dim = dims[n]
         assert dim is not None
@@ -134,10 +134,10 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     for n, scale in scales.items():
         dim = fsdp.dim_of(dims[n])
         if p.gather_dtype == "float8":
-            values, like = fsdp.gather_float8(shards[n], scale, dims[n], m.dtype, p.grad_reduce)
-            w[n] = float8.Float8Weight(values, scale, like, m.float8_scaling, dim)
+            values, like = fsdp.gather_float8(shards[n], scale, dims[n], c.dtype, p.grad_reduce)
+            w[n] = float8.Float8Weight(values, scale, like, c.float8_scaling, dim)
         else:
-            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)
+            w[n] = float8.quantize_weight(w[n], scale, c.float8_scaling, dim)
     return w
 
 

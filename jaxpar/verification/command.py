@@ -61,7 +61,9 @@ def print_conditions(
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
-    changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
+    changed = (
+        f" instead of {asked.compute.dtype}" if asked.compute.dtype != cfg.compute.dtype else ""
+    )
     lines = (
         f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
         f"parameters; {m.num_layers} layers, d_model {m.d_model}, vocabulary {m.vocab_size}",

@@ -65,6 +65,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
     rate |= {"schedule_as_input": False}
     made = Config(
         model=cfg.model,
+        compute=cfg.compute,
         optimizer=dataclasses.replace(cfg.optimizer.averaging(False), **rate),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=sequences, seed=cfg.train.seed),
         data=DataConfig(seq_len=length, document_mask=cfg.data.document_mask),

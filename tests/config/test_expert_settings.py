@@ -16,7 +16,7 @@ BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
 RECORD = {"run.record_routing": "1,3"}
 CLAMPED = {"model.activation": "clamped_swiglu"}
-FLOAT8 = {"model.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
+FLOAT8 = {"compute.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
     "model.num_kv_heads": 8,
     "model.d_ff": 32,
 }
@@ -74,7 +74,7 @@ CASES = [
         "nope_every = 2: does not support model.dense.*pipeline 2: stages begin .*pipeline 1",
     ),
     (
-        STAGES | {"model.matmul_dtype": "float8"},
+        STAGES | {"compute.matmul_dtype": "float8"},
         "matmul_dtype = 'float8': does not support model.dense_layers.*before the stages are not",
     ),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
@@ -175,7 +175,10 @@ CASES = [
         RECORD | {"train.global_batch_size": 1 << 12, "data.seq_len": 1 << 18},
         "records 2 steps of 4,294,967,296 bytes, and must record at most 4,294,967,296.*ng 1",
     ),
-    ({"model.float8_scaling": "row"}, "float8_scaling = 'row': needs model.matmul_dtype float8"),
+    (
+        {"compute.float8_scaling": "row"},
+        "float8_scaling = 'row': needs compute.matmul_dtype float8",
+    ),
 ]
 
 

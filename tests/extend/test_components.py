@@ -92,7 +92,7 @@ ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
 
 def config(*layers: Layer, **fields: Any) -> Config:
     m = TINY.model
-    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers, dtype="float32")
+    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers)
     return replace(TINY, **{"model": model} | fields)
 
 

@@ -70,5 +70,5 @@ def _before_stages(cfg: Config) -> None:
         rule = f"{said}: {layer.name} has experts, which only stages have"
         require(not isinstance(layer.feed_forward, Experts), cfg, path, rule, one)
     rule = f"{said}, and are not rounded to float8"
-    field = "model.matmul_dtype"
-    require(m.matmul_dtype == "compute", cfg, path, rule, one, flag(field, "compute"))
+    field = "compute.matmul_dtype"
+    require(cfg.compute.matmul_dtype == "compute", cfg, path, rule, one, flag(field, "compute"))

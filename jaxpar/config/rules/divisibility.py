@@ -68,7 +68,7 @@ def _divisions(cfg: Config) -> list[_Division]:
     if cfg.model.max_positions:
         why = "the table of positions is split like the vocabulary"
         table.append(_Division("model.max_positions", (tensor, pipeline), why))
-    if cfg.model.matmul_dtype == "float8":
+    if cfg.compute.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
     if cfg.model.num_experts:
         why = "devices of the expert axis get equal numbers of experts"

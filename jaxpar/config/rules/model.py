@@ -52,10 +52,10 @@ def attention_function(cfg: Config) -> None:
     ok = p.context != "ring" or p.sequence == 1
     require(ok, cfg, path, rule, flag(path, "allgather"), softmax)
     path, rule = (
-        "model.attention_backend",
+        "compute.attention_backend",
         f"needs softmax attention, but model.attention is {m.attention}",
     )
-    ok = m.attention_backend in ("auto", "reference")
+    ok = cfg.compute.attention_backend in ("auto", "reference")
     require(ok, cfg, path, rule, flag(path, "auto"), softmax)
 
 
@@ -141,10 +141,11 @@ def _scaled_layers(cfg: Config) -> None:
 
 def float8_matmuls(cfg: Config) -> None:
     """Check that options of float8 matmuls take effect."""
-    m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
-    path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
-    ok = m.matmul_dtype == "float8"
-    require(ok or m.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
+    c, p, float8 = cfg.compute, cfg.parallel, flag("compute.matmul_dtype", "float8")
+    path = "compute.float8_scaling"
+    rule = f"needs compute.matmul_dtype float8, not {c.matmul_dtype}"
+    ok = c.matmul_dtype == "float8"
+    require(ok or c.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
     path = "parallel.gather_dtype"
     compute = flag(path, "compute")
     require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
@@ -164,8 +165,8 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 def attention(cfg: Config) -> None:
     """Check what `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
-    m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
-    auto, name = flag(path, "auto"), m.attention_backend
+    m, p, path = cfg.model, cfg.parallel, "compute.attention_backend"
+    auto, name = flag(path, "auto"), cfg.compute.attention_backend
     if name not in _HEAD_DIMS:
         return
     rule = f"is not supported by attention_backend = {name}, which cannot cap scores"
@@ -179,8 +180,9 @@ def attention(cfg: Config) -> None:
     for head, dim in heads.items():
         fits = flag(head, next((size for size in sizes if size >= dim), 256))
         require(dim in sizes, cfg, head, rule, fits, auto)
-    rule = "needs bfloat16 or float16, but model.dtype is float32"
-    require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    rule = "needs bfloat16 or float16, but compute.dtype is float32"
+    in_16_bits = flag("compute.dtype", "bfloat16")
+    require(cfg.compute.dtype != "float32", cfg, path, rule, in_16_bits, auto)
     if name == "cudnn" and p.sequence > 1:
         rule = f"needs tokens in order, which parallel.context = {p.context} permutes"
         require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config
 from jaxpar.config.layout.composition import layer_of_modules
 from jaxpar.model import decode, norm
 from jaxpar.model.attention_context import context_of_layer
@@ -22,9 +22,10 @@ from jaxpar.model.mtp.parameters import prefix
 type Tree = dict[str, Any]
 
 
-def as_layers(m: ModelConfig) -> ModelConfig:
-    """Return a model whose layers need the cache of the modules."""
-    return dataclasses.replace(m, num_layers=m.mtp_depth, mtp_depth=0)
+def as_layers(cfg: Config) -> Config:
+    """Return the config of a model whose layers need the cache of the modules."""
+    m = dataclasses.replace(cfg.model, num_layers=cfg.model.mtp_depth, mtp_depth=0)
+    return dataclasses.replace(cfg, model=m)
 
 
 def step(
@@ -52,7 +53,7 @@ def step(
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, contexts = decode.context_of(tokens, first, of_text, cache.slots, cfg)
     context = context_of_layer(contexts, layer_of_modules(m))
-    x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
+    x = joined(x, decode.embed(weights["top"], tokens, positions, cfg), w, m)
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)
     return norm.norm(x, w["out_norm"], m), decode.Cache(tuple(held), cache.slots)
