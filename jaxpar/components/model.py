@@ -77,7 +77,7 @@ class Layer:
     @functools.cached_property
     def _hash(self) -> int:
         # Models of a hundred layers are keys of caches that a plan reads thousands of times.
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)).__hash__()
 
     def __getstate__(self) -> dict[str, Any]:  # hashes of texts differ between processes
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -169,7 +169,7 @@ def test_a_mesh_can_split_only_blocks_that_the_rule_checks(name):
         ({"optimizer.moment_block": 8}, "moment_block.*must be at least 16"),
         ({"parallel.data": 4}, r"blocks of 32 of the 64 elements of model.d_model.*--optimizer.m"),
         ({"parallel.tensor": 8, "model.num_kv_heads": 8, "model.num_heads": 8},
-         r"elements of model.layers.feed_forward.d_ff, which parallel.tensor = 8 would split.*moment-block 16"),
+         r"layers.feed_forward.d_ff, which parallel.tensor = 8 would split.*moment-block 16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_in_8_bits_is_refused(fields, rule):
