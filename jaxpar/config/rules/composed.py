@@ -10,8 +10,6 @@ from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.model import ModelConfig
 
-_WHY = "is not supported with model.layers"
-
 
 def components_divide(cfg: Config) -> None:
     """Check what the components of a composed model say of their fields on a mesh."""
@@ -48,7 +46,7 @@ def composed(cfg: Config) -> None:
     names = list(dict.fromkeys(layer.name for layer in m.layers))
     if len(names) > 1 and p.pipeline > 1:
         period = len(period_of(m.layers))
-        rule = f"{_WHY} of several kinds: all stages have the same layers"
+        rule = "is not supported with layers of several kinds: all stages have the same layers"
         require(p.virtual_stages == 1, cfg, "parallel.virtual_stages", rule, _one("virtual_stages"))
         path, rule = "parallel.pipeline", f"must divide the {len(m.layers) // period} periods of "
         ok = len(m.layers) % (p.pipeline * period) == 0
@@ -59,8 +57,6 @@ def composed(cfg: Config) -> None:
         path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
         ok = p.context != "ring" or p.sequence == 1
         require(ok, cfg, path, rule, flag(path, "allgather"))
-    require(cfg.lora.rank == 0, cfg, "lora.rank", _WHY, flag("lora.rank", 0))
-    require(m.mtp_depth == 0, cfg, "model.mtp_depth", _WHY, flag("model.mtp_depth", 0))
 
 
 def _one(name: str) -> str:
