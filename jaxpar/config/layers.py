@@ -140,6 +140,22 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
     return tuple(map(loaded, layers))
 
 
+def with_classes_of(m: Any, other: Any) -> Any:
+    """Return a composed model with the components whose classes another model has."""
+    classes: dict[str, Any] = {}
+
+    def note(node: Any) -> None:
+        if dataclasses.is_dataclass(node):
+            classes[name_of(type(node))] = type(node)
+            for field in dataclasses.fields(node):
+                note(getattr(node, field.name))
+
+    for layer in dict.fromkeys(other.layers):
+        note(layer)
+    layers = with_classes(m.layers, classes.get)
+    return m if layers == m.layers else m.with_layers(layers)
+
+
 def _again(value: Any) -> Any:
     """Return the object that `_built` made a tuple of, for want of its class."""
     if not isinstance(value, tuple) or not value:

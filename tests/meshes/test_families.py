@@ -112,6 +112,9 @@ def test_gradients_of_adapters(name, devices):
     [
         ("qwen3_5", "q_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
         ("qwen3_5", "q_proj,out_proj", DENSE[2]),
+        ("qwen3_5", "in_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
+        ("deepseek_v2", "gate_proj", EXPERTS[2]),
+        ("dots1", "up_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),
         ("nemotron_h", "v_proj,up_proj", "data=2,zero=2,layer_loop=unroll"),
         ("deepseek_v2", "o_proj,kv_b_proj", EXPERTS[2]),
         ("dots1", "q_proj,o_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),

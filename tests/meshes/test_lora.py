@@ -322,8 +322,8 @@ def test_offloaded_moments(devices):
             r"must be names from q_proj, k_.*; experts have no adapters.*targets q_proj,k_proj,v_",
         ),
         (
-            COMPOSED["mean"] | {"lora.targets": "w_up"},
-            r"must be names from q_proj, .*, down_proj, separated by commas.*targets up_proj\.",
+            COMPOSED["mean"] | {"lora.targets": "q_prj,mean_v"},
+            r"must be names from q_proj, .*, down_proj, separated by commas.*targets q_proj\.",
         ),
         (COMPOSED["bare"], r"lora\.rank = 3: needs a weight that declares an adapter.*rank 0"),
         (
