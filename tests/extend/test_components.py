@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
+from jaxpar.config.layers import with_classes_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -178,6 +179,7 @@ def test_a_composed_model_is_saved_and_read(name):
     check(cfg)
     again = from_json(to_json(cfg))
     assert len(again.model.layers) == len(LAYERS[name])
+    assert with_classes_of(again.model, cfg.model) == cfg.model
     if name == "windows":
         return
     with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
