@@ -10,6 +10,7 @@ longer texts. A row's divisors are those of its present length. When they change
 `step` has to call `prompt` again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
@@ -47,30 +49,32 @@ class Cache:
     """S: tokens for which keys and values have room."""
 
 
-def cache_specs(cfg: Config, slots: int) -> Cache:
-    """Return how the arrays of a cache are split over a mesh."""
-    mixers = [layer.mixer for layer in model_of(cfg.model).layers]
+def cache_specs(layers: Sequence[Layer], slots: int) -> Cache:
+    """Return how the arrays of a cache of some layers are split over a mesh."""
+    mixers = [layer.mixer for layer in layers]
     return Cache(tuple(mixer and computation(mixer).held_specs for mixer in mixers), slots)
 
 
-def cache_bytes(cfg: Config, rows: int, slots: int, tensor: int = 1) -> int:
-    """Return the bytes of the cache on one device.
+def cache_bytes(
+    cfg: Config, rows: int, slots: int, tensor: int = 1, *, layers: Sequence[Layer] = ()
+) -> int:
+    """Return the bytes of the cache on one device. Args:     layers: as of `empty_cache`.
 
     Keys and values are 2 B S G K / tensor numbers for each layer with attention. In latent
     attention, B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    held = jax.eval_shape(lambda: _empty(cfg, rows, slots, tensor))
+    held = jax.eval_shape(lambda: _empty(cfg, rows, slots, tensor, layers))
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(held))
 
 
-def empty_cache(cfg: Config, rows: int, slots: int) -> Cache:
-    """Return this device's shard of a cache of zeros."""
-    return _empty(cfg, rows, slots, lax.axis_size(TENSOR))
+def empty_cache(cfg: Config, rows: int, slots: int, *, layers: Sequence[Layer] = ()) -> Cache:
+    """Return this device's shard of a cache of zeros. Args:     layers: (): those of the model."""
+    return _empty(cfg, rows, slots, lax.axis_size(TENSOR), layers)
 
 
-def _empty(cfg: Config, rows: int, slots: int, tensor: int) -> Cache:
+def _empty(cfg: Config, rows: int, slots: int, tensor: int, layers: Sequence[Layer]) -> Cache:
     size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), cfg.model.d_model)
-    mixers = [layer.mixer for layer in model_of(cfg.model).layers]
+    mixers = [layer.mixer for layer in layers or model_of(cfg.model).layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 

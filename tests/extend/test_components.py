@@ -2,7 +2,7 @@
 mixer with weights of its own, a feed-forward."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
+from jaxpar.config.layers import with_classes_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -32,6 +33,7 @@ from jaxpar.extend import (
 )
 from jaxpar.inference import generation
 from jaxpar.inference.options import Sampling
+from jaxpar.model import linear, lora
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
@@ -85,6 +87,24 @@ class Sine(FeedForward):
         return jnp.sin(x @ w["sine_up"]) @ w["sine_down"]
 
 
+@component
+class Products(FeedForward):
+    """Multiplies by `linear`, as components of jaxpar do: its matrices can have adapters."""
+
+    width: int
+    uses_products: ClassVar[bool] = True
+
+    def weights(self, model):
+        D, F, axes = model.d_model, self.width, ("embed", "mlp")
+        down = matrix((F, D), axes[::-1], to_stream=True, adapter="sine_down")
+        return {"sine_up": matrix((D, F), axes, adapter="sine_up"), "sine_down": down}
+
+    def compute(self, x, w, _):
+        (up,) = linear.products(x, [w["sine_up"]], "mlp_norm")
+        up = lora.add(up, x, w, "sine_up")
+        return linear.row_parallel(jnp.sin(up), w, "sine_down", "mlp_hidden")
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -126,6 +146,7 @@ LAYERS = {
         Layer("attends", ATTENTION, Glu(24), norms="around"),
     ]
     * 2,
+    "products": [Layer("block", OWN, Products(width=12), parallel="own_norms")] * 2,
     "experts": [
         Layer("block", DecayedMean(num_heads=4), Glu(24)),
         Layer("routed", OWN, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
@@ -143,6 +164,7 @@ MESHES = [
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
     slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
     slow("data=2,sequence=2", "windows"),
+    slow("data=2,tensor=2", "products"),
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
     ("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
     slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
@@ -186,6 +208,7 @@ def test_a_composed_model_is_saved_and_read(name):
     check(cfg)
     again = from_json(to_json(cfg))
     assert len(again.model.layers) == len(LAYERS[name])
+    assert with_classes_of(again.model, cfg.model) == cfg.model
     if name == "windows":
         return
     with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
