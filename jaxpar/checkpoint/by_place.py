@@ -56,7 +56,7 @@ type Row = tuple[str, int] | None
 
 @dataclass(frozen=True)
 class Places:
-    """The layers of a checkpoint and those of a model, each as JSON, in order."""
+    """The layers of a checkpoint and those of a model, each as JSON with all fields, in order."""
 
     then: tuple[dict[str, Any], ...]
     now: tuple[dict[str, Any], ...]
@@ -66,13 +66,10 @@ class Places:
     @classmethod
     def of(cls, cfg: Config, saved: Mapping[str, Any]) -> "Places":
         """Args:     saved: the config of a checkpoint, as JSON, whose code need not be there."""
-        said = saved["model"].get("layers") or {}
-        there = said if said.get("order") else None
-        if there is None:
-            there = layers.to_values(model_of(from_values(dict(saved)).model).layers)
-        here = layers.to_values(model_of(cfg.model).layers)
-        every = [tuple(one["distinct"][i] for i in one["order"]) for one in (there, here)]
-        return cls(every[0], every[1], bool(cfg.model.layers or said.get("order")))
+        there = from_values(dict(saved)).model
+        then = there.layers or model_of(there).layers
+        now, as_now = layers.as_read_by(model_of(cfg.model).layers, then)
+        return cls(tuple(as_now), tuple(now), bool(cfg.model.layers or there.layers))
 
     @property
     def names(self) -> tuple[list[str], list[str]]:

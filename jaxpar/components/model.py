@@ -190,3 +190,37 @@ def period_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
         if all(layers[i] == layers[i % n] for i in range(n, len(layers))):
             return layers[:n]
     return layers
+
+
+def pattern_of(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Return the shortest beginning after which layers repeat, and the period that they repeat.
+
+    The period comes at least twice, and after that perhaps in part. If nothing repeats, the
+    beginning is empty and the period is that of `period_of`.
+    """
+    for start in range(len(layers)):
+        period = period_of(layers[start:])
+        if 2 * len(period) <= len(layers) - start:
+            return layers[:start], period
+    return (), period_of(layers)
+
+
+def with_length(layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
+    """Return layers with more or fewer repetitions, the last perhaps in part: `pattern_of`."""
+    beginning, period = pattern_of(layers)
+    return tuple(itertools.islice(itertools.chain(beginning, itertools.cycle(period)), number))
+
+
+def in_words(layers: tuple[Layer, ...]) -> str:
+    """Return layers by name: "dense_layers, layers x 58", or "(linear x 3, full) x 12"."""
+    beginning, period = pattern_of(layers)
+    times, rest = divmod(len(layers) - len(beginning), len(period))
+    repeated = _runs(period * times)
+    if "," in _runs(period) and times > 1:
+        repeated = f"({_runs(period)}) x {times}"
+    return ", ".join(filter(None, (_runs(beginning), repeated, _runs(period[:rest]))))
+
+
+def _runs(layers: tuple[Layer, ...]) -> str:
+    runs = ((name, len(list(of))) for name, of in itertools.groupby(x.name for x in layers))
+    return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in runs)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxpar.components.attention import Attention
+from jaxpar.components.model import in_words
 from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.layout.layer_split import layer_period
@@ -59,10 +60,11 @@ def print_conditions(
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
+    layers = f": {in_words(m.layers)}" if m.layers else ""
     changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
     lines = (
         f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
-        f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
+        f"parameters; {m.num_layers} layers{layers}, d_model {m.d_model}, {m.num_heads} heads on "
         f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
         f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
         f"packed documents, seed {cfg.train.seed}",

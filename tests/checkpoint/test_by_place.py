@@ -185,9 +185,13 @@ EXPERTS = dataclasses.replace(
             r"model\.block\.mixer\.window = 8: the checkpoint of step 3 has None in a layer of "
             r"this name.*set it back to None, or give the layers that change a name of their own",
         ),
+        (
+            [dataclasses.replace(BLOCK, feed_forward=Glu(24, bias=True))] * 4,
+            r"model\.block\.feed_forward\.bias = True: .* set it back to False, or",
+        ),
         ([BLOCK] * 2 + [LOCAL] * 4, r"model\.num_layers = 6: .* has 4 layers.* set it back to 4"),
     ],
-    ids=["head_dim", "experts", "name", "number"],
+    ids=["head_dim", "experts", "name", "default", "number"],
 )
 def test_other_changes_are_refused_before_an_array_is_read(setup, monkeypatch, layers, said):
     there, mesh = setup([BLOCK] * 4)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.model import period_of
+from jaxpar.components.model import with_length
 from jaxpar.config import (
     Config,
     DilocoConfig,
@@ -70,7 +70,7 @@ def _with_layers(m: ModelConfig, n: int) -> ModelConfig:
     """Return the model with n layers: more of the same."""
     if not m.layers:
         return dataclasses.replace(m, num_layers=n)
-    return m.with_layers([*itertools.islice(itertools.cycle(period_of(m.layers)), n)])
+    return m.with_layers(with_length(m.layers, n))
 
 
 def feedback_bytes(cfg: Config) -> int:
