@@ -55,7 +55,7 @@ type Row = tuple[str, int] | None
 
 
 @dataclass(frozen=True)
-class Places:
+class LayerPlaces:
     """The layers of a checkpoint and those of a model, each as JSON with all fields, in order."""
 
     then: tuple[dict[str, Any], ...]
@@ -64,7 +64,7 @@ class Places:
     """Whether one of them is composed in a config file, rather than by flags."""
 
     @classmethod
-    def of(cls, cfg: Config, saved: Mapping[str, Any]) -> "Places":
+    def of(cls, cfg: Config, saved: Mapping[str, Any]) -> "LayerPlaces":
         """Args:     saved: the config of a checkpoint, as JSON, whose code need not be there."""
         there = from_values(dict(saved)).model
         then = there.layers or model_of(there).layers
@@ -120,7 +120,7 @@ def _differences(path: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any
 
 
 def check_shapes(
-    cfg: Config, places: Places, names: Container[str], shape_of: ShapeOf, what: str
+    cfg: Config, places: LayerPlaces, names: Container[str], shape_of: ShapeOf, what: str
 ) -> None:
     """Check that the weights of each layer have the shapes of those at its place.
 
@@ -147,12 +147,12 @@ def check_shapes(
                 raise ConfigError(f"model.{name.replace('/', ': ')}", "", rule, fix)
 
 
-def _first(places: Places, stack: str, source: str) -> int:
+def _first(places: LayerPlaces, stack: str, source: str) -> int:
     then, now = places.names
     return next(i for i, pair in enumerate(zip(then, now, strict=False)) if pair == (source, stack))
 
 
-def in_words(cfg: Config, places: Places, names: Iterable[str]) -> list[str]:
+def in_words(cfg: Config, places: LayerPlaces, names: Iterable[str]) -> list[str]:
     """Return which layers of a model come from which of a checkpoint, a line for each pair."""
     then, now = places.names
     at: dict[tuple[str, str], list[int]] = {}
@@ -215,7 +215,7 @@ def by_place(cfg: Config, saved: Saved, load: Load) -> tuple[Saved, Load]:
     Returns:  the metadata, whose fingerprints tell names only, and a `load` of the new names. The
               arguments themselves if the layers have the same names.
     """
-    places = Places.of(cfg, saved.config)
+    places = LayerPlaces.of(cfg, saved.config)
     if not places.moved:
         return saved, load
     reader = _Reader(cfg, saved.config, saved.fingerprints, places)
@@ -235,7 +235,7 @@ def params_by_place(cfg: Config, mesh: Mesh, there: Config, params: Any) -> Any:
     """
     config, target = to_values(there), {"params": abstract_logical(cfg, mesh).params}
     arrays = {f"params/{name}": array for name, array in flat(params).items()}
-    reader = _Reader(cfg, config, arrays, Places.of(cfg, config))
+    reader = _Reader(cfg, config, arrays, LayerPlaces.of(cfg, config))
     sources = reader.sources(target)
     loaded = [_moved(arrays[name], to.sharding) for name, to in named_leaves(sources).items()]
     return reader.assembled(target, jax.tree.unflatten(jax.tree.structure(sources), loaded))[
@@ -286,7 +286,7 @@ class _Reader:
     """Reads the arrays of one checkpoint."""
 
     def __init__(
-        self, cfg: Config, config: Mapping[str, Any], names: Iterable[str], places: Places
+        self, cfg: Config, config: Mapping[str, Any], names: Iterable[str], places: LayerPlaces
     ):
         """Args:     config, names: of the checkpoint, and of its arrays."""
         self._cfg, self._names, self._rows = cfg, frozenset(names), places.rows
@@ -387,7 +387,7 @@ class _Reader:
             parts = [made[name] if n == _FRESH else arrays[n] for n in piece.sources]
             made[name] = _composed(piece, parts)
             jax.block_until_ready(made[name])
-            for source in set(piece.sources) - {_FRESH}:
+            for source in (name for name in piece.sources if name != _FRESH):
                 uses[source] -= 1
                 if not uses[source]:
                     arrays.pop(source).delete()

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import by_place, integrity, of_replicas, stored_arrays
-from jaxpar.checkpoint.by_place import Load, Places, ShapeOf
+from jaxpar.checkpoint.by_place import LayerPlaces, Load, ShapeOf
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     LORA_FIELDS,
@@ -91,13 +91,13 @@ def check_model(
     run_dir: str | Path,
     fix: str,
     shape_of: ShapeOf | None = None,
-) -> Places:
+) -> LayerPlaces:
     """Check that a model can have the weights of a checkpoint. Returns the places of its layers.
 
     Args:     shape_of: as for `check_resumable`; None: of the checkpoint in `run_dir`.
     Raises:   ConfigError for the first field that differs, or weight of another shape.
     """
-    places = Places.of(cfg, saved.config)
+    places = LayerPlaces.of(cfg, saved.config)
     check_fields(cfg, saved, places.fixed_fields, fix)
     places.check_changes(str(saved), fix)
     if places.moved:

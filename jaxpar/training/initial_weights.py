@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Saved
-from jaxpar.checkpoint.by_place import Places, check_shapes, params_by_place
+from jaxpar.checkpoint.by_place import LayerPlaces, check_shapes, params_by_place
 from jaxpar.checkpoint.loading import check_model
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
@@ -155,13 +155,13 @@ def _as_there(cfg: Config, there: Config) -> Config:
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **fields))
 
 
-def _changes(cfg: Config, there: Config) -> tuple[str, Places]:
+def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
     """Describe the fields of `run.init_changes` that differ from those of the weights.
 
     Returns:  (the fields in words, the places of the layers).
     Raises:   ConfigError that names every other field that differs, and the flags that fix it.
     """
-    places = Places.of(cfg, to_values(there))
+    places = LayerPlaces.of(cfg, to_values(there))
     every = [p for p in places.fixed_fields if value_of(cfg, p) != value_of(there, p)]
     allowed = {f"model.{name}" for name in cfg.run.init_changes.split(",")}
     differing = [path for path in every if path not in allowed]
