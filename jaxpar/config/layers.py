@@ -58,24 +58,41 @@ def to_values(layers: Sequence[Layer]) -> Any:
     return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
 
 
-def _values(node: Any) -> Any:
+def _values(node: Any, *, every: bool = False) -> Any:
+    """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
+    of = functools.partial(_values, every=every)
     if isinstance(node, SavedComponent):
-        return {CLASS: node.name, **{name: _values(value) for name, value in node.fields}}
-    if isinstance(node, Component):
-        named = OURS.get(type(node).__name__) is type(node)
-        return {CLASS: type(node).__name__ if named else name_of(type(node)), **_fields(node)}
+        return {CLASS: node.name, **{name: of(value) for name, value in node.fields}}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return _fields(node)
-    return list(map(_values, node)) if isinstance(node, tuple) else node
+        fields = [(field, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        said = {f.name: of(v) for f, v in fields if every or v != f.default}
+        return {CLASS: _class_name(node), **said} if isinstance(node, Component) else said
+    return list(map(of, node)) if isinstance(node, tuple) else node
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _values(value)
-    return found
+def _class_name(node: Component) -> str:
+    named = OURS.get(type(node).__name__) is type(node)
+    return type(node).__name__ if named else name_of(type(node))
+
+
+def as_read_by(now: Sequence[Layer], saved: Sequence[Layer]) -> tuple[list[Any], list[Any]]:
+    """Return layers and saved ones with every field as JSON's types, to be compared.
+
+    Saved components whose code is not loaded get the classes of `now`, by name.
+    """
+    found: dict[str, type] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Component):
+            found[_class_name(node)] = type(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                walk(getattr(node, field.name))
+
+    for layer in dict.fromkeys(now):
+        walk(layer)
+    then = with_classes(saved, found.get)
+    return [_values(x, every=True) for x in now], [_values(x, every=True) for x in then]
 
 
 def from_values(values: Any) -> tuple[Layer, ...]:

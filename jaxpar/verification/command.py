@@ -8,6 +8,7 @@ import jax
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import experts_in
+from jaxpar.components.model import in_words
 from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.layout.composition import model_of
@@ -61,13 +62,14 @@ def print_conditions(
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
+    layers = model_of(m).layers
     changed = (
         f" instead of {asked.compute.dtype}" if asked.compute.dtype != cfg.compute.dtype else ""
     )
     lines = (
         f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
-        f"parameters; {m.num_layers} layers, d_model {m.d_model}, vocabulary {m.vocab_size}",
-        *map(str, dict.fromkeys(model_of(m).layers)),
+        f"parameters; d_model {m.d_model}, vocabulary {m.vocab_size}; {in_words(layers)}",
+        *map(str, dict.fromkeys(layers)),
         f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
         f"packed documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "

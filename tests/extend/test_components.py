@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import load_config
+from jaxpar.components.model import in_words, with_length
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
@@ -284,6 +285,50 @@ def test_addresses_set_fields_of_layers():
     assert len(parse_overrides(cfg, ["--model.num-layers", "6"]).model.layers) == 6
 
 
+A, B, C = (Layer(name, ATTENTION, Glu(64)) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "words"),
+    [
+        ([A] * 2, 5, "a x 5"),
+        ([A] + [B] * 4, 3, "a, b x 2"),
+        ([A] + [B, B, C] * 2, 10, "a, (b x 2, c) x 3"),
+        ([A] + [B, B, C] * 2, 4, "a, b x 2, c"),
+        ([A, A, B] * 2, 9, "(a x 2, b) x 3"),
+        ([A, B] * 2 + [A], 6, "(a, b) x 3"),
+        ([A] * 6 + [B] * 18, 8, "a x 6, b x 2"),
+        ([A, B, C], 6, "(a, b, c) x 2"),
+        ([A] * 3 + [B], 8, "(a x 3, b) x 2"),
+    ],
+)
+def test_a_length_repeats_or_cuts_what_repeats(layers, length, words):
+    cfg = config(*layers)
+    found = parse_overrides(cfg, ["--model.num-layers", str(length)]).model.layers
+    assert len(found) == length and in_words(found) == words
+    assert found[: len(layers)] == tuple(layers)[:length]
+    back = parse_overrides(replace(cfg, model=cfg.model.with_layers(found)), [])
+    assert with_length(back.model.layers, length) == found
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "near"),
+    [
+        ([A] + [B, B, C] * 2, 6, (4, 7)),
+        ([A] + [B] * 4, 1, (2,)),
+        ([A, B] * 2, 5, (4, 6)),
+        ([A, B, C], 2, (3,)),
+    ],
+)
+def test_a_length_between_periods_names_the_nearest(layers, length, near):
+    cfg = config(*layers)
+    ways = ", or ".join(f"--model.num-layers {n}" for n in near)
+    with pytest.raises(ConfigError, match=f"num_layers = {length}: .*Fix: use {ways}\\.$"):
+        parse_overrides(cfg, ["--model.num-layers", str(length)])
+    for number in near:
+        parse_overrides(cfg, ["--model.num-layers", str(number)])
+
+
 def test_layers_may_be_named_layers():
     first = Layer("dense_layers", ATTENTION, Glu(64))
     cfg = config(first, Layer("layers", ATTENTION, Glu(32)))
@@ -298,7 +343,11 @@ def test_layers_may_be_named_layers():
         ("--model.block.mixer.num-heads", "8", "not a field of the config"),
         ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
         ("--model.num-heads", "8", r"num_heads = .*composed.*--model\.local\.mixer\.num-heads"),
-        ("--model.num-layers", "3", "num_layers = 3.*multiple of 2.*use --model.num-layers 4"),
+        (
+            "--model.num-layers",
+            "3",
+            "num_layers = 3.*of 2, .*use --model.num-layers 2, or .*-layers 4",
+        ),
     ],
 )
 def test_wrong_addresses_are_refused(option, value, message):
