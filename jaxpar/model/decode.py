@@ -69,8 +69,9 @@ def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
 
 
 def _empty(m: ModelConfig, rows: int, slots: int, tensor: int) -> Cache:
-    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype), m.d_model)
-    mixers = [layer.mixer for layer in model_of(m).layers]
+    model = model_of(m)
+    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype), model)
+    mixers = [layer.mixer for layer in model.layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 

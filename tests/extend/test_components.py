@@ -83,6 +83,53 @@ class Sine(FeedForward):
         return jnp.sin(x @ w["sine_up"]) @ w["sine_down"]
 
 
+@component
+class Retention(Mixer):
+    """Linear attention whose state decays, with what each head remembers of a text at first."""
+
+    num_heads: int
+
+    def weights(self, model):
+        D, H = model.d_model, self.num_heads
+        shape, axes = (D, H, D // H), ("embed", "heads", "head_dim")
+        into = {f"ret_{n}": matrix(shape, axes, columns=2) for n in "qkv"}
+        first = vector((H, D // H, D // H), ("heads", "head_dim", "latent"), "normal")
+        return into | {
+            "ret_decay": vector((H,), ("heads",), "zeros"),
+            "ret_first": first,
+            "ret_out": matrix(shape[1:] + (D,), axes[1:] + ("embed",), to_stream=True),
+        }
+
+    def init_state(self, rows, w):
+        first = w["ret_first"].astype(jnp.float32)
+        return {"kv": jnp.broadcast_to(first, (rows, *first.shape)), "n": jnp.zeros(rows, jnp.int32)}
+
+    def step(self, x, w, state, positions):
+        q, k, v = (jnp.einsum("bd,dhk->bhk", x, w[f"ret_{n}"]) for n in "qkv")
+        kv = state["kv"] * self.decay(w)[:, None, None] + k[..., None] * v[:, :, None]
+        y = jnp.einsum("bhk,bhkv,hvd->bd", q, kv, w["ret_out"]).astype(x.dtype)
+        return y, {"kv": kv, "n": state["n"] + 1}
+
+    def decay(self, w):
+        return jax.nn.sigmoid(2.0 + w["ret_decay"].astype(jnp.float32))
+
+
+@component
+class FastRetention(Retention):
+    """All tokens at once."""
+
+    def compute(self, x, w, tokens):
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w[f"ret_{n}"]) for n in "qkv")
+        back = tokens.positions[:, :, None] - tokens.positions[:, None]
+        seen = (back >= 0) & (tokens.segments[:, :, None] == tokens.segments[:, None])
+        decay = self.decay(w)[:, None, None] ** jnp.maximum(back, 0)[:, None]
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) * jnp.where(seen[:, None], decay, 0)
+        y = jnp.einsum("bhts,bshk->bthk", scores, v)
+        since = self.decay(w) ** (tokens.positions[..., None] + 1.0)
+        y += jnp.einsum("bthk,hkv,bth->bthv", q, w["ret_first"], since)
+        return jnp.einsum("bthk,hkd->btd", y, w["ret_out"]).astype(x.dtype)
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -107,6 +154,12 @@ LAYERS = {
         Layer("attends", ATTENTION, Glu(24), norms="around"),
     ]
     * 2,
+    "steps": [Layer("steps", Retention(num_heads=4), Glu(24))] * 2,
+    "retention": [
+        Layer("fast", FastRetention(num_heads=4), Glu(24)),
+        Layer("attends", OWN, Sine(width=12)),
+    ]
+    * 2,
     "experts": [
         Layer("block", DecayedMean(num_heads=4), Glu(24)),
         Layer("routed", OWN, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
@@ -118,7 +171,10 @@ MESHES = [
     ("data=2,tensor=2", "mean"),
     ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
+    ("data=2,tensor=2", "retention"),
     slow("sequence=2,data=2", "sigmoid"),
+    slow("sequence=2,tensor=2", "steps"),
+    slow("pipeline=2,data=2,num_microbatches=2", "steps"),
     slow("sequence=2,tensor=2", "mean"),
     slow("pipeline=2,data=2,num_microbatches=2", "mean"),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
@@ -163,7 +219,9 @@ def test_a_composed_model_is_saved_and_read(name):
         check(again)
 
 
-@pytest.mark.parametrize("name", ["mean", slow("sigmoid"), slow("windows")])
+@pytest.mark.parametrize(
+    "name", ["mean", "retention", slow("steps"), slow("sigmoid"), slow("windows")]
+)
 def test_text_is_that_of_whole_forwards(name):
     """With what mixers hold, or by all tokens again: the same likeliest tokens."""
     cfg = replace(config(*LAYERS[name]), **{"data.seq_len": 16})
