@@ -9,8 +9,7 @@
 docs/extending.md shows each with an example.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
@@ -22,7 +21,8 @@ from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.components.weight import Weight, matrix, vector
-from jaxpar.config import ModelConfig, MupConfig
+from jaxpar.config import MupConfig
+from jaxpar.extend.model import Model, swap
 from jaxpar.objectives.losses import Loss, Scores
 from jaxpar.step.features.own_probes import Probe
 from jaxpar.step.features.post_updates import PostUpdate
@@ -65,32 +65,6 @@ __all__ = [
 
 
 MAY_IMPORT = ("components", "config", "objectives", "step", "training")
-
-
-def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
-    """Compose a model. The list is the model: nothing else says what differs between layers.
-
-    Args:     layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are
-              equal, and their weights are stacked. fields: of the section `model` that are not of
-              layers: norm_eps, tie_embeddings, dtype, ...
-    """
-    return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)
-
-
-def swap(model: ModelConfig, name: str, **fields: Any) -> ModelConfig:
-    """Return a composed model in which the layers of a name have another part.
-
-    Args:     name: of the layers. fields: of `Layer`: mixer, feed_forward, norms, parallel, scaled.
-    Raises:   ValueError if no layer has the name.
-    """
-    if name not in {layer.name for layer in model.layers}:
-        names = ", ".join(dict.fromkeys(layer.name for layer in model.layers)) or "none"
-        raise ValueError(f"no layer is named {name}; there are {names}")
-    layers = (
-        dataclasses.replace(layer, **fields) if layer.name == name else layer
-        for layer in model.layers
-    )
-    return model.with_layers(tuple(layers))
 
 
 def token_loss(function: Callable[[Scores, Any], Any]) -> Loss:

@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -24,6 +25,7 @@ from jaxpar.extend import (
     Layer,
     Mixer,
     Model,
+    Rope,
     component,
     matrix,
     swap,
@@ -260,11 +262,43 @@ def test_what_a_mesh_does_not_divide_names_the_component(name, options, message)
 
 def test_a_part_of_a_model_is_exchanged():
     model = config(*LAYERS["windows"]).model
-    found = swap(model, "wide", mixer=OWN)
-    assert [layer.mixer for layer in found.layers[1::2]] == [OWN] * 2
+    found = swap(model, "wide.mixer", type(SIGMOID), shift=-2.0)
+    sigmoid = type(SIGMOID)(**HEADS, rope=None, shift=-2.0)
+    assert [layer.mixer for layer in found.layers[1::2]] == [sigmoid] * 2
     assert found.layers[::2] == model.layers[::2]
-    with pytest.raises(ValueError, match="no layer is named deep; there are local, wide"):
-        swap(model, "deep", mixer=OWN)
+    everywhere = swap(found, "*.mixer", DecayedMean).layers
+    assert {layer.mixer for layer in everywhere} == {DecayedMean(num_heads=4)}
+    scaled = swap(model, "*.mixer.rope", Rope, theta=5.0).layers
+    assert [layer.mixer.rope for layer in scaled] == [Rope(theta=5.0), None] * 2
+    assert swap(model, "wide.mixer", None).layers[1].mixer is None
+    experts = swap(config(*LAYERS["experts"]).model, "routed.feed_forward.expert", Glu, d_ff=8)
+    assert experts.layers[1].feed_forward.expert == Glu(8)
+
+
+def test_a_part_of_a_model_of_flags_is_exchanged():
+    model = load_config("quickstart").model
+    found = swap(model, "layers.mixer", type(SIGMOID))
+    kept = model_of(model).layers
+    assert [layer.feed_forward for layer in found.layers] == [one.feed_forward for one in kept]
+    assert found.layers[0].mixer.num_heads == model.num_heads
+    check(replace(load_config("quickstart"), model=found))
+
+
+@pytest.mark.parametrize(
+    ("part", "component", "fields", "message"),
+    [
+        ("deep.mixer", Attention, {}, r"'deep\.mixer': is no part .*use one of local\.mixer, "),
+        ("wide", Attention, {}, "is no part of the model"),
+        ("wide.mixer.num_heads", Attention, {}, "is no part of the model"),
+        ("wide.mixer", Attention, {"shift": 1.0}, "Attention has no field shift"),
+        ("wide.feed_forward", Glu, {}, "Glu needs d_ff, which the old part has not"),
+        ("wide.mixer", Glu, {"d_ff": 8}, "must be a Mixer"),
+    ],
+)
+def test_what_cannot_be_exchanged(part, component, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        found = swap(config(*LAYERS["windows"]).model, part, component, **fields)
+        check(replace(config(*LAYERS["windows"]), model=found))
 
 
 def test_the_file_of_a_run_brings_its_components_and_its_loss_back():
