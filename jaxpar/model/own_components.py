@@ -42,7 +42,9 @@ def feed_forward(h: Shards, w: Weights, context: AttentionContext, ex: Execution
     declared = own.weights(model_of(ex.cfg.model))
 
     def of_shard(h: NormOutput, w: Weights) -> jax.Array:
-        return _partial(own.compute(h.whole(), _as_declared(w, declared), None), declared)
+        x = h.whole()
+        y = _checked(own, "compute", own.compute(x, _as_declared(w, declared), None), x)
+        return _partial(y, declared)
 
     return h.map(of_shard, w)
 
@@ -64,7 +66,16 @@ def mixer(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 def _computed(own: Mixer, x: jax.Array, w: Weights, tokens: Tokens) -> jax.Array:
     if own.has_state and type(own).compute is Term.compute:
         return token_by_token(own, x, w, tokens.positions)
-    return own.compute(x, w, tokens)
+    return _checked(own, "compute", own.compute(x, w, tokens), x)
+
+
+def _checked[T](own: Term, method: str, found: T, wanted: Any) -> T:
+    """Return what a method returned. Raises:   TypeError for other shapes or dtypes."""
+    form = lambda tree: jax.tree.map(lambda a: f"{a.dtype} {a.shape}", tree)  # noqa: E731
+    if form(found) != form(wanted):
+        name = f"{type(own).__name__}.{method}"
+        raise TypeError(f"{name} returns {form(found)}, not {form(wanted)}")
+    return found
 
 
 def token_by_token(own: Mixer, x: jax.Array, w: Weights, positions: jax.Array) -> jax.Array:
@@ -101,13 +112,7 @@ def _step(
     own: Mixer, x: jax.Array, w: Weights, state: Any, positions: jax.Array
 ) -> tuple[jax.Array, Any]:
     """Take a step. Raises:   TypeError if it changes the form of the state, or of x."""
-    y, after = own.step(x, w, state, positions)
-    form = lambda tree: jax.tree.map(lambda a: f"{a.dtype} {a.shape}", tree)  # noqa: E731
-    for what, found, wanted in (("a state", after, state), ("y", y, x)):
-        if form(found) != form(wanted):
-            name = f"{type(own).__name__}.step"
-            raise TypeError(f"{name} returns {what} of {form(found)}, not of {form(wanted)}")
-    return y, after
+    return _checked(own, "step", own.step(x, w, state, positions), (x, state))
 
 
 def _as_declared(w: Weights, declared: Mapping[str, Weight]) -> Weights:
@@ -212,6 +217,7 @@ def _decode_again(
     text = write(held.x, x, new.first)
     slots = jnp.broadcast_to(jnp.arange(text.shape[1], dtype=jnp.int32), text.shape[:2])
     declared = own.weights(model_of(cfg.model))
-    y = own.compute(text, _as_declared(w, declared), Tokens(slots, jnp.ones_like(slots)))
+    tokens = Tokens(slots, jnp.ones_like(slots))
+    y = _computed(own, text, _as_declared(w, declared), tokens)
     y = jnp.take_along_axis(_partial(y, declared), new.positions[..., None], axis=1)
     return y, Inputs(text)

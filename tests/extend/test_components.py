@@ -99,12 +99,15 @@ class Retention(Mixer):
         return into | {
             "ret_decay": vector((H,), ("heads",), "zeros"),
             "ret_first": first,
-            "ret_out": matrix(shape[1:] + (D,), axes[1:] + ("embed",), to_stream=True),
+            "ret_out": matrix((*shape[1:], D), (*axes[1:], "embed"), to_stream=True),
         }
 
     def init_state(self, rows, w):
         first = w["ret_first"].astype(jnp.float32)
-        return {"kv": jnp.broadcast_to(first, (rows, *first.shape)), "n": jnp.zeros(rows, jnp.int32)}
+        return {
+            "kv": jnp.broadcast_to(first, (rows, *first.shape)),
+            "n": jnp.zeros(rows, jnp.int32),
+        }
 
     def step(self, x, w, state, positions):
         q, k, v = (jnp.einsum("bd,dhk->bhk", x, w[f"ret_{n}"]) for n in "qkv")

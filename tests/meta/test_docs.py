@@ -200,7 +200,7 @@ def test_every_metric_is_on_its_page():
 
 def test_the_page_of_extensions_shows_its_config():
     _, code = read("configs/extending.py").split("\n\n", 1)
-    assert f"```python\n{code}```" in read("docs/extending.md")
+    assert f"```python\n{code}```" in read("docs/extend/losses.md")
 
 
 def test_the_page_of_families_is_current():
