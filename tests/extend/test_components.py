@@ -112,8 +112,8 @@ class Retention(Mixer):
     def step(self, x, w, state, positions):
         q, k, v = (jnp.einsum("bd,dhk->bhk", x, w[f"ret_{n}"]) for n in "qkv")
         kv = state["kv"] * self.decay(w)[:, None, None] + k[..., None] * v[:, :, None]
-        y = jnp.einsum("bhk,bhkv,hvd->bd", q, kv, w["ret_out"]).astype(x.dtype)
-        return y, {"kv": kv, "n": state["n"] + 1}
+        y = jnp.einsum("bhk,bhkv->bhv", q, kv).astype(x.dtype)
+        return jnp.einsum("bhv,hvd->bd", y, w["ret_out"]), {"kv": kv, "n": state["n"] + 1}
 
     def decay(self, w):
         return jax.nn.sigmoid(2.0 + w["ret_decay"].astype(jnp.float32))
@@ -131,8 +131,8 @@ class FastRetention(Retention):
         scores = jnp.einsum("bthk,bshk->bhts", q, k) * jnp.where(seen[:, None], decay, 0)
         y = jnp.einsum("bhts,bshk->bthk", scores, v)
         since = self.decay(w) ** (tokens.positions[..., None] + 1.0)
-        y += jnp.einsum("bthk,hkv,bth->bthv", q, w["ret_first"], since)
-        return jnp.einsum("bthk,hkd->btd", y, w["ret_out"]).astype(x.dtype)
+        y += jnp.einsum("bthk,hkv->bthv", q, w["ret_first"].astype(x.dtype)) * since[..., None]
+        return jnp.einsum("bthk,hkd->btd", y.astype(x.dtype), w["ret_out"])
 
 
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer

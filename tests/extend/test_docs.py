@@ -67,7 +67,6 @@ def trainer_of(write_config, tmp_path, only_devices):
     values = {
         "data.source": own.data.source,
         "metrics.sinks": own.metrics.sinks,
-        "train.callbacks": own.train.callbacks,
     }
     base = jaxpar.load_config(write_config(tmp_path))
     with only_devices(2):
