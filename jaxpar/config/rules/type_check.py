@@ -71,7 +71,7 @@ def describe(hint: Any) -> str:
         return "layers of components"
     names = next((one for one in typing.get_args(hint) if typing.get_origin(one) is Literal), None)
     if Value in typing.get_args(hint) and names:
-        return f"{describe(names)}, or a value of a class of your own"
+        return describe(names)
     if Value in typing.get_args(hint):
         several = typing.get_origin(hint) is tuple
         return (
