@@ -189,7 +189,7 @@ MODELS = {
                     key_head_dim=6,
                     value_head_dim=5,
                     allow_neg_eigval=True,
-                    norm_eps=1e-2,
+                    norm_eps=0.1,
                 ),
                 Glu(24),
             ),

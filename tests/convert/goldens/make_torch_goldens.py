@@ -48,6 +48,15 @@ def load_module(file: Path):
     return module
 
 
+def error_of(load, file: Path, components: dict) -> str:
+    """The error of a file with some classes."""
+    try:
+        load(file, components=components)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return "none"
+
+
 def compute(folder: Path) -> None:
     """Compute the logits of all that `export` wrote."""
     import torch
@@ -60,8 +69,15 @@ def compute(folder: Path) -> None:
     found = {}
     with torch.no_grad():
         for file in sorted(folder.glob("*.safetensors")):
-            model = torch_model.load(file, components=classes.get(file.stem))
-            found[file.stem] = model(**rows).numpy()
+            own = classes.get(file.stem, {})
+            found[file.stem] = torch_model.load(file, components=own)(**rows).numpy()
+            for name in own:
+                others = {other: one for other, one in own.items() if other != name}
+                said = error_of(torch_model.load, file, others)
+                assert said.startswith(f"{name} needs code in PyTorch"), said
+            more = own | {"other.py:Other": torch_model.Glu}
+            said = error_of(torch_model.load, file, more)
+            assert said == "the model has no component other.py:Other", said
         np.savez_compressed(HERE / "torch.npz", **found)
         for file in sorted((folder / "published").glob("*/exported.safetensors")):
             tokens = torch.from_numpy(np.load(file.with_name("tokens.npy")))
