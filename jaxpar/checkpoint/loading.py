@@ -46,8 +46,12 @@ from jaxpar.step.state import (
     to_running,
 )
 
-#: Fields that may not change during a run: the meaning of the moments, and the order of the data.
-RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
+#: Fields that may not change during a run: the meaning of the moments, the order of the data, and
+#: roundings to 8 bits.
+RUN_FIELDS = (
+    *("optimizer.name", "train.seed", "data.seq_len"),
+    *("compute.matmul_dtype", "compute.float8_scaling"),
+)
 
 #: Fields that decide the sizes of steps. A run may change them for steps to come.
 SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
@@ -207,7 +211,7 @@ def restore_from(
     others = of_replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = of_replicas.adapted(loaded.get("feedback", {}), errors, saved, cfg)
-    if (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+    if (by_path(saved.config).get("compute.dtype") == "float16") != loss_scale.scales_loss(cfg):
         to = jax.tree.map(lambda a: a.sharding, scalars)
         fresh = jax.device_put(of_replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}

@@ -20,10 +20,9 @@ from jaxpar.config.names import name_of
 FIELD = "model.layers"
 
 #: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
-logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
-norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup layers num_layers""".split()
+BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
+embedding_multiplier residual_multiplier logits_scaling logits_softcap mup mtp_depth layers
+num_layers max_positions""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -138,6 +137,22 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
         return node
 
     return tuple(map(loaded, layers))
+
+
+def with_classes_of(m: Any, other: Any) -> Any:
+    """Return a composed model with the components whose classes another model has."""
+    classes: dict[str, Any] = {}
+
+    def note(node: Any) -> None:
+        if dataclasses.is_dataclass(node):
+            classes[name_of(type(node))] = type(node)
+            for field in dataclasses.fields(node):
+                note(getattr(node, field.name))
+
+    for layer in dict.fromkeys(other.layers):
+        note(layer)
+    layers = with_classes(m.layers, classes.get)
+    return m if layers == m.layers else m.with_layers(layers)
 
 
 def _again(value: Any) -> Any:

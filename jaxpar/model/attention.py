@@ -39,8 +39,8 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,
-        backend=m.attention_backend,
-        deterministic=m.attention_deterministic,
+        backend=ex.cfg.compute.attention_backend,
+        deterministic=ex.cfg.compute.attention_deterministic,
         sinks=w.get("sinks"),
         softcap=a.softcap,
         function=function_of(a),
@@ -154,7 +154,7 @@ def decode(
     q, k = positioned(q, k, w, context, a, m)
     held = write(held[0], k, new.first), write(held[1], v, new.first)
     if new.lengths is not None:
-        out = _attend(q, k, v, context.mask, w, a, m.attention_backend)
+        out = _attend(q, k, v, context.mask, w, a, cfg.compute.attention_backend)
     else:
         keys, values = held
         out = _attend(q, keys, values, mask_of_slots(context, keys), w, a, "reference")

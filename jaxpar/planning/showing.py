@@ -166,7 +166,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
         guesses.append("only unrolled layers were measured")
-    if cfg.model.dtype != "bfloat16":
+    if cfg.compute.dtype != "bfloat16":
         guesses.append("only bfloat16 was measured")
     if there := max((host_bytes(layout.cfg) for layout in chosen), default=0.0):
         of_each = f"{there / GIB:,.1f} GiB per GPU and microbatch"

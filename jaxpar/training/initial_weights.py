@@ -16,6 +16,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import Saved
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.config.layers import FIELD, with_classes_of
 from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
@@ -64,6 +65,8 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
     if chosen.step is not None:
         folder = folder_of(INITIAL, chosen)
         there = checkpoint.load_config(folder, chosen.step)
+        model = with_classes_of(there.model, cfg.model)  # reading a run imports no code
+        there = dataclasses.replace(there, model=model)
         return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
     from jaxpar.convert.hf.config_file import CONFIG_FILE
     from jaxpar.convert.hf.importing import open_source
@@ -139,6 +142,10 @@ def _changes(cfg: Config, there: Config) -> str:
     differing = [path for path in every if path not in allowed]
     if not differing:
         return ", ".join(f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
+    if FIELD in differing:
+        names = ", ".join(dict.fromkeys(layer.name for layer in there.model.layers))
+        rule = f"contains a model of other layers: {names or 'those of flags, not model.layers'}"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, "use that model's config file")
     short = lambda path: path.removeprefix("model.")  # noqa: E731
     differences = ", ".join(
         f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing

@@ -137,7 +137,7 @@ def write(
     adapters = f"{size:,} parameters of adapters, rank {cfg.lora.rank} on {cfg.lora.targets}"
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
-        ("model", f"{num_params(cfg.model):,} parameters, {cfg.model.dtype}"),
+        ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),

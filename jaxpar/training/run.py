@@ -182,8 +182,10 @@ class Run:
     @property
     def attention(self) -> str:
         """A description of the attention kernels."""
-        registered = f"{self.cfg.model.attention}, registered outside the package"
-        return "; ".join(dict.fromkeys(map(str, self.kernels))) or registered
+        mixers = [layer.mixer for layer in model_of(self.cfg.model).layers]
+        functions = [getattr(mixer, "function", type(mixer).__name__) for mixer in mixers if mixer]
+        registered = (f"{name}, defined outside the package" for name in functions)
+        return "; ".join(dict.fromkeys(list(map(str, self.kernels)) or registered))
 
     @property
     def content(self) -> str:

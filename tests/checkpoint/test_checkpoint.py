@@ -238,7 +238,7 @@ def test_the_rest_may_change(setup):
         "optimizer.warmup_steps": 0,
         "optimizer.weight_decay": 0.0,
         "parallel.layer_loop": "unroll",
-        "model.dtype": "float32",
+        "compute.dtype": "float32",
     }
     changed = config.replace(cfg, **free)
     assert_same_bits(checkpoint.restore(changed, mesh), saved)

@@ -132,7 +132,7 @@ def open_checkpoint(
     cfg = dataclasses.replace(cfg, model=standard(cfg.model))
     if dtype is None:
         carried = carried_config(run)
-        dtype = dtype_of(carried) if carried else cfg.model.dtype
+        dtype = dtype_of(carried) if carried else cfg.compute.dtype
     arrays = open_run(run, cfg, step, weights)
     cfg = without_padding(run, cfg)
     if cfg.lora.rank:
