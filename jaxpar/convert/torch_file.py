@@ -296,7 +296,7 @@ def code_needed(model: Model) -> dict[str, str]:
         weights.setdefault(_class_of(term), {})[shapes] = None
     return {
         name: f"{name} needs code in PyTorch: load(FILE, components={{{name!r}: YOURS}}), where "
-        f"YOURS is a subclass of torch_model.{base or 'Component'} that defines {method}. Its "
+        f"YOURS is a subclass of torch_model.Torch{base or 'Component'} that defines {method}. Its "
         f"weights: {'; or '.join(shapes)}"
         for (name, base, method), shapes in weights.items()
         if method

@@ -10,10 +10,10 @@ names and shapes of their weights. `layers.7.wq` is the weight wq of layer 7, co
 
 A component of your own needs a class here, which gets its fields as attributes:
 
-    class Sigmoid(torch_model.Attention):
+    class Sigmoid(torch_model.TorchAttention):
         def heads(self, q, k, v, seen): ...
 
-    class Mean(torch_model.Component):
+    class Mean(torch_model.TorchComponent):
         def forward(self, x, weights, positions, segments): ...
 
     load("FILE.pt", components={"mine.py:Sigmoid": Sigmoid, "mine.py:Mean": Mean})
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 Weights = dict[str, Any]
 
 
-class Component:
+class TorchComponent:
     """A mixer or a feed-forward: its fields, and `model`, the fields of the model."""
 
     def __init__(self, fields: dict[str, Any], model: SimpleNamespace):
@@ -167,7 +167,7 @@ def seen_keys(a: Any, positions: Tensor, segments: Tensor) -> Tensor:
     return seen
 
 
-class Attention(Component):
+class TorchAttention(TorchComponent):
     """Softmax attention with grouped queries. A subclass may have other `heads`."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Attention(Component):
         return 1 + s.query_beta * torch.log1p(turns.float())
 
 
-class LatentAttention(Component):
+class TorchLatentAttention(TorchComponent):
     """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1)."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def decay_of(step: Tensor, w: Weights, name: str) -> Tensor:
     return (-rate.view(-1, *[1] * (step.ndim - 3)) * step).exp()
 
 
-class GatedDeltaNet(Component):
+class TorchGatedDeltaNet(TorchComponent):
     """Heads with a state [K, V] each (Yang et al. 2024, 2412.06464)."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class GatedDeltaNet(Component):
         return times(out.to(x.dtype), w, "delta_out", 2)
 
 
-class KimiDeltaAttention(Component):
+class TorchKimiDeltaAttention(TorchComponent):
     """Heads with a state [K, V] each, which decays by a number for each channel (Kimi Team 2025,
     2510.26692)."""
 
@@ -371,7 +371,7 @@ class KimiDeltaAttention(Component):
         return times(out.to(x.dtype), w, "kda_out", 2)
 
 
-class Mamba2(Component):
+class TorchMamba2(TorchComponent):
     """Heads with a state [N, P] each (Dao & Gu 2024, 2405.21060).
 
     The paper calls values x, keys B and queries C.
@@ -426,18 +426,18 @@ def feed_forward(x: Tensor, w: Weights, activation: Any, of: str = "") -> Tensor
     return linear(gate * (activation.alpha * gate).sigmoid() * (up + 1), "down")
 
 
-class Glu(Component):
+class TorchGlu(TorchComponent):
     """A dense feed-forward."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
         return feed_forward(x, weights, self.activation)
 
 
-class Mlp(Glu):
+class TorchMlp(TorchGlu):
     """A dense feed-forward of two matrices."""
 
 
-class Experts(Component):
+class TorchExperts(TorchComponent):
     """Mixture of experts: each token uses the experts to which the router gives most."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
@@ -483,9 +483,9 @@ EXPERT = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
 
 #: The components of jaxpar.
-COMPONENTS: tuple[type[Component], ...] = (
-    *(Attention, LatentAttention, GatedDeltaNet, KimiDeltaAttention, Mamba2),
-    *(Glu, Mlp, Experts),
+COMPONENTS: tuple[type[TorchComponent], ...] = (
+    *(TorchAttention, TorchLatentAttention, TorchGatedDeltaNet, TorchKimiDeltaAttention),
+    *(TorchMamba2, TorchGlu, TorchMlp, TorchExperts),
 )
 
 #: Classes of components by name.
@@ -506,7 +506,7 @@ class Weighted(nn.Module):
         return self._parameters
 
 
-class Layer(Weighted):
+class TorchLayer(Weighted):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)). Either may be absent."""
 
     def __init__(self, of: dict[str, Any], model: SimpleNamespace, classes: Classes):
@@ -532,7 +532,7 @@ class Layer(Weighted):
         return x * self.weights["layer_scale"] if self.scaled else x
 
     def branch(
-        self, term: Component, before: str, after: str, x: Tensor, place: tuple[Tensor, Tensor]
+        self, term: TorchComponent, before: str, after: str, x: Tensor, place: tuple[Tensor, Tensor]
     ) -> Tensor:
         """What a component adds to the residual stream. Args:     before, after: its norms."""
         w, model = self.weights, self.model
@@ -549,7 +549,7 @@ class Decoder(Weighted):
         super().__init__(about["weights"])
         self.model = namespace(about["model"])
         of_layers = (about["distinct"][i] for i in about["order"])
-        self.layers = nn.ModuleList(Layer(of, self.model, classes) for of in of_layers)
+        self.layers = nn.ModuleList(TorchLayer(of, self.model, classes) for of in of_layers)
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
@@ -590,7 +590,7 @@ def classes_of(about: dict[str, Any], yours: Classes) -> Classes:
     missing = [needs for name, needs in about["needs"].items() if name not in yours]
     if missing:
         raise NotImplementedError("\n".join(missing))
-    ours = {one.__name__: one for one in COMPONENTS}
+    ours = {one.__name__.removeprefix("Torch"): one for one in COMPONENTS}
     return {term["class"]: ours.get(term["base"]) for term in terms} | yours
 
 

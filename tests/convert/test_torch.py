@@ -84,7 +84,7 @@ def test_a_model_that_no_family_can_write():
     with pytest.raises(ConfigError, match=r"fits no published family .*export it with `to-torch`"):
         exporting.choose(None, ModelConfig(out_bias=True), {})
     needs = torch_file.describe(model)["needs"]["my.py:attention"]
-    assert "subclass of torch_model.Attention that defines heads(self, q, k, v, seen)" in needs
+    assert "subclass of torch_model.TorchAttention that defines heads(self, q, k, v, seen)" in needs
 
 
 def import_tiny(folder: Path, name: str) -> Path:
@@ -176,12 +176,14 @@ def test_code_that_a_component_needs():
     assert needs == {
         "sigmoid_attention.py:Sigmoid": "sigmoid_attention.py:Sigmoid needs code in PyTorch: "
         "load(FILE, components={'sigmoid_attention.py:Sigmoid': YOURS}), where YOURS is a subclass "
-        "of torch_model.Attention that defines heads(self, q, k, v, seen). Its weights: "
+        "of torch_model.TorchAttention that defines heads(self, q, k, v, seen). Its weights: "
         "wq [16, 4, 8], wk [16, 2, 8], wv [16, 2, 8], wo [4, 8, 16]"
     }
     mean = torch_file.code_needed(composition.model_of(composed.MODELS["own"]))
     said = mean["tests.convert.composed:DecayedMean"]
-    assert "torch_model.Component that defines forward(self, x, weights, positions, seg" in said
+    assert (
+        "torch_model.TorchComponent that defines forward(self, x, weights, positions, seg" in said
+    )
     assert said.endswith("mean_v [16, 2, 8], mean_rate [2], mean_out [2, 8, 16]")
 
 

@@ -75,7 +75,7 @@ def compute(folder: Path) -> None:
                 others = {other: one for other, one in own.items() if other != name}
                 said = error_of(torch_model.load, file, others)
                 assert said.startswith(f"{name} needs code in PyTorch"), said
-            more = own | {"other.py:Other": torch_model.Glu}
+            more = own | {"other.py:Other": torch_model.TorchGlu}
             said = error_of(torch_model.load, file, more)
             assert said == "the model has no component other.py:Other", said
         np.savez_compressed(HERE / "torch.npz", **found)

@@ -8,14 +8,14 @@ import torch
 def components(torch_model: Any) -> dict[str, dict[str, Any]]:
     """Return, by model, the classes for `torch_model.load`."""
 
-    class Sigmoid(torch_model.Attention):
+    class Sigmoid(torch_model.TorchAttention):
         def heads(self, q, k, v, seen):
             k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
             scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5 + self.shift
             weights = scores.sigmoid().masked_fill(~seen[:, None], 0)
             return torch.einsum("bhts,bshk->bthk", weights, v)
 
-    class DecayedMean(torch_model.Component):
+    class DecayedMean(torch_model.TorchComponent):
         def forward(self, x, weights, positions, segments):
             v = torch.einsum("bsd,dhk->bshk", x, weights["mean_v"])
             back = positions[:, :, None] - positions[:, None]
@@ -24,7 +24,7 @@ def components(torch_model: Any) -> dict[str, dict[str, Any]]:
             decay = (-rate * back[:, None]).exp().masked_fill(~seen[:, None], 0)
             return torch.einsum("bhts,bshk,hkd->btd", decay, v, weights["mean_out"])
 
-    class Sine(torch_model.Component):
+    class Sine(torch_model.TorchComponent):
         def forward(self, x, weights, positions, segments):
             return (x @ weights["sine_up"]).sin() @ weights["sine_down"]
 
