@@ -492,7 +492,7 @@ COMPONENTS: tuple[type[TorchComponent], ...] = (
 Classes = dict[str, Any]
 
 
-class Weighted(nn.Module):
+class WithWeights(nn.Module):
     """A module with parameters of given names and shapes."""
 
     def __init__(self, shapes: dict[str, list[int]]):
@@ -506,7 +506,7 @@ class Weighted(nn.Module):
         return self._parameters
 
 
-class TorchLayer(Weighted):
+class TorchLayer(WithWeights):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)). Either may be absent."""
 
     def __init__(self, of: dict[str, Any], model: SimpleNamespace, classes: Classes):
@@ -542,7 +542,7 @@ class TorchLayer(Weighted):
         return model.residual_multiplier * out
 
 
-class Decoder(Weighted):
+class Decoder(WithWeights):
     """The model: tokens [B, T] to logits [B, T, V]."""
 
     def __init__(self, about: dict[str, Any], classes: Classes):
