@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format
@@ -24,7 +25,7 @@ from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
-from jaxpar.model.mtp.decode import as_layers
+from jaxpar.model.mtp.decode import layers_of
 from jaxpar.runtime import hub
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.host_memory import host_memory
@@ -65,8 +66,8 @@ def check_cache(
     Raises:   ConfigError that names --max-tokens.
     """
     tensor = cfg.parallel.tensor
-    configs = [cfg, *([as_layers(cfg)] if modules else [])]
-    needed = sum(cache_bytes(one, rows, slots, tensor) for one in configs)
+    stacks = [model_of(cfg.model).layers, *([layers_of(cfg.model)] if modules else [])]
+    needed = sum(cache_bytes(cfg, rows, slots, tensor, layers=layers) for layers in stacks)
     there = _device_memory()
     if needed > there:
         rule = f"needs {needed / GIB:,.1f} GiB per device for the keys and values of {rows:,} x "

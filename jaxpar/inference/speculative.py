@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.inference.generation import (
     CHUNK,
     chances,
@@ -122,8 +123,8 @@ def make_programs(
     """Make the `SpeculativePrograms` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
     plain = PartitionSpec()
-    cache = decode.cache_specs(cfg, slots)
-    of_modules = decode.cache_specs(modules.as_layers(cfg), slots)
+    cache = decode.cache_specs(model_of(cfg.model).layers, slots)
+    of_modules = decode.cache_specs(modules.layers_of(cfg.model), slots)
     rows = SpeculativeRows(cache, of_modules, plain, plain, plain, plain, plain)  # type: ignore[arg-type]
     weights = PartitionSpec(TENSOR)
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
@@ -156,7 +157,7 @@ def _started(
     first = draw(decode.logits(weights, last, m), row_keys(how, lengths), how, vocab_size)
     text = jnp.zeros((B, slots + _window(cfg)), jnp.int32).at[:, :T].set(tokens)
     text = _put(text, first, lengths)
-    held = decode.empty_cache(modules.as_layers(cfg), B, slots)
+    held = decode.empty_cache(cfg, B, slots, layers=modules.layers_of(m))
     held, zeros = _read_by_modules(weights, h, text, lengths, held, cfg), lengths * 0
     hidden = _slices(h, _first_of_window(lengths, cfg), _window(cfg))
     return SpeculativeRows(cache, held, hidden, text, lengths, zeros, zeros)

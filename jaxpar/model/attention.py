@@ -19,6 +19,7 @@ from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
 from jaxpar.model.linear import products, row_parallel
+from jaxpar.model.mup.widths import mup_score_factor
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -130,15 +131,6 @@ def positioned(
         return named(q, "qk"), named(k, "qk")
     q, k = (named(model_rope.rope(x, tables, rope.layout), "qk") for x in (q, k))
     return q, k
-
-
-def mup_score_factor(a: Attention, m: ModelConfig) -> float:
-    """Return µP's factor of attention scores, beside that of the standard parametrization."""
-    if m.mup is None or m.mup.base_head_dim is None:
-        return 1.0
-    narrower = m.mup.base_head_dim / a.head_dim
-    is_constant = a.scale is not None or a.scale_dim is not None
-    return narrower if is_constant else math.sqrt(narrower)
 
 
 # --------------------------------------------------------------------------------- generation

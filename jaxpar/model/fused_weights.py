@@ -276,9 +276,9 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     """
     if cfg.parallel.layer_loop == "scan":
         return tree
-    names = ["layers"] if "layers" in tree else [*model_of(cfg.model).stacks]
+    stacks = ["layers"] if "layers" in tree else model_of(cfg.model).stacks
     found = dict(tree)
-    for name in names:
+    for name in (name for name in stacks if name in tree):
         found[name] = _split_layers(tree[name], next(iter(tree[name].values())).shape[0])
     return found
 

@@ -75,7 +75,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.compute.dtype)
     rows = embedding.scaled(rows, cfg.model)
-    if cfg.model.positions == "learned":
+    if cfg.model.max_positions:
         table = gather(only(top, "positions"), TOP_DIMS, cfg)["positions"]
         places = batch.positions
         rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.compute.dtype)
@@ -230,7 +230,7 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
     )
     plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
     names = all_on_device(saved_names(ex.cfg.parallel.remat))
-    block = rematerialize(functools.partial(_one_layer(ex), ex=plain), names, apart=False)
+    block = rematerialize(functools.partial(_one_layer, ex=plain), names, apart=False)
     return lambda x, w, context: block(x, w, context)
 
 
@@ -283,12 +283,12 @@ def _layer(
 ) -> tuple[jax.Array, ...]:
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
-        return (_one_layer(ex)(xs[0], w, contexts[0], ex),)
+        return (_one_layer(xs[0], w, contexts[0], ex),)
     return layer_of_row_groups(xs, w, contexts, ex)
 
 
-def _one_layer(ex: Execution) -> Callable[..., jax.Array]:
-    return parallel_layer if ex.cfg.model.parallel_block else layer
+def _one_layer(x: jax.Array, w: Tree, context: AttentionContext, ex: Execution) -> jax.Array:
+    return (parallel_layer if context.layer.parallel else layer)(x, w, context, ex)
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
@@ -350,6 +350,6 @@ def _block(ex: Execution):
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
         dims = layer_dims(w, context.layer, ex.cfg.model)
         w = lora.with_frozen_base(gather(w, dims, ex.cfg))
-        return _one_layer(ex)(x, w, context, ex)
+        return _one_layer(x, w, context, ex)
 
     return block

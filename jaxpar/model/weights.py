@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
@@ -65,7 +66,8 @@ def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
     """
     if not ex.float32_weight_gradients:
         return chunk
-    m, groups, rows = ex.cfg.model, ex.cfg.parallel.row_groups, None
+    model, groups, rows = model_of(ex.cfg.model), ex.cfg.parallel.row_groups, None
+    has_experts = bool(experts_in(model))
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // groups, ex.cfg.data.seq_len
     own = None if rows is None else (rows[0], rows[1] // ex.cfg.parallel.tensor)
@@ -78,8 +80,8 @@ def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
 
     def of_layer(w: Tree, layer: Layer) -> Tree:
         # Products of experts, and of dense layers beside them, sum in float32 by themselves.
-        matrices = matrices_of(layer, model_of(m)).items()
-        attached = [(n, of) for n, of in matrices if not (m.num_experts and of.converts_late)]
+        matrices = matrices_of(layer, model).items()
+        attached = [(n, of) for n, of in matrices if not (has_experts and of.converts_late)]
         for inputs, (count, tokens) in uses.items():
             names = tuple(n for n, of in attached if of.inputs == inputs)
             w = attach_buffers(w, names, count, tokens)

@@ -282,7 +282,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_missed(setup, monkeypatch):
     cfg, mesh = setup()
     save(cfg, mesh, 4)
     wants_biases = config.replace(cfg, **{"model.qkv_bias": True})
-    monkeypatch.setattr(loading, "MODEL_FIELDS", ())
+    monkeypatch.setattr(loading, "check_model", lambda *_: None)
     with pytest.raises(Damaged, match="not contain params/layers/bk, params/layers/bq"):
         checkpoint.restore_params(cfg.run.dir, wants_biases, mesh)
 

@@ -43,7 +43,10 @@ CASES = [
     ({"train.router_bias_rate": -0.1}, "bias_rate = -0.1: needs model.router_bias.*bias True"),
     (BIAS | {"train.router_bias_rate": -0.1}, "bias_rate = -0.1: must be above 0.*rate 0.001"),
     (LORA | {"train.router_z_loss": 0.1}, "router_z_loss = 0.1: has no effect on a frozen router"),
-    (LORA | {"lora.targets": "up_proj"}, "targets = 'up_proj': cannot target experts"),
+    (
+        LORA | {"lora.targets": "up_proj"},
+        "targets = 'up_proj': must be .*; experts have no adapters",
+    ),
     ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
     ({"parallel.expert": 3}, "d_model = 16: must be divisible by parallel.expert = 3"),
     ({"parallel.expert": 16}, "batch_size = 8: must be divisible by parallel.expert = 16.*rt 8"),
@@ -149,7 +152,7 @@ CASES = [
     ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, gelu_ex"),
     (
         {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
-        "lora.targets = 'gate_proj': cannot target experts",
+        "lora.targets = 'gate_proj': must be names from q_proj, .*; experts have no adapters",
     ),
     ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
     (FLOAT8 | {"model.d_ff": 24}, "d_ff = 24: must be divisible by 16.*float8.*--model.d-ff 32"),

@@ -118,10 +118,6 @@ CASES = [
         "state_size = 16: must be 64 or 128",
     ),
     (
-        {"lora.rank": 2, "lora.targets": "out_proj"},
-        "targets = 'out_proj': must have a matrix of the layers with attention.*q_proj,out_proj",
-    ),
-    (
         {"lora.rank": 5, "lora.targets": "q_proj,in_proj"},
         "rank = 5: must be at most 4, the smaller dimension of in_proj",
     ),

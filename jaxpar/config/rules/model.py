@@ -211,11 +211,6 @@ def _feed_forward(cfg: Config) -> None:
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
-    targets = cfg.lora.targets.split(",")
-    rest = ",".join(name for name in targets if name != "gate_proj") or "q_proj,v_proj"
-    ok = m.mlp_gate or not cfg.lora.rank or "gate_proj" not in targets
-    rule = f"must not have gate_proj, since {gate} is False"
-    require(ok, cfg, "lora.targets", rule, flag("lora.targets", rest))
 
 
 def _norms(cfg: Config) -> None:
@@ -243,17 +238,19 @@ def _parallel(cfg: Config) -> None:
 def _positions(cfg: Config) -> None:
     m, path, most = cfg.model, "model.positions", "model.max_positions"
     ways: tuple[str, ...]
-    if m.positions == "rope":
+    if m.positions == "rope" and not m.layers:
         rule = f"needs {path} learned, not rope"
         ways = flag(path, "learned"), flag(most, 0)
         require(m.max_positions == 0, cfg, most, rule, *ways)
+        return
+    if m.layers and not m.max_positions:
         return
     rope = flag(path, "rope")
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
     ways = (flag(most, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1))
     ways = ways if m.max_positions else ways[:1]
     require(m.max_positions >= cfg.data.seq_len, cfg, most, rule, *ways)
-    for other in OF_ROPE:
+    for other in () if m.layers else OF_ROPE:
         default = default_of(other) if other != "model.rope_scaling" else None
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"
@@ -263,14 +260,21 @@ def _positions(cfg: Config) -> None:
 def _mixers(cfg: Config) -> None:
     """Refuse what is not verified beside latent attention, recurrent layers and MTP."""
     mixers = {"model.kv_lora_rank": 0, "model.layer_pattern": "", "model.mtp_depth": 0}
-    others = {"model.norm": "rms", "model.parallel_block": False, "model.positions": "rope"}
-    others |= {"model.attention_softcap": None, "model.attention_chunk": None}
+    others = {"model.norm": "rms", "model.positions": "rope"}
+    of_layers = {"model.parallel_block": False, "model.attention_softcap": None}
+    of_layers |= {"model.attention_chunk": None}
     for mixer, none in mixers.items():
         given = value_of(cfg, mixer)
         if given == none:
             continue
-        for other, default in others.items():
-            ok = value_of(cfg, other) == default
-            ok = ok or (mixer, other) == ("model.layer_pattern", "model.mlp_gate")  # Nemotron-H
+        beside = others if mixer == "model.mtp_depth" else others | of_layers
+        for other, default in beside.items():
             rule = f"is not supported with {mixer} = {given}"
-            require(ok, cfg, other, rule, flag(other, default), flag(mixer, none))
+            require(
+                value_of(cfg, other) == default,
+                cfg,
+                other,
+                rule,
+                flag(other, default),
+                flag(mixer, none),
+            )
