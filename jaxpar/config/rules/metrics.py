@@ -6,17 +6,6 @@ import re
 from jaxpar.config import Config, flag, require
 
 
-def metrics_of_layers(cfg: Config) -> None:
-    """Check that a step has what metrics of layers read."""
-    path, layers = "metrics.layers", cfg.metrics.layers
-    rule = "reads all weights after a step: not supported with optimizer.offload_masters"
-    ok = layers == "none" or not cfg.optimizer.offload_masters
-    require(ok, cfg, path, rule, flag(path, "none"), flag("optimizer.offload_masters", False))
-    rule = "measures weights that are trained: not supported with lora.rank"
-    ok = layers == "none" or not cfg.lora.rank
-    require(ok, cfg, path, rule, flag(path, "none"), flag("lora.rank", 0))
-
-
 def records_of_layers(cfg: Config) -> None:
     """Check that a step with metrics of layers is one that is recorded."""
     path, every, log = "metrics.layers_every", cfg.metrics.layers_every, cfg.train.log_every

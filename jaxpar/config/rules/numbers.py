@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from jaxpar.config import Config, default_of, flag, value_of
-from jaxpar.config import require as _require
+from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.features import declarations
-from jaxpar.config.fields import field_types
+from jaxpar.config.fields import field_types, refused
 from jaxpar.config.rules.limits import MAX_INT, most_of
 
 _AT_LEAST_ONE = """model.moe_every train.num_steps train.global_batch_size train.log_every
@@ -55,11 +54,14 @@ _BELOW_ONE = (
 )
 
 
-def numbers(cfg: Config) -> None:
-    """Check the range of every number."""
+def numbers(cfg: Config) -> list[ConfigError]:
+    """Return an error for each number that is not in its range."""
+    found: dict[str, ConfigError] = {}
 
     def require(ok: bool, path: str, rule: str, better: Any = ...) -> None:
-        _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
+        if not ok and path not in found:
+            fix = flag(path, default_of(path) if better is ... else better)
+            found[path] = refused(path, value_of(cfg, path), rule, fix)
 
     for path in field_types():
         section = path.rpartition(".")[0]
@@ -84,3 +86,4 @@ def numbers(cfg: Config) -> None:
     require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be from 0 to 1")
     rule = f"must be at most {MAX_INT}"
     require(seed <= MAX_INT, "train.seed", rule, seed % (MAX_INT + 1))
+    return list(found.values())
