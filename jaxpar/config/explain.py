@@ -161,7 +161,7 @@ def fixes_of(error: ConfigError) -> list[str]:
     """Return the alternatives of a fix that are options."""
     text = re.sub("^use (for example, )?", "", error.fix.replace("use, for", "use for"))
     ways = text.split(", or ")
-    return [way for way in ways if way.startswith("--")]
+    return [way for way in ways if way.startswith("--") and options_in(way)]
 
 
 def options_in(fix: str) -> list[str]:

@@ -114,6 +114,7 @@ def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the broken rules.
     """
+    check_types(cfg)
     if not explain:
         return _resolved(cfg, num_devices)
     return explained(_resolved, cfg, num_devices)
@@ -124,11 +125,11 @@ def check(cfg: Config) -> None:
 
     Raises:   ConfigError for the broken rules.
     """
+    check_types(cfg)
     explained(_checked, cfg, 0)
 
 
 def _resolved(cfg: Config, num_devices: int) -> Config:
-    check_types(cfg)
     cfg = fill_steps(fill_batch(cfg))
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
@@ -139,7 +140,6 @@ def _resolved(cfg: Config, num_devices: int) -> Config:
 
 
 def _checked(cfg: Config, _: int) -> Config:
-    check_types(cfg)
     cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
