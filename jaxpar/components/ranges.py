@@ -5,7 +5,7 @@ The largest values are far above what is useful, and below what breaks a program
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 #: Largest integer: steps, seeds, sizes and tokens are int32 on the devices.
 MAX_INT = 2**31 - 1
@@ -57,7 +57,15 @@ class Reals:
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
 Width = Annotated[int, Range(1, 1 << 20)]
-Heads = Annotated[int, Range(1, 1 << 16)]
+Size = Annotated[int, Range(1, 1 << 16)]
 Positive = Annotated[float, Reals(0, above=True)]
 NotNegative = Annotated[float, Reals(0)]
 Fraction = Annotated[float, Reals(0, 1, below=True)]
+
+
+def declared_range(hint: Any) -> Range | Reals | None:
+    """Return the range in a field's type."""
+    marks = getattr(hint, "__metadata__", ())
+    own = [mark for mark in marks if isinstance(mark, Range | Reals)]
+    inner = () if own else (declared_range(one) for one in get_args(hint))
+    return next((one for one in (*own, *inner) if one is not None), None)

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config
 
@@ -36,6 +37,16 @@ def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
 def leaf_paths() -> list[str]:
     """Return the paths of all fields that are not sections, with those of optional sections."""
     return [path for path, hint in field_types().items() if section_of(hint) is None]
+
+
+@functools.cache
+def range_of(path: str) -> Range | Reals | None:
+    """Return the range that a field declares."""
+    section: Any = Config
+    *sections, name = path.split(".")
+    for key in sections:
+        section = section_of(typing.get_type_hints(section)[key])
+    return declared_range(typing.get_type_hints(section, include_extras=True)[name])
 
 
 @functools.cache

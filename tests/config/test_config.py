@@ -97,8 +97,8 @@ parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
 parallel.data=0 | 1 | parallel.data | at least 1, or -1 for all remaining devices
 parallel.data=-2 | 1 | parallel.data | at least 1, or -1
 # counts
-train.num_steps=99999999999999999999 | 1 | train.num_steps | at most 2147483647
-run.cpu_devices=100000 | 1 | run.cpu_devices | at most 4096
+train.num_steps=99999999999999999999 | 1 | train.num_steps | at most 2,147,483,647
+run.cpu_devices=100000 | 1 | run.cpu_devices | at most 4,096
 train.num_steps=0 | 1 | train.num_steps | at least 1
 train.global_batch_size=-4 | 1 | train.global_batch_size | at least 1
 train.log_every=0 | 1 | train.log_every | at least 1
@@ -110,7 +110,7 @@ parallel.num_microbatches=-1 | 1 | parallel.num_microbatches | at least 1
 checkpoint.keep=0 | 1 | checkpoint.keep | at least 1
 evaluation.num_batches=0 | 1 | evaluation.num_batches | at least 1
 train.seed=-1 | 1 | train.seed | not be negative
-train.seed=2147483648 | 1 | train.seed | at most 2147483647
+train.seed=2147483648 | 1 | train.seed | at most 2,147,483,647
 run.cpu_devices=-1 | 1 | run.cpu_devices | not be negative
 checkpoint.every=-1 | 1 | checkpoint.every | not be negative
 evaluation.every=-5 | 1 | evaluation.every | not be negative
@@ -148,9 +148,9 @@ optimizer.decay_steps=1001 optimizer.schedule=wsd | 1 | optimizer.decay_steps | 
 model.head_dim=31 | 1 | model.head_dim | even
 model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
 model.sliding_window=1 | 1 | model.sliding_window | must see another one
-model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2147483647
+model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2,147,483,647
 model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
-data.eos_id=3000000000 | 1 | data.eos_id | at most 2147483647
+data.eos_id=3000000000 | 1 | data.eos_id | at most 2,147,483,647
 model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
 model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
 model.attention_backend=cudnn model.dtype=float32 | 1 | \
@@ -206,7 +206,7 @@ data.mixture=web:nan | 1 | data.mixture | needs weights above 0
 data.mixture=web:1,code:2,web:3 | 1 | data.mixture | contains web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
 metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
-metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | from 1 to 65535
+metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | must be at most 65,535
 metrics.layers=cheap optimizer.offload_masters=true optimizer.offload=true \
     parallel.layer_loop=scan | 1 | metrics.layers | not supported with optimizer.offload_masters
 metrics.layers=all lora.rank=4 | 1 | metrics.layers | not supported with lora.rank

@@ -18,8 +18,8 @@ def test_what_may_be():
     ("fields", "message"),
     [
         ({"distill.teacher": ""}, r"temperature = 2.0: needs a teacher, but distill.teacher is"),
-        ({"distill.weight": 0.0}, r"distill.weight = 0.0: must be above 0, and at most 1"),
-        ({"distill.weight": 1.5}, r"distill.weight = 1.5: must be above 0, and at most 1"),
+        ({"distill.weight": 0.0}, r"distill.weight = 0.0: must be above 0 and at most 1"),
+        ({"distill.weight": 1.5}, r"distill.weight = 1.5: must be above 0 and at most 1"),
         ({"distill.temperature": 0.0}, r"distill.temperature = 0.0: must be above 0"),
         ({"distill.top_k": 0}, r"distill.top_k = 0: must be from 1 to model.vocab_size"),
         ({"distill.top_k": 10**6}, r"distill.top_k = 1000000: must be from 1 to model.vocab"),

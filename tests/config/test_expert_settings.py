@@ -35,7 +35,7 @@ CASES = [
         "groups_per_token = 1: leaves 2 experts of which to choose 3.*per-token 2, or .*groups 1",
     ),
     ({"model.experts_per_token": -1}, "experts_per_token = -1: must be at least 1"),
-    ({"model.num_experts": 10**9}, "num_experts = 1000000000: must be at most 65536"),
+    ({"model.num_experts": 10**9}, "num_experts = 1000000000: must be at most 65,536"),
     ({"model.num_experts": 2.5}, "num_experts = 2.5: must be a whole number"),
     ({"model.num_shared_experts": 10**9}, "num_shared_experts = 1000000000: must be at most"),
     ({"model.router_bias": "yes"}, "router_bias = 'yes': must be True or False"),

@@ -211,7 +211,7 @@ def test_the_page_of_families_is_current():
 
 def test_the_page_of_combinations_is_current():
     written = script_of("combinations").page()
-    assert read("docs/combinations.md") == written, "run python scripts/docs/combinations.py --write"
+    assert read("docs/combinations.md") == written, "run scripts/docs/combinations.py --write"
 
 
 def test_the_map_of_the_code_is_up_to_date():

@@ -25,8 +25,6 @@ class Declaration:
     """Whether its layers compute attention scores a second time."""
     has_state: bool = False
     """Whether it has arrays like the parameters in the state."""
-    shares: tuple[str, ...] = ()
-    """Fields that must be at least 0 and below 1."""
     storage: tuple[str, ...] = ()
     """Fields that say how its state is stored, which a run with others converts."""
     scopes: tuple[str, ...] = ()

@@ -13,6 +13,4 @@ def rule(cfg: Config) -> None:
     require(ok, cfg, DTYPE, broken, flag(DECAY, 0.999), flag(DTYPE, "float32"))
 
 
-DECLARATION = Declaration(
-    switch=DECAY, rule=rule, has_state=True, shares=(DECAY,), storage=(DTYPE,)
-)
+DECLARATION = Declaration(switch=DECAY, rule=rule, has_state=True, storage=(DTYPE,))

@@ -31,8 +31,6 @@ def experts(cfg: Config) -> None:
     path, axis = "parallel.expert_dispatch", "parallel.expert"
     if expert_ways(cfg.parallel) == 1:
         _needs(cfg, path, f"needs an expert axis, but {axis} is 1", flag(axis, 2))
-    path, slack = "parallel.expert_slack", cfg.parallel.expert_slack
-    require(slack > 0, cfg, path, "must be above 0", flag(path, default_of(path)))
     _router_gradient(cfg)
     _groups(cfg)
     _balance(cfg)

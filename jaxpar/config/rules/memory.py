@@ -132,8 +132,6 @@ def blocks_of_moments(cfg: Config) -> None:
         ok = value_of(cfg, field) != EIGHT_BITS or o.name in ("adamw", "lion")
         rule = f"is for adamw and lion, not {o.name}"
         require(ok, cfg, field, rule, flag(field, "float32"), flag("optimizer.name", "adamw"))
-    ok = o.moment_block >= SMALLEST
-    require(ok, cfg, path, f"must be at least {SMALLEST}", flag(path, 128))
     if not uses_blocks(o):
         return
     for name, size, axes in split_sizes(m, cfg.parallel):

@@ -23,9 +23,6 @@ def sinks(cfg: Config) -> None:
     require(ok, cfg, path, rule, flag(path, "jaxpar"))
     path, ok = "metrics.mlflow", len(m.mlflow) <= 500 and m.mlflow.isprintable()
     require(ok, cfg, path, "must be the name of an experiment", flag(path, "jaxpar"))
-    path, rule = "metrics.prometheus_port", "must be a port from 1 to 65535, or 0 for none"
-    ok = 0 <= m.prometheus_port <= 65535
-    require(ok, cfg, path, rule, flag(path, 9400), flag(path, 0))
     path, rule = "metrics.prometheus_address", "must be an IP address or localhost"
     ok = m.prometheus_address == "localhost" or _is_address(m.prometheus_address)
     require(ok, cfg, path, rule, flag(path, "127.0.0.1"))

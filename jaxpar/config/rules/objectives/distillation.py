@@ -16,10 +16,6 @@ def distillation(cfg: Config) -> None:
             ways = flag(path, default), flag(TEACHER, "runs/teacher")
             require(value_of(cfg, path) == default, cfg, path, rule, *ways)
         return
-    path = "distill.weight"
-    require(0 < d.weight <= 1, cfg, path, "must be above 0, and at most 1", flag(path, 0.5))
-    path = "distill.temperature"
-    require(d.temperature > 0, cfg, path, "must be above 0", flag(path, 1.0))
     path, vocab = "distill.top_k", cfg.model.vocab_size
     rule = f"must be from 1 to model.vocab_size = {vocab}"
     require(1 <= d.top_k <= vocab, cfg, path, rule, flag(path, min(64, vocab)))

@@ -7,8 +7,6 @@ BETA, SMOOTHING = "dpo.beta", "dpo.label_smoothing"
 
 def dpo(cfg: Config) -> None:
     """Check the preference loss."""
-    ways = flag(BETA, 0.1), flag(BETA, 0.0)
-    require(cfg.dpo.beta >= 0, cfg, BETA, "must not be negative", *ways)
     if cfg.dpo.beta == 0:
         for path in (SMOOTHING, "dpo.too_long"):
             default = default_of(path)

@@ -11,10 +11,6 @@ PATH = "diloco.every"
 def diloco(cfg: Config) -> None:
     """Check the numbers of DiLoCo, and that replicas can train on their own."""
     d = cfg.diloco
-    ok, path = d.outer_learning_rate > 0, "diloco.outer_learning_rate"
-    require(ok, cfg, path, "must be above 0", flag(path, default_of(path)))
-    ok, path = 0 <= d.outer_momentum < 1, "diloco.outer_momentum"
-    require(ok, cfg, path, "must be at least 0 and below 1", flag(path, default_of(path)))
     if not d.every:
         _unused(cfg)
         return
@@ -56,7 +52,6 @@ def _overlap(cfg: Config) -> None:
     ways = [flag("diloco.fragments", 1)] if d.overlap <= d.every else []
     require(d.overlap <= most, cfg, path, rule, flag(path, most), *ways)
     path = "diloco.mixing"
-    require(0 <= d.mixing < 1, cfg, path, "must be at least 0 and below 1", flag(path, 0.5))
     rule = "has no effect, because diloco.overlap is 0"
     ok, ways = d.overlap or d.mixing == default_of(path), [flag("diloco.overlap", 1)]
     require(bool(ok), cfg, path, rule, *ways, flag(path, default_of(path)))
