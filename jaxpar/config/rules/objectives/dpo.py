@@ -13,6 +13,3 @@ def dpo(cfg: Config) -> None:
             rule = f"needs the loss of pairs, but {BETA} is 0"
             ways = flag(path, default), flag(BETA, 0.1)
             require(value_of(cfg, path) == default, cfg, path, rule, *ways)
-        return
-    ok = 0 <= cfg.dpo.label_smoothing < 0.5
-    require(ok, cfg, SMOOTHING, "must be at least 0 and below 0.5", flag(SMOOTHING, 0.0))
