@@ -26,7 +26,7 @@ class ClampedSwiglu(Component):
 class Glu(FeedForward):
     """act(h W_gate) * (h W_up), times W_down."""
 
-    d_ff: Annotated[int, Range(1, 1 << 24)]
+    d_ff: Annotated[int, Range(1, 1 << 24, 1024)]
     activation: Activation | ClampedSwiglu = "silu"
     """gelu: the tanh approximation, as in GeGLU (Gemma)."""
     bias: bool = False

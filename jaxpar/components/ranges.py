@@ -49,6 +49,8 @@ class Reals:
         """Return the rule that a value breaks."""
         if self.most == math.inf:
             return f"must be above {self.least:g}" if self.above else "must not be negative"
+        if not (self.above or self.below):
+            return f"must be from {self.least:g} to {self.most:g}"
         low = f"must be {'above' if self.above else 'at least'} {self.least:g}"
         return f"{low} and {'below' if self.below else 'at most'} {self.most:g}"
 
@@ -56,8 +58,8 @@ class Reals:
 # Types of fields.
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
-Width = Annotated[int, Range(1, 1 << 20)]
-Size = Annotated[int, Range(1, 1 << 16)]
+Width = Annotated[int, Range(1, 1 << 20, 256)]
+Size = Annotated[int, Range(1, 1 << 16, 8)]
 Positive = Annotated[float, Reals(0, above=True)]
 NotNegative = Annotated[float, Reals(0)]
 Fraction = Annotated[float, Reals(0, 1, below=True)]

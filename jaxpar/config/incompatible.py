@@ -28,6 +28,7 @@ from jaxpar.config.condition import (
 )
 from jaxpar.config.fields import refused
 from jaxpar.config.layout.composition import DENSE, model_of
+from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import names_on_host
 
 # ------------------------------------------------------------------------------- parts of a model
@@ -40,12 +41,6 @@ def _attention(label: str, field: str, path: str, plain: Any) -> Condition:
         return isinstance(layer.mixer, Attention) and getattr(layer.mixer, field) != plain
 
     return some_layer(label, f"mixer.{field}", holds, path, plain)
-
-
-def _kinds(cfg: Config) -> set[str]:
-    """Return the names of layers, but for dense layers before experts or between them."""
-    names = set(model_of(cfg.model).stacks)
-    return names if cfg.model.layers else names - {DENSE}
 
 
 def _mixers_differ(model: Model) -> bool:
@@ -97,6 +92,11 @@ DENSE_IN_LOOP = of_model(
     lambda cfg: DENSE_LAYERS.holds(cfg) and cfg.parallel.pipeline == 1,
     {"model.dense_layers": 0},
 )
+BEFORE_STAGES = of_model(
+    "layers before the stages of a pipeline",
+    lambda cfg: layers_before_stages(cfg.model, cfg.parallel) > 0,
+    {"model.dense_layers": 0},
+)
 DENSE_BETWEEN = of_model(
     "dense layers between layers with experts (`model.moe_every`)",
     _dense_between,
@@ -131,16 +131,10 @@ DIFFERENT_LAYERS = of_model(
     lambda cfg: len({layer.mixer for layer in model_of(cfg.model).distinct}) > 1,
     _LAYERS,
 )
-SEVERAL_KINDS = of_model("layers of several names", lambda cfg: len(_kinds(cfg)) > 1, _PATTERN)
 SEVERAL_STACKS = of_model(
     "layers of several names, dense ones included",
     lambda cfg: len(model_of(cfg.model).stacks) > 1,
     _PATTERN | {"model.dense_layers": 0},
-)
-UNCLIPPED = of_model(
-    "layers of several kinds, or of other names than `layers`",
-    lambda cfg: not _kinds(cfg) <= {"layers"},
-    _PATTERN,
 )
 QK_NORM = _attention("a norm of queries and keys", "qk_norm", "model.qk_norm", None)
 CHUNKED = some_layer(
@@ -154,6 +148,13 @@ SOFTCAP = _attention("a cap of scores", "softcap", "model.attention_softcap", No
 SINKS = _attention("attention sinks", "sinks", "model.attention_sinks", False)
 OTHER_ATTENTION = _attention(
     "a registered attention function", "function", "model.attention", "softmax"
+)
+OWN_HEADS = some_layer(
+    "attention with `heads` of a user's",
+    "mixer",
+    lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
+    "model.layers",
+    (),
 )
 PARALLEL_BLOCK = some_layer(
     "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", False
@@ -181,6 +182,7 @@ POST_UPDATES = changed("train.post_updates")
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
+PATTERN = changed("model.layer_pattern")
 DILOCO, EMA, QK_CLIP = map(changed, ("diloco.every", "optimizer.ema_decay", "optimizer.qk_clip"))
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")
@@ -288,7 +290,7 @@ TABLE: tuple[Incompatible, ...] = (
     # QK-clip
     _ROW(QK_NORM, QK_CLIP, "queries and keys are normalized, whatever the size of their matrices"),
     _ROW(OTHER_ATTENTION, QK_CLIP, "it has other logits"),
-    _ROW(UNCLIPPED, QK_CLIP, "it rescales the weights of one kind of layer"),
+    _ROW(PATTERN, QK_CLIP, "it rescales the weights of one kind of layer"),
     _ROW(DENSE_BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
     _ROW(MTP, QK_CLIP, "attention in modules is not clipped"),
     _ROW(LORA, QK_CLIP, "adapters alone are trained"),
@@ -316,10 +318,10 @@ TABLE: tuple[Incompatible, ...] = (
     ),
     _ROW(PARALLEL_BLOCK, ROW_GROUPS, "its branches do not wait for one another"),
     _ROW(LAYER_SCALE, PARALLEL_BLOCK, _UNVERIFIED),
-    _ROW(SEVERAL_KINDS, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
-    _ROW(SEVERAL_KINDS, changed("parallel.layers_per_stage"), "stages have whole periods"),
-    _ROW(SEVERAL_KINDS, REMAT_GROUP, "a scan's step has a period of layers"),
-    _ROW(SEVERAL_KINDS, ROUTING, "it records one stack of layers"),
+    _ROW(PATTERN, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
+    _ROW(PATTERN, changed("parallel.layers_per_stage"), "stages have whole periods"),
+    _ROW(PATTERN, REMAT_GROUP, "a scan's step has a period of layers"),
+    _ROW(PATTERN, ROUTING, "it records one stack of layers"),
     _ROW(DENSE_BETWEEN, ROUTING, "it records one stack of layers"),
     *(
         _ROW(one, other, _UNVERIFIED)
@@ -329,18 +331,19 @@ TABLE: tuple[Incompatible, ...] = (
     # Pipelines
     _ROW(DENSE_BETWEEN, PIPELINE, "stages begin with the same kind of layer"),
     _ROW(DIFFERENT_LAYERS, DENSE_BEFORE_STAGES, "stages begin with the same kind of layer"),
-    _ROW(FLOAT8, DENSE_BEFORE_STAGES, "layers before the stages are not rounded"),
+    _ROW(FLOAT8, BEFORE_STAGES, "layers before the stages are not rounded"),
     _ROW(VIRTUAL_STAGES, equal("parallel.schedule", "gpipe"), "it does not interleave stages"),
     _ROW(unequal("parallel.zero", 1), ZERO_BUBBLE, "stages choose by a branch, without gathers"),
     _ROW(SEQUENCE, ZERO_BUBBLE, "stages choose by a branch, without sends of keys and values"),
     _ROW(SCAN, ZERO_BUBBLE, "products are postponed by layer"),
     _ROW(FLOAT8, ZERO_BUBBLE, "postponed products are in the compute dtype"),
     _ROW(LORA, ZERO_BUBBLE, "frozen weights have no gradients to postpone"),
-    _ROW(SEVERAL_KINDS, ZERO_BUBBLE, "the backward of attention layers alone is split"),
+    _ROW(PATTERN, ZERO_BUBBLE, "the backward of attention layers alone is split"),
     # Attention and precision
     _ROW(SINKS, OTHER_ATTENTION, "they are a term of the softmax"),
     _ROW(SOFTCAP, OTHER_ATTENTION, "it caps scores of the softmax"),
     _ROW(RING, OTHER_ATTENTION, "its function gets all keys"),
+    _ROW(RING, OWN_HEADS, "its function gets all keys"),
     _ROW(unequal(BACKEND, "auto", "reference"), OTHER_ATTENTION, "kernels compute the softmax"),
     _ROW(SOFTCAP, equal(BACKEND, "cudnn", "pallas_hopper"), "it cannot cap scores"),
     _ROW(_KERNELS, equal("model.dtype", "float32", better="bfloat16"), "kernels have 16 bits"),

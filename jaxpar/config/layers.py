@@ -259,7 +259,7 @@ def _ranges_of(component: Any) -> dict[str, Range | Reals | None]:
 def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
     """Yield each number of components whose field declares a range.
 
-    Returns:  its address, its value, the range, and the field's default; None for none.
+    Returns:  its address, its value, the range, and the field's default or another good value.
     """
 
     def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
@@ -270,8 +270,9 @@ def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 yield from walk(value, inner)
             elif allowed is not None:
-                has_default = field.default is not dataclasses.MISSING
-                yield inner, value, allowed, field.default if has_default else None
+                good = getattr(allowed, "good", None) or allowed.least
+                default = field.default if field.default is not dataclasses.MISSING else good
+                yield inner, value, allowed, default
 
     for layer in dict.fromkeys(layers):
         yield from walk(layer, f"model.{layer.name}")

@@ -17,7 +17,7 @@ def numbers(cfg: Config) -> list[ConfigError]:
     """Return an error for each number that is not in its range."""
     found = [refused(path, value, rule, flag(path, good)) for path, value, rule, good in _bad(cfg)]
     data = cfg.parallel.data
-    if not (data >= 1 or data == -1):
+    if data < 1 and data != -1:
         path, rule = "parallel.data", "must be at least 1, or -1 for all remaining devices"
         found.append(refused(path, data, rule, flag(path, -1)))
     return found
@@ -37,7 +37,7 @@ def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
             yield path, value, rule + optional, default
     for path, value, allowed, default in numbers_in_layers(layers):
         if rule := broken_range(value, allowed):
-            yield path, value, rule, allowed.least if default is None else default
+            yield path, value, rule, default
 
 
 def broken_range(value: Any, allowed: Any) -> str:
