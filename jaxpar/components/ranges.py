@@ -57,7 +57,7 @@ class Reals:
 
 # Types of fields.
 Count = Annotated[int, Range(1)]
-Whole = Annotated[int, Range(0)]
+Natural = Annotated[int, Range(0)]
 Width = Annotated[int, Range(1, 1 << 20, 256)]
 Size = Annotated[int, Range(1, 1 << 16, 8)]
 Positive = Annotated[float, Reals(0, above=True)]

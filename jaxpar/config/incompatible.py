@@ -149,8 +149,8 @@ SINKS = _attention("attention sinks", "sinks", "model.attention_sinks", False)
 OTHER_ATTENTION = _attention(
     "a registered attention function", "function", "model.attention", "softmax"
 )
-OWN_HEADS = some_layer(
-    "attention with `heads` of a user's",
+USER_HEADS = some_layer(
+    "attention with another method `heads`",
     "mixer",
     lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
     "model.layers",
@@ -344,7 +344,7 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(SINKS, OTHER_ATTENTION, "they are a term of the softmax"),
     _ROW(SOFTCAP, OTHER_ATTENTION, "it caps scores of the softmax"),
     _ROW(RING, OTHER_ATTENTION, "its function gets all keys"),
-    _ROW(RING, OWN_HEADS, "its function gets all keys"),
+    _ROW(RING, USER_HEADS, "its function gets all keys"),
     _ROW(unequal(BACKEND, "auto", "reference"), OTHER_ATTENTION, "kernels compute the softmax"),
     _ROW(SOFTCAP, equal(BACKEND, "cudnn", "pallas_hopper"), "it cannot cap scores"),
     _ROW(_KERNELS, equal("model.dtype", "float32", better="bfloat16"), "kernels have 16 bits"),

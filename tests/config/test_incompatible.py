@@ -14,13 +14,13 @@ from jaxpar.extend import Attention, Glu, Layer, component
 
 @component
 class Mean(Attention):
-    """Attention with a function of its own."""
+    """Attention with another function."""
 
     def heads(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
         return q
 
 
-OWN = (Layer("block", Mean(num_heads=2, num_kv_heads=2, head_dim=8), Glu(d_ff=16)),)
+COMPOSED = (Layer("block", Mean(num_heads=2, num_kv_heads=2, head_dim=8), Glu(d_ff=16)),)
 LATENT = {"model.kv_lora_rank": 8, "model.num_kv_heads": 8, "model.head_dim": 128}
 DENSE = {"model.num_experts": 4, "model.dense_layers": 1}
 PATTERN = {"model.layer_pattern": "G*"}
@@ -47,7 +47,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a cap of scores": {"model.attention_softcap": 50.0},
     "attention sinks": {"model.attention_sinks": True},
     "a registered attention function": {"model.attention": "mine"},
-    "attention with `heads` of a user's": {"model.layers": OWN},
+    "attention with another method `heads`": {"model.layers": COMPOSED},
     "parallel blocks": {"model.parallel_block": True},
     "scaled layers": {"model.layer_scale": True},
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Range, Whole
+from jaxpar.components.ranges import Count, Natural, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class MetricsConfig:
 class ProfileConfig:
     """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
 
-    start: Whole = 0
+    start: Natural = 0
     """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
     for it."""
     num_steps: Count = 2
     """Steps per profile. More than 20 are written as several profiles of at most 20."""
-    every: Whole = 0
+    every: Natural = 0
     """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxpar.components.model import Layer, MupConfig
-from jaxpar.components.ranges import Count, Positive, Range, Size, Whole, Width
+from jaxpar.components.ranges import Count, Natural, Positive, Range, Size, Width
 from jaxpar.components.rope import RopeScaling
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layers import summary
@@ -75,7 +75,7 @@ class ModelConfig:
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
     each token (Qwen3-Next)."""
-    dense_layers: Whole = 0
+    dense_layers: Natural = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
     dense_d_ff: Annotated[int | None, Range(1, 1 << 24)] = None
@@ -121,7 +121,7 @@ class ModelConfig:
     positions: Literal["rope", "learned"] = "rope"
     """How a layer knows positions. rope: rotary embeddings. learned: an embedding of each position,
     added to those of the tokens (GPT-2, GPT-3)."""
-    max_positions: Whole = 0
+    max_positions: Natural = 0
     """Rows of the table of learned positions: the longest sequence (GPT-3: 2048)."""
     nope_every: int = 0
     """Every Nth layer has no rotary embedding (SmolLM3: 4). 0: all layers have it."""
@@ -165,7 +165,7 @@ class ModelConfig:
     attention_chunk: int | None = None
     """Attend within chunks of this many tokens of a document (Llama 4: 8192); at least 2. A chunk's
     first token sees only itself. None: no chunks."""
-    global_every: Whole = 0
+    global_every: Natural = 0
     """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks
     (Llama 4: 4). 0: no such layers, or those of kind A in layer_pattern."""
     local_rope_theta: float | None = None

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Fraction, NotNegative, Positive, Range, Reals, Whole
+from jaxpar.components.ranges import Count, Fraction, Natural, NotNegative, Positive, Range, Reals
 
 #: The weights of a run: those that are trained, or their moving average.
 Weights = Literal["trained", "ema"]
@@ -27,11 +27,11 @@ class OptimizerConfig:
     """What the schedule counts. steps: optimizer steps. tokens: a step of fewer tokens than the
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
     word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
-    warmup_steps: Whole = 100
+    warmup_steps: Natural = 100
     """Steps of linear warm-up from 0; for a tenth of the steps in a run that is not longer."""
     warmup_fraction: Fraction = 0.0
     """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
-    decay_steps: Whole = 0
+    decay_steps: Natural = 0
     """Steps of the decay to the final learning rate: after the warm-up, or at the end for wsd. 0:
     until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: Annotated[float, Reals(0, 1)] = 0.1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Positive, Range, Whole
+from jaxpar.components.ranges import Count, Natural, Positive, Range
 from jaxpar.config.rules.limits import MAX_AXIS, MAX_SECONDS, MAX_SEQUENCE
 
 
@@ -64,7 +64,7 @@ class ParallelConfig:
     remat_group: Count = 1
     """With layer_loop scan, layers of which only the first one's input is saved. The backward
     computes a group forward again. About the square root of the layers needs the least memory."""
-    loss_chunks: Whole = 0
+    loss_chunks: Natural = 0
     """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
     layer_loop: Literal["scan", "unroll"] = "scan"
     """scan compiles faster; unroll runs faster on GPUs."""

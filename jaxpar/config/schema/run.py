@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Positive, Range, Whole
+from jaxpar.components.ranges import Count, Natural, Positive, Range
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES
 
 
@@ -40,23 +40,23 @@ class RunConfig:
 class CheckpointConfig:
     """When to save checkpoints and whether to resume from one."""
 
-    every: Whole = 500
+    every: Natural = 500
     """Steps between checkpoints; the last is saved too. 0: never."""
     keep: Count = 3
     """Number of latest checkpoints to keep."""
-    keep_every: Whole = 0
+    keep_every: Natural = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
     best: str = ""
     """Also keep the one with the lowest loss on held_out, ema or a set's name. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""
-    save_failures_allowed: Whole = 3
+    save_failures_allowed: Natural = 3
     """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
-    memory_every: Whole = 0
+    memory_every: Natural = 0
     """Steps between copies of the state in the memory of hosts, from which a launcher's restart
     resumes (docs/checkpoints.md#in-the-memory-of-hosts). 0: none."""
-    memory_copies: Whole = 1
+    memory_copies: Natural = 1
     """Other hosts that also hold each piece of a copy in memory, if there are as many."""
 
 
@@ -77,12 +77,12 @@ class GuardConfig:
     """Recent steps that a value is compared with. Detection starts once half of them have run."""
     spike_skip: Count = 4
     """Batches that a rewind skips, up to and including the one of the spike."""
-    max_rewinds: Whole = 3
+    max_rewinds: Natural = 3
     """Maximum rewinds per run. One more spike ends it with code 17."""
     recent_steps: Annotated[int, Range(0, 1_000_000)] = 512
     """Steps to keep in RUN/recent.jsonl, for `jaxpar.checkpoint replay`. 0: as spike detection
     needs."""
-    replica_check_every: Whole = 0
+    replica_check_every: Natural = 0
     """Steps between comparisons of the replicated state across devices. 0: never compare."""
     loss_scale: float = 65536.0
     """float16: initial loss scale, a power of two; halved on overflow."""

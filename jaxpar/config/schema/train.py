@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, NotNegative, Range, Whole
+from jaxpar.components.ranges import Count, Natural, NotNegative, Range
 from jaxpar.config.rules.limits import MAX_SEQUENCE
 from jaxpar.config.values import Value
 
@@ -21,7 +21,7 @@ class TrainConfig:
     num_tokens once the data is open. 0: num_tokens or num_steps decides."""
     global_batch_size: Annotated[int, Range(1, MAX_SEQUENCE)] = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
-    global_batch_tokens: Whole = 0
+    global_batch_tokens: Natural = 0
     """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
     of data.seq_len. 0: global_batch_size decides."""
     batch_schedule: str = ""
@@ -31,9 +31,9 @@ class TrainConfig:
     micro_batch_size: Annotated[int, Range(0, MAX_SEQUENCE)] = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
-    early_stop_patience: Whole = 0
+    early_stop_patience: Natural = 0
     """Evaluations in a row without a lower loss of checkpoint.best that end the run. 0: never."""
-    seed: Whole = 0
+    seed: Natural = 0
     """Seed of the initial weights and the data order."""
     log_every: Count = 10
     """Steps between lines of metrics."""
@@ -71,7 +71,7 @@ class TrainConfig:
 class LoraConfig:
     """Fine-tuning with low-rank adapters on frozen base weights (LoRA)."""
 
-    rank: Whole = 0
+    rank: Natural = 0
     """Rank of the adapters; only they are trained. 0: no adapters, all weights are trained."""
     alpha: float = 16.0
     """Adapter outputs are multiplied by alpha / rank."""
@@ -85,7 +85,7 @@ class LoraConfig:
 class EvaluationConfig:
     """Evaluation on held-out data during training."""
 
-    every: Whole = 500
+    every: Natural = 500
     """Steps between evaluations; the last step is evaluated too. 0: never."""
     num_batches: Count = 8
     """Global batches per evaluation, the same ones every time; fewer if the data has fewer."""
