@@ -47,8 +47,10 @@ class Reals:
 
     def rule(self, value: float) -> str:
         """Return the rule that a value breaks."""
+        if self.most == math.inf and not self.above and self.least == 0:
+            return "must not be negative"
         if self.most == math.inf:
-            return f"must be above {self.least:g}" if self.above else "must not be negative"
+            return f"must be {'above' if self.above else 'at least'} {self.least:g}"
         if not (self.above or self.below):
             return f"must be from {self.least:g} to {self.most:g}"
         low = f"must be {'above' if self.above else 'at least'} {self.least:g}"

@@ -129,7 +129,7 @@ def test_pairs_of_chunks():
         (BETWEEN | {"model.moe_every": 8}, "leaves no layer with experts of model.num_layers = 4"),
         (
             BETWEEN | {"run.record_routing": "1"},
-            "moe_every = 2: is not supported with run.record_routing",
+            "moe_every = 2: is not supported with run.record",
         ),
         ({"model.moe_every": 2}, "moe_every = 2: needs experts, but model.num_experts is 0"),
         ({"model.router_scales_input": True}, "needs experts, but model.num_experts is 0"),
