@@ -31,6 +31,12 @@ def component[C](cls: type[C]) -> type[C]:
 class Component:
     """Base of all that a model is composed of: a frozen dataclass of numbers, texts, components."""
 
+    def __str__(self) -> str:
+        """The class, and the fields that are not the defaults."""
+        values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
+        given = (f"{field.name}={value}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({', '.join(given)})"
+
 
 class Tokens(NamedTuple):
     """The tokens of whole sequences."""

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxpar.components.attention import Attention
-from jaxpar.components.component import Mixer
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Mlp
 from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer, Model
-from jaxpar.components.recurrent import KimiDeltaAttention
+from jaxpar.components.model import Layer
+from jaxpar.components.recurrent import KimiDeltaAttention, Recurrent
 from jaxpar.config import Config, ConfigError, registry
 from jaxpar.config.condition import (
     Condition,
@@ -41,15 +40,6 @@ def _attention(label: str, field: str, path: str, plain: Any) -> Condition:
         return isinstance(layer.mixer, Attention) and getattr(layer.mixer, field) != plain
 
     return some_layer(label, f"mixer.{field}", holds, path, plain)
-
-
-def _mixers_differ(model: Model) -> bool:
-    return len({_shapes(layer.mixer, model) for layer in model.distinct}) > 1
-
-
-def _shapes(mixer: Mixer | None, model: Model) -> Any:
-    weights = mixer.weights(model) if mixer else {}
-    return type(mixer), tuple((name, weight.shape) for name, weight in weights.items())
 
 
 def _dense_between(cfg: Config) -> bool:
@@ -123,8 +113,10 @@ KIMI_DELTA = some_layer(
     "model.layer_pattern",
     "",
 )
-DIFFERENT_MIXERS = of_model(
-    "mixers of several kinds", lambda cfg: _mixers_differ(model_of(cfg.model)), _PATTERN
+LAST_RECURRENT = of_model(
+    "a recurrent last layer",
+    lambda cfg: isinstance(model_of(cfg.model).layers[-1].mixer, Recurrent),
+    _PATTERN,
 )
 DIFFERENT_LAYERS = of_model(
     "layers that differ (kinds, windows, positions)",
@@ -192,19 +184,19 @@ VIRTUAL_STAGES = changed("parallel.virtual_stages")
 SCAN = equal("parallel.layer_loop", "scan", better="unroll")
 UNROLL = equal("parallel.layer_loop", "unroll")
 ROW_GROUPS, REMAT_GROUP = changed("parallel.row_groups"), changed("parallel.remat_group")
-FLOAT8 = changed("model.matmul_dtype")
-FLOAT16 = equal("model.dtype", "float16", better="bfloat16")
+FLOAT8 = changed("compute.matmul_dtype")
+FLOAT16 = equal("compute.dtype", "float16", better="bfloat16")
 LEARNED_POSITIONS, LAYER_NORM = changed("model.positions"), changed("model.norm")
 ZERO_BUBBLE = both(equal("parallel.schedule", "zero_bubble"), PIPELINE)
 RING = both(equal("parallel.context", "ring"), SEQUENCE)
 DENSE_BEFORE_STAGES = both(DENSE_LAYERS, PIPELINE)
-BACKEND = "model.attention_backend"
+BACKEND = "compute.attention_backend"
 _KERNELS = equal(BACKEND, "cudnn", "pallas_hopper", "triton")
 _FIRST_IN_BLOCKS, _SECOND_IN_BLOCKS = (
     equal(f"optimizer.{moment}_moment_dtype", "8bit", better="bfloat16")
     for moment in ("first", "second")
 )
-TRITON_RECURRENCE = equal("model.recurrent_backend", "triton")
+TRITON_RECURRENCE = equal("compute.recurrent_backend", "triton")
 
 
 class Incompatible(NamedTuple):
@@ -259,8 +251,8 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(changed("train.router_z_loss"), LORA, "the router is frozen"),
     _ROW(ROUTING, LORA, "the router is frozen"),
     # Multi-token prediction
-    _ROW(DIFFERENT_LAYERS, MTP, "a module has the layer of a model whose layers are alike"),
-    _ROW(DENSE_BETWEEN, MTP, "a module has the layer of a model whose layers are alike"),
+    _ROW(LAST_RECURRENT, MTP, "a module is as the last layer"),
+    _ROW(DENSE_BETWEEN, MTP, "a module is as the last layer"),
     _ROW(changed("model.logits_scaling"), MTP, "modules read what the head reads, unscaled"),
     _ROW(LAYER_SCALE, MTP, _UNVERIFIED),
     # µP
@@ -326,9 +318,10 @@ TABLE: tuple[Incompatible, ...] = (
     *(
         _ROW(one, other, _UNVERIFIED)
         for one in (LAYER_NORM, PARALLEL_BLOCK, LEARNED_POSITIONS, SOFTCAP, CHUNKED)
-        for other in (LATENT, DIFFERENT_MIXERS, MTP)
+        for other in (LATENT, PATTERN)
         if (one, other) != (SOFTCAP, LATENT)  # which has no cap
     ),
+    *(_ROW(one, MTP, _UNVERIFIED) for one in (LAYER_NORM, LEARNED_POSITIONS)),
     # Pipelines
     _ROW(DENSE_BETWEEN, PIPELINE, "stages begin with the same kind of layer"),
     _ROW(DIFFERENT_LAYERS, DENSE_BEFORE_STAGES, "stages begin with the same kind of layer"),
@@ -347,13 +340,13 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(RING, USER_HEADS, "its function gets all keys"),
     _ROW(unequal(BACKEND, "auto", "reference"), OTHER_ATTENTION, "kernels compute the softmax"),
     _ROW(SOFTCAP, equal(BACKEND, "cudnn", "pallas_hopper"), "it cannot cap scores"),
-    _ROW(_KERNELS, equal("model.dtype", "float32", better="bfloat16"), "kernels have 16 bits"),
+    _ROW(_KERNELS, equal("compute.dtype", "float32", better="bfloat16"), "kernels have 16 bits"),
     _ROW(
         equal(BACKEND, "cudnn"),
         both(unequal("parallel.context", "ulysses"), SEQUENCE),
         "it needs tokens in order",
     ),
-    _ROW(TRITON_RECURRENCE, unequal("model.dtype", "bfloat16"), "its kernels need bfloat16"),
+    _ROW(TRITON_RECURRENCE, unequal("compute.dtype", "bfloat16"), "its kernels need bfloat16"),
     _ROW(TRITON_RECURRENCE, KIMI_DELTA, "there is no kernel for decays of each channel"),
     _ROW(changed("parallel.gather_dtype"), unequal("parallel.zero", 3), "it gathers once a step"),
     _ROW(FLOAT16, FLOAT8, "products are bfloat16 or float32"),

@@ -72,7 +72,7 @@ def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: A
 
     Args:     layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are
               equal, and their weights are stacked. fields: of the section `model` that are not of
-              layers: norm_eps, tie_embeddings, dtype, ...
+              layers: norm_eps, tie_embeddings, ...
     """
     return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)
 

@@ -5,7 +5,8 @@
     heads(q, k, v, mask)     an `Attention`: this rank's heads, all keys -> [B, T, H, K]
 
 x is the norm of the residual stream, and w a dict of this tensor rank's weights, complete over the
-FSDP axes, with the dims that the component declares. A component that splits dims over TENSOR
+FSDP axes, with the dims that the component declares; if it `uses_products`, as matrices with their
+adapters, for `linear`. A component that splits dims over TENSOR
 ("heads", "kv_heads", "mlp") returns this rank's part of a sum over all ranks; of one that splits
 none, the first rank's result is taken. While text is generated, a mixer computes all tokens of the
 text again: it holds its inputs.
@@ -41,7 +42,7 @@ def feed_forward(h: Shards, w: Weights, context: AttentionContext, ex: Execution
     declared = own.weights(model_of(ex.cfg.model))
 
     def of_shard(h: NormOutput, w: Weights) -> jax.Array:
-        return _partial(own.compute(h.whole(), _as_declared(w, declared), None), declared)
+        return _partial(own.compute(h.whole(), _given(own, w, declared), None), declared)
 
     return h.map(of_shard, w)
 
@@ -56,12 +57,14 @@ def mixer(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     x = all_gather(h.each(NormOutput.whole).in_order(), SEQUENCE, 1)
     where = (all_gather(a, SEQUENCE, 1) for a in (context.positions, context.segments))
     declared = own.weights(model_of(ex.cfg.model))
-    y = own.compute(x, _as_declared(w, declared), Tokens(*where))
+    y = own.compute(x, _given(own, w, declared), Tokens(*where))
     return h.split(share(_partial(y, declared), SEQUENCE, 1))
 
 
-def _as_declared(w: Weights, declared: dict[str, Weight] | Any) -> Weights:
-    """Return a tensor rank's weights with the dims that the component declares."""
+def _given(own: Term, w: Weights, declared: Any) -> Weights:
+    """Return a tensor rank's weights: with the dims that the component declares, or as matrices."""
+    if own.uses_products:
+        return w
 
     def shape(weight: Weight) -> list[int]:
         ways = (lax.axis_size(TENSOR) if TENSOR in RULES[a] else 1 for a in weight.axes)
@@ -119,6 +122,6 @@ def decode(
     text = jax.vmap(put)(held.x, x, new.first)
     slots = jnp.broadcast_to(jnp.arange(text.shape[1], dtype=jnp.int32), text.shape[:2])
     declared = own.weights(model_of(cfg.model))
-    y = own.compute(text, _as_declared(w, declared), Tokens(slots, jnp.ones_like(slots)))
+    y = own.compute(text, _given(own, w, declared), Tokens(slots, jnp.ones_like(slots)))
     y = jnp.take_along_axis(_partial(y, declared), new.positions[..., None], axis=1)
     return y, Inputs(text)

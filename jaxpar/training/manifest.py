@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxpar.components.model import in_words as in_words_of_layers
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.lists.step_sizes import in_words, step_sizes
@@ -137,7 +138,8 @@ def write(
     adapters = f"{size:,} parameters of adapters, rank {cfg.lora.rank} on {cfg.lora.targets}"
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
-        ("model", f"{num_params(cfg.model):,} parameters, {cfg.model.dtype}"),
+        ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),
+        ("layers", in_words_of_layers(cfg.model.layers) if cfg.model.layers else ""),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),

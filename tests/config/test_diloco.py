@@ -54,7 +54,7 @@ def test_what_may_be():
             {"optimizer.qk_clip": 100.0},
             r"largest logits would be those.*--diloco.every 0",
         ),
-        ({"model.dtype": "float16"}, r"'float16': .*: all replicas have one loss scale"),
+        ({"compute.dtype": "float16"}, r"'float16': .*: all replicas have one loss scale"),
         ({"parallel.auto": "all"}, r"replicas change what is computed"),
         (
             {"parallel.virtual_stages": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},

@@ -19,7 +19,7 @@ BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
 RECORD = {"run.record_routing": "1,3"}
 CLAMPED = {"model.activation": "clamped_swiglu"}
-FLOAT8 = {"model.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
+FLOAT8 = {"compute.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
     "model.num_kv_heads": 8,
     "model.d_ff": 32,
 }
@@ -49,7 +49,7 @@ CASES = [
         LORA | {"train.router_z_loss": 0.1},
         "z_loss = 0.1: is not supported with lora.rank = 2: the router",
     ),
-    (LORA | {"lora.targets": "up_proj"}, "targets = 'up_proj': cannot target experts"),
+    (LORA | {"lora.targets": "up_proj"}, "'up_proj': must be .*; experts have no adapters"),
     ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
     ({"parallel.expert": 3}, "d_model = 16: must be divisible by parallel.expert = 3"),
     ({"parallel.expert": 16}, "batch_size = 8: must be divisible by parallel.expert = 16.*rt 8"),
@@ -80,7 +80,7 @@ CASES = [
         "nope_every = 2: is not supported with model.dense_layers = 1: stages begin .*pipeline 1",
     ),
     (
-        STAGES | {"model.matmul_dtype": "float8"},
+        STAGES | {"compute.matmul_dtype": "float8"},
         "'float8': is not supported with model.dense_layers = 1: .*before the stages are not",
     ),
     (
@@ -158,7 +158,7 @@ CASES = [
     ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, gelu_ex"),
     (
         {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
-        "lora.targets = 'gate_proj': cannot target experts",
+        "lora.targets = 'gate_proj': must be names from q_proj, .*; experts have no adapters",
     ),
     ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
     (FLOAT8 | {"model.d_ff": 24}, "d_ff = 24: must be divisible by 16.*float8.*--model.d-ff 32"),
@@ -187,7 +187,10 @@ CASES = [
         RECORD | {"train.global_batch_size": 1 << 12, "data.seq_len": 1 << 18},
         "records 2 steps of 4,294,967,296 bytes, and must record at most 4,294,967,296.*ng 1",
     ),
-    ({"model.float8_scaling": "row"}, "float8_scaling = 'row': needs model.matmul_dtype float8"),
+    (
+        {"compute.float8_scaling": "row"},
+        "float8_scaling = 'row': needs compute.matmul_dtype float8",
+    ),
 ]
 
 

@@ -143,7 +143,7 @@ def test_adding_again_replaces():
             r"parallel\.context = 'ring': is not supported with model\.attention = capped",
         ),
         (
-            ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
+            ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
             r"model\.attention_backend = 'cudnn': is not supported with",
         ),
     ],

@@ -44,7 +44,10 @@ CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
-    "modules of layers that differ": ("gemma_3/1b", {"model.mtp_depth": 1}),
+    "modules with a recurrence": (
+        "qwen3_next_80b_a3b",
+        {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"},
+    ),
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
         "llama4_scout",

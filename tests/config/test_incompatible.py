@@ -39,7 +39,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "recurrent layers": PATTERN,
     "`model.layer_pattern`": PATTERN,
     "Kimi Delta Attention": {"model.layer_pattern": "K*"},
-    "mixers of several kinds": PATTERN,
+    "a recurrent last layer": {"model.layer_pattern": "*G"},
     "layers that differ (kinds, windows, positions)": {"model.nope_every": 2},
     "layers of several names, dense ones included": PATTERN,
     "a norm of queries and keys": {"model.qk_norm": True},

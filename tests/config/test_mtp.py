@@ -10,6 +10,7 @@ GOOD = replace(Config(), **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
 
 def test_what_may_be():
     check(GOOD)
+    check(replace(GOOD, **{"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"}))
     experts = {"model.num_experts": 4, "train.global_batch_size": 8}
     check(replace(GOOD, **experts))
     check(replace(GOOD, **experts, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2}))
@@ -28,12 +29,8 @@ def test_what_may_be():
         ),
         ({"lora.rank": 4}, r"lora.rank = 4: is not supported with model.mtp_depth = 2"),
         (
-            {"model.nope_every": 2, "parallel.layer_loop": "unroll"},
-            r"nope_every = 2: is not supported with model.mtp_depth.*layers are alike",
-        ),
-        (
-            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = 'G\*': is not supported with model.mtp_depth.*layers are alike",
+            {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
+            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2.*depth 0",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 mixer with weights of its own, a feed-forward."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jaxpar import load_config
+from jaxpar.components.model import in_words, with_length
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
+from jaxpar.config.layers import with_classes_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -23,6 +25,7 @@ from jaxpar.extend import (
     Glu,
     Layer,
     Mixer,
+    Mlp,
     Model,
     component,
     matrix,
@@ -31,12 +34,14 @@ from jaxpar.extend import (
 )
 from jaxpar.inference import generation
 from jaxpar.inference.options import Sampling
+from jaxpar.model import linear, lora
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
+from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_own_code import on_mesh
 from tests.slow import slow
 from tests.tiny import TINY
@@ -83,6 +88,24 @@ class Sine(FeedForward):
         return jnp.sin(x @ w["sine_up"]) @ w["sine_down"]
 
 
+@component
+class Products(FeedForward):
+    """Multiplies by `linear`, as components of jaxpar do: its matrices can have adapters."""
+
+    width: int
+    uses_products: ClassVar[bool] = True
+
+    def weights(self, model):
+        D, F, axes = model.d_model, self.width, ("embed", "mlp")
+        down = matrix((F, D), axes[::-1], to_stream=True, adapter="sine_down")
+        return {"sine_up": matrix((D, F), axes, adapter="sine_up"), "sine_down": down}
+
+    def compute(self, x, w, _):
+        (up,) = linear.products(x, [w["sine_up"]], "mlp_norm")
+        up = lora.add(up, x, w, "sine_up")
+        return linear.row_parallel(jnp.sin(up), w, "sine_down", "mlp_hidden")
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -90,7 +113,7 @@ ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
 
 def config(*layers: Layer, **fields: Any) -> Config:
     m = TINY.model
-    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers, dtype="float32")
+    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers)
     return replace(TINY, **{"model": model} | fields)
 
 
@@ -115,11 +138,16 @@ LAYERS = {
         Layer("block", DecayedMean(num_heads=4), Glu(24)),
     ]
     * 4,
+    "parallel": [
+        Layer("block", Attention(**HEADS, rope=None, bias=True), Mlp(24), parallel="own_norms"),
+        Layer("shared", OWN, Glu(24), parallel="one_norm", scaled=True),
+    ],
     "mean": [
         Layer("block", DecayedMean(num_heads=4), Sine(width=12)),
         Layer("attends", ATTENTION, Glu(24), norms="around"),
     ]
     * 2,
+    "products": [Layer("block", OWN, Products(width=12), parallel="own_norms")] * 2,
     "experts": [
         Layer("block", DecayedMean(num_heads=4), Glu(24)),
         Layer("routed", OWN, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
@@ -137,6 +165,7 @@ MESHES = [
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
     slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
     slow("data=2,sequence=2", "windows"),
+    slow("data=2,tensor=2", "products"),
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
     ("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
     slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
@@ -146,6 +175,7 @@ MESHES = [
     slow("pipeline=3,num_microbatches=2,layer_loop=unroll", "uneven"),
     slow("data=2,layer_loop=scan", "uneven"),
     slow("data=2,layer_loop=scan", "leading"),
+    ("data=2,tensor=2", "parallel"),
     slow("expert=2,tensor=2", "experts"),
     slow("expert=2,pipeline=2", "experts"),
     slow("expert=2,sequence=2", "experts"),
@@ -167,8 +197,9 @@ def test_gradients_on_a_mesh_are_those_of_the_plain_forms(mesh, name):
     batch = traces.shard_batch(traces.random_batch(cfg), here, devices)
     metrics, grads = make_gradient_step(here, devices)(init_state(here, devices).params, batch)
     assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-5)
+    zero, largest = zero_gradients(cfg.model), max(np.abs(a).max() for a in wanted[1].values())
     for path, value in traces.logical(grads, here).items():
-        scale = np.abs(wanted[1][path]).max()
+        scale = np.abs(wanted[1][path]).max() if path not in zero else largest
         np.testing.assert_allclose(value, wanted[1][path], atol=2e-5 * scale, err_msg=path)
 
 
@@ -178,6 +209,7 @@ def test_a_composed_model_is_saved_and_read(name):
     check(cfg)
     again = from_json(to_json(cfg))
     assert len(again.model.layers) == len(LAYERS[name])
+    assert with_classes_of(again.model, cfg.model) == cfg.model
     if name == "windows":
         return
     with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
@@ -253,6 +285,50 @@ def test_addresses_set_fields_of_layers():
     assert len(parse_overrides(cfg, ["--model.num-layers", "6"]).model.layers) == 6
 
 
+A, B, C = (Layer(name, ATTENTION, Glu(64)) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "words"),
+    [
+        ([A] * 2, 5, "a x 5"),
+        ([A] + [B] * 4, 3, "a, b x 2"),
+        ([A] + [B, B, C] * 2, 10, "a, (b x 2, c) x 3"),
+        ([A] + [B, B, C] * 2, 4, "a, b x 2, c"),
+        ([A, A, B] * 2, 9, "(a x 2, b) x 3"),
+        ([A, B] * 2 + [A], 6, "(a, b) x 3"),
+        ([A] * 6 + [B] * 18, 8, "a x 6, b x 2"),
+        ([A, B, C], 6, "(a, b, c) x 2"),
+        ([A] * 3 + [B], 8, "(a x 3, b) x 2"),
+    ],
+)
+def test_a_length_repeats_or_cuts_what_repeats(layers, length, words):
+    cfg = config(*layers)
+    found = parse_overrides(cfg, ["--model.num-layers", str(length)]).model.layers
+    assert len(found) == length and in_words(found) == words
+    assert found[: len(layers)] == tuple(layers)[:length]
+    back = parse_overrides(replace(cfg, model=cfg.model.with_layers(found)), [])
+    assert with_length(back.model.layers, length) == found
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "near"),
+    [
+        ([A] + [B, B, C] * 2, 6, (4, 7)),
+        ([A] + [B] * 4, 1, (2,)),
+        ([A, B] * 2, 5, (4, 6)),
+        ([A, B, C], 2, (3,)),
+    ],
+)
+def test_a_length_between_periods_names_the_nearest(layers, length, near):
+    cfg = config(*layers)
+    ways = ", or ".join(f"--model.num-layers {n}" for n in near)
+    with pytest.raises(ConfigError, match=f"num_layers = {length}: .*Fix: use {ways}\\.$"):
+        parse_overrides(cfg, ["--model.num-layers", str(length)])
+    for number in near:
+        parse_overrides(cfg, ["--model.num-layers", str(number)])
+
+
 def test_layers_may_be_named_layers():
     first = Layer("dense_layers", ATTENTION, Glu(64))
     cfg = config(first, Layer("layers", ATTENTION, Glu(32)))
@@ -267,7 +343,11 @@ def test_layers_may_be_named_layers():
         ("--model.block.mixer.num-heads", "8", "not a field of the config"),
         ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
         ("--model.num-heads", "8", r"num_heads = .*composed.*--model\.local\.mixer\.num-heads"),
-        ("--model.num-layers", "3", "num_layers = 3.*multiple of 2.*use --model.num-layers 4"),
+        (
+            "--model.num-layers",
+            "3",
+            "num_layers = 3.*of 2, .*use --model.num-layers 2, or .*-layers 4",
+        ),
     ],
 )
 def test_wrong_addresses_are_refused(option, value, message):

@@ -213,7 +213,7 @@ def test_a_mesh_may_set_a_float():
                 "quickstart",
                 "--mesh",
                 "data=2,gather_dtype=float8",
-                "--model.matmul-dtype",
+                "--compute.matmul-dtype",
                 "float8",
             ],
             "sets gather_dtype, but verify compares in float32. Fix: remove gather_dtype=float8",

@@ -10,8 +10,6 @@ from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.model import ModelConfig
 
-_WHY = "is not supported with model.layers"
-
 
 def components_divide(cfg: Config) -> None:
     """Check what the components of a composed model say of their fields on a mesh."""
@@ -47,8 +45,6 @@ def composed(cfg: Config) -> None:
             raise ConfigError(path, value, rule, f"remove {field.name}, which model.layers says")
     if p.pipeline > 1:
         _before_stages(cfg)
-    require(cfg.lora.rank == 0, cfg, "lora.rank", _WHY, flag("lora.rank", 0))
-    require(m.mtp_depth == 0, cfg, "model.mtp_depth", _WHY, flag("model.mtp_depth", 0))
 
 
 def _before_stages(cfg: Config) -> None:

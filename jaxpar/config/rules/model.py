@@ -110,10 +110,11 @@ def _scaled_layers(cfg: Config) -> None:
 
 def float8_matmuls(cfg: Config) -> None:
     """Check that options of float8 matmuls take effect."""
-    m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
-    path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
-    ok = m.matmul_dtype == "float8"
-    require(ok or m.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
+    c, p, float8 = cfg.compute, cfg.parallel, flag("compute.matmul_dtype", "float8")
+    path = "compute.float8_scaling"
+    rule = f"needs compute.matmul_dtype float8, not {c.matmul_dtype}"
+    ok = c.matmul_dtype == "float8"
+    require(ok or c.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
     path = "parallel.gather_dtype"
     ok = ok or p.gather_dtype == "compute"
     require(ok, cfg, path, rule, float8, flag(path, "compute"))
@@ -130,7 +131,7 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 def attention(cfg: Config) -> None:
     """Check the head dims that `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
-    m, name = cfg.model, cfg.model.attention_backend
+    m, name = cfg.model, cfg.compute.attention_backend
     if name not in _HEAD_DIMS:
         return
     sizes, words = _HEAD_DIMS[name]
@@ -140,7 +141,7 @@ def attention(cfg: Config) -> None:
         heads["model.global_head_dim"] = of_kind(m, GLOBAL).head_dim
     for head, dim in heads.items():
         fits = flag(head, next((size for size in sizes if size >= dim), 256))
-        require(dim in sizes, cfg, head, rule, fits, flag("model.attention_backend", "auto"))
+        require(dim in sizes, cfg, head, rule, fits, flag("compute.attention_backend", "auto"))
 
 
 #: Activations of the two kinds of feed-forward.
@@ -165,11 +166,6 @@ def _feed_forward(cfg: Config) -> None:
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
-    targets = cfg.lora.targets.split(",")
-    rest = ",".join(name for name in targets if name != "gate_proj") or "q_proj,v_proj"
-    ok = m.mlp_gate or not cfg.lora.rank or "gate_proj" not in targets
-    rule = f"must not have gate_proj, since {gate} is False"
-    require(ok, cfg, "lora.targets", rule, flag("lora.targets", rest))
 
 
 def _norms(cfg: Config) -> None:
@@ -194,17 +190,19 @@ def _parallel(cfg: Config) -> None:
 def _positions(cfg: Config) -> None:
     m, path, most = cfg.model, "model.positions", "model.max_positions"
     ways: tuple[str, ...]
-    if m.positions == "rope":
+    if m.positions == "rope" and not m.layers:
         rule = f"needs {path} learned, not rope"
         ways = flag(path, "learned"), flag(most, 0)
         require(m.max_positions == 0, cfg, most, rule, *ways)
+        return
+    if m.layers and not m.max_positions:
         return
     rope = flag(path, "rope")
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
     ways = (flag(most, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1))
     ways = ways if m.max_positions else ways[:1]
     require(m.max_positions >= cfg.data.seq_len, cfg, most, rule, *ways)
-    for other in OF_ROPE:
+    for other in () if m.layers else OF_ROPE:
         default = default_of(other) if other != "model.rope_scaling" else None
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"

@@ -62,7 +62,7 @@ class OptimizerConfig:
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     offload_masters: bool = False
-    """Keep the float32 master weights in host memory too; a step copies them in model.dtype."""
+    """Keep the float32 master weights in host memory too; a step copies them in compute.dtype."""
     muon_momentum: Fraction = 0.95
     """Decay rate of muon's momentum. beta1 and beta2 apply to the parameters that AdamW updates."""
     muon_nesterov: bool = True
