@@ -242,7 +242,23 @@ def _found(node: Any, keys: Sequence[str], path: str) -> Iterator[tuple[str, Any
     elif dataclasses.is_dataclass(node):
         names = [f.name for f in dataclasses.fields(node) if f.name != "name"]
         for name in names if keys[0] == "*" else [keys[0]] * (keys[0] in names):
-            yield from _found(getattr(node, name), keys[1:], f"{path}.{name}")
+            inner = _section(node, name) if len(keys) > 1 else getattr(node, name)
+            yield from _found(inner, keys[1:], f"{path}.{name}")
+
+
+def _section(node: Any, name: str) -> Any:
+    """Return a field's component; where it is None, the one that setting a field of it makes."""
+    if (value := getattr(node, name)) is not None:
+        return value
+    options = typing.get_args(typing.get_type_hints(type(node))[name])
+    made = (one for one in options if dataclasses.is_dataclass(one) and not _required(one))
+    return next((one() for one in made if isinstance(one, type)), None)
+
+
+def _required(cls: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
 
 
 def type_at(layers: Sequence[Layer], path: str) -> Any:
@@ -250,7 +266,7 @@ def type_at(layers: Sequence[Layer], path: str) -> Any:
     _, name, *keys = path.split(".")
     node: Any = next(layer for layer in layers if layer.name == name)
     for key in keys[:-1]:
-        node = getattr(node, key)
+        node = _section(node, key)
     return typing.get_type_hints(type(node))[keys[-1]]
 
 
@@ -259,7 +275,7 @@ def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, .
     _, name, *keys = path.split(".")
 
     def put(node: Any, keys: Sequence[str]) -> Any:
-        inner = value if len(keys) == 1 else put(getattr(node, keys[0]), keys[1:])
+        inner = value if len(keys) == 1 else put(_section(node, keys[0]), keys[1:])
         return dataclasses.replace(node, **{keys[0]: inner})
 
     return tuple(put(layer, keys) if layer.name == name else layer for layer in layers)
