@@ -23,7 +23,7 @@ FIELD = "model.layers"
 BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
 logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
 norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup layers num_layers""".split()
+logits_softcap mup positions max_positions layers num_layers""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -185,9 +185,7 @@ def check_layers(layers: Any) -> None:
 
 
 #: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
-_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"} - {
-    "layers"
-}
+_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"} - {"layers"}
 
 
 # ----------------------------------------------------------------------------------- addresses

@@ -19,7 +19,7 @@ from jaxpar.components.model import Layer, Model
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.folder import Tensors
-from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
+from jaxpar.convert.hf.tensor_layout import Entry, read_box
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model.flops import num_params
@@ -124,13 +124,13 @@ def logits(
     checking = stage("computing logits for the self-check")
     with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
-        learned = {"positions": whole("positions")} if m.positions == "learned" else {}
+        learned = {"positions": whole("positions")} if model.max_positions else {}
         x = decoder.first_stream({"embed": embed} | learned, tokens, positions, model)
         if not m.tie_embeddings:
             del embed
-        for i in range(m.num_layers):
-            now.at(f"layer {i + 1} of {m.num_layers}")
-            x = _block(model.layers[i], model)(x, layer(i), positions, segments)
+        for i, of in enumerate(model.layers):
+            now.at(f"layer {i + 1} of {len(model.layers)}")
+            x = _block(of, model)(x, layer(i), positions, segments)
         top = {path: whole(path) for path in shapes if path.startswith("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
         return np.asarray(jax.jit(lambda x, top: decoder.output(x, top, model))(x, top))
@@ -142,10 +142,10 @@ def _block(of: Layer, model: Model) -> Callable:
     return jax.jit(lambda x, w, place, segments: decoder.block(x, w, of, place, segments, model))
 
 
-def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:
+def published_reader(entries: list[Entry], tensors: Tensors) -> Read:
     """Make a function that reads a published folder as jaxpar's parameters."""
     by_path = {entry.path: entry for entry in entries}
-    return lambda path, box: read_box(by_path[path], sizes, box, tensors.open)
+    return lambda path, box: read_box(by_path[path], box, tensors.open)
 
 
 def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:

@@ -66,7 +66,7 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         there = checkpoint.load_config(folder, chosen.step)
         return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
     from jaxpar.convert.hf.config_file import CONFIG_FILE
-    from jaxpar.convert.hf.importing import open_source
+    from jaxpar.convert.hf.importing import changes, open_source
     from jaxpar.stores.reading import run_at
 
     place = run_at(INITIAL, named)
@@ -76,7 +76,7 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError(INITIAL, named, rule, fix)
     source = open_source(named, INITIAL)
-    return Origin(source.folder, None, source, changes=_changes(cfg, source.config))
+    return Origin(source.folder, None, source, changes=changes(cfg, source))
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
@@ -94,7 +94,7 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     if origin.source is not None:
         from jaxpar.convert.hf.importing import load_params
 
-        params = load_params(origin.source, _as_there(cfg, origin.source.config), mesh, log)
+        params = load_params(origin.source, cfg, mesh, log)
     else:
         there = replace(cfg, lora=origin.lora)
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
@@ -120,13 +120,6 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
         keep_source(origin.source, run_dir)
     elif (origin.folder / CARRIED).is_dir():
         copy_carried(origin.folder / CARRIED, run_dir / CARRIED)
-
-
-def _as_there(cfg: Config, there: Config) -> Config:
-    """Return the config with the fields of `run.init_changes` as the weights' model has them."""
-    names = cfg.run.init_changes.split(",") if cfg.run.init_changes else ()
-    fields = {name: getattr(there.model, name) for name in names}
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **fields))
 
 
 def _changes(cfg: Config, there: Config) -> str:

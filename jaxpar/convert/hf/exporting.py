@@ -12,7 +12,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.config.schema.optimizer import TRAINED, Weights
-from jaxpar.convert import selfcheck
+from jaxpar.convert import selfcheck, torch_names
 from jaxpar.convert.hf import tokenizer
 from jaxpar.convert.hf.chat_format import is_imported
 from jaxpar.convert.hf.config import (
@@ -30,10 +30,7 @@ from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors, copy_carried, create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
-    Sizes,
     assign,
-    shape_of,
-    sizes_of,
     tensor_names,
     tensor_shape,
     tensors_in,
@@ -70,7 +67,6 @@ class Export:
     arrays: RunArrays
     """The model's parameters, with adapters merged into them."""
     entries: list[Entry]
-    sizes: Sizes
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +77,7 @@ class Export:
         """Return the name and shape of each tensor, layer by layer as in published files."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
-            found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
+            found |= dict.fromkeys(tensor_names(entry), tensor_shape(entry))
         return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
 
 
@@ -101,9 +97,6 @@ def open_export(
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
-    if cfg.model.layers:
-        rule, fix = "are not converted yet", "read the run's checkpoint with Orbax"
-        raise ConfigError("model.layers", f"{len(cfg.model.layers)} layers", rule, fix)
     cfg = dataclasses.replace(cfg, model=standard(cfg.model))
     kept = Path(run) / CARRIED
     carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
@@ -121,7 +114,6 @@ def open_export(
         carried=carried_values(carried, family),
         arrays=MergedArrays(arrays, cfg) if cfg.lora.rank else arrays,
         entries=entry_table(family, cfg.model),
-        sizes=sizes_of(cfg.model),
     )
 
 
@@ -146,11 +138,13 @@ def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Fami
     if family is None:
         family = family_of(carried) if carried else choose_family(m)
     elif isinstance(family, str):
-        family = named_family(family, m)
-    reason = why_not(family, m)
-    if reason is not None and family not in FAMILIES:
+        family = named_family(family)
+    if family not in FAMILIES:
+        if (reason := torch_names.why_not(m)) is None:
+            return family
         rule = f"cannot be exported by to-torch ({reason})"
         raise ConfigError("RUN", "its model", rule, "use a run of another model")
+    reason = why_not(family, m)
     if reason is not None:
         fix = f"use --family {choose_family(m).model_type}"
         rule = f"cannot express this model ({reason})"
@@ -186,8 +180,8 @@ def to_hf(
             check_merge(export.arrays, export.config, tolerance, log)
         if tolerance is not None:
             tensors = find_tensors(temporary)
-            check_tensors(tensors, export.entries, export.sizes)
-            published = selfcheck.published_reader(export.entries, export.sizes, tensors)
+            check_tensors(tensors, export.entries)
+            published = selfcheck.published_reader(export.entries, tensors)
             run = selfcheck.run_reader(export.arrays, m, export.dtype)
             selfcheck.check_conversion(
                 m, run, published, temporary, tolerance, log, "the written files"
@@ -234,10 +228,10 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
     Raises:   ConfigError that names the tensor when a value is too large for the dtype; Damaged
               when the parameter differs from what was saved.
     """
-    arrays, sizes = export.arrays, export.sizes
+    arrays = export.arrays
     found = arrays.counted(entry.path)
     writable = lambda name: stored[name].open("r+")  # noqa: E731
-    shape = shape_of(entry.ours, sizes)  # that of the run, or smaller: `without_padding`
+    shape = entry.shape  # that of the run, or smaller: `without_padding`
     for box in grid(arrays.shape(entry.path), arrays.chunk(entry.path)):
         values = arrays.read(entry.path, box)
         found.add(values, [part.start for part in box])
@@ -245,7 +239,7 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
         if not volume(box):
             continue
         values = values[tuple(map(slice, extent(box)))]
-        for place, name, part in tensors_in(entry, sizes, box, writable):
+        for place, name, part in tensors_in(entry, box, writable):
             with np.errstate(over="ignore"):
                 assign(part, values[place])
             if export.dtype == "float16" and np.isinf(part).any():

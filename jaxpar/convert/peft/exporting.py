@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
-from jaxpar.config import Config, ConfigError, value_of
+from jaxpar.checkpoint import saved_steps
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.composed import difference
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
@@ -41,9 +42,6 @@ from jaxpar.stores.reading import run_at
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
-#: Matrices whose last dimension is the output.
-_ROW_PARALLEL = ("/wo", "/w_down", "_out")
-
 #: PEFT's prefix of module names.
 _PREFIX = "base_model.model."
 
@@ -56,19 +54,20 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
     found = []
     _check_names(family, cfg)
     for target, entry in _targeted(family, cfg):
-        path, layer = entry.path, entry.ours[0]
-        if not entry.theirs.replace(" ", "").isalpha():
+        path = entry.path
+        if entry.is_part:
             module = entry.name.split(".")[-2]
             rule = f"is a part of {module} in {family.model_type}, whose adapters are not of parts"
             fix = "export the merged model with `to-hf`"
             raise ConfigError("lora.targets", target, rule, fix)
-        cut = len(entry.ours) - 1 if path.endswith(_ROW_PARALLEL) else 2
+        cut = len(entry.ours) - entry.columns
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")
-        of = functools.partial(Entry, first=entry.first, layers=entry.layers)
+        sizes = {**entry.sizes, "R": cfg.lora.rank}
+        of = functools.partial(Entry, sizes=sizes, layers=entry.layers)
         found += [
-            of(path + A, f"{module}lora_A.weight", f"{layer}{inputs}R", f"R {inputs}"),
-            of(path + B, f"{module}lora_B.weight", f"{layer}R{outputs}", f"{outputs} R"),
+            of(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
+            of(path + B, f"{module}lora_B.weight", f"LR{outputs}", f"{outputs} R"),
         ]
     return found
 
@@ -157,7 +156,6 @@ def to_peft(
         export,
         arrays=arrays.own,
         entries=adapter_entries(export.family, cfg),
-        sizes=export.sizes | {"R": cfg.lora.rank},
     )
     with new_folder(folder) as temporary:
         about = adapter_config(export.family, cfg, base)
@@ -193,14 +191,14 @@ def check(
     published, what = own, "the run's base model and the written adapters"
     if there:
         source = open_source(str(base))
-        other = [p for p in MODEL_FIELDS if value_of(source.config, p) != value_of(cfg, p)]
-        if other:
-            rule = f"is another model than the run's: {', '.join(other)} differ"
+        if other := difference(cfg.model, source.config.model):
+            rule = f"is another model than the run's: {other}"
             raise ConfigError("--base", base, rule, "use the model that the run started from")
-        published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+        entries = entry_table(source.family, cfg.model)  # by the names of its layers
+        published = selfcheck.published_reader(entries, source.tensors)
         what = f"{base} and the written adapters"
 
-    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
+    adapters = selfcheck.published_reader(export.entries, written)
     read = either(adapters, published)
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
