@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.model import period_of
+from jaxpar.components.model import repetition
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
@@ -74,10 +74,11 @@ def _words(hint: Any) -> str:
 
 
 def _of_length(cfg: Config, length: Any) -> Config:
-    layers, period = cfg.model.layers, period_of(cfg.model.layers)
-    if not isinstance(length, int) or length < 1 or length % len(period):
-        near = max(round(length / len(period)), 1) * len(period) if isinstance(length, int) else 0
-        rule = f"must be a multiple of {len(period)}: the layers repeat after {len(period)}"
+    layers, (start, n) = cfg.model.layers, repetition(cfg.model.layers)
+    period = layers[start : start + n]
+    if not isinstance(length, int) or length <= start or (length - start) % n:
+        near = start + max(round((length - start) / n), 1) * n if isinstance(length, int) else 0
+        rule = f"must be a multiple of {n}: the layers repeat after {n}"
         raise ConfigError(_LENGTH, length, rule, f"use {flag(_LENGTH, near or len(layers))}")
-    times = length // len(period)
-    return dataclasses.replace(cfg, model=cfg.model.with_layers(period * times))
+    times = (length - start) // n
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(layers[:start] + period * times))

@@ -21,7 +21,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.model.parameters import specs_of, trainable_specs
@@ -33,7 +32,7 @@ from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partiti
 from jaxpar.step.conversions import convert_dtype
 from jaxpar.step.diloco import overlap, trainers
 from jaxpar.step.features import features_of
-from jaxpar.step.layer_order import layer_order, with_slots
+from jaxpar.step.layer_order import layer_order, order_of, stack_of, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
 
@@ -303,13 +302,12 @@ def to_running(state: TrainState, cfg: Config) -> TrainState:
     With unequal stages, the arrays of layers in `state` are deleted one by one, since both forms of
     all arrays would need twice the memory.
     """
-    order = layer_order(cfg)
-    if order is None:
+    if layer_order(cfg) is None:
         return state
     if is_equal(cfg):
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, order), state, cfg)
+        return _of_layers(lambda x, order: _take(x.sharding, x.ndim)(x, order), state, cfg)
 
-    def consume(x: jax.Array) -> jax.Array:
+    def consume(x: jax.Array, order: np.ndarray) -> jax.Array:
         converted = to_slots(x, order)
         x.delete()
         return converted
@@ -322,27 +320,30 @@ def to_logical(state: TrainState, cfg: Config, *, on_host: bool = False) -> Trai
 
     Args:     on_host: with unequal stages, put the converted arrays in pinned host memory.
     """
-    order = layer_order(cfg)
-    if order is None:
+    if layer_order(cfg) is None:
         return state
     if is_equal(cfg):
-        inverse = np.argsort(order)
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, inverse), state, cfg)
-    return _of_layers(lambda x: to_layers(x, order, on_host=on_host), state, cfg)
+        back = lambda x, order: _take(x.sharding, x.ndim)(x, np.argsort(order))  # noqa: E731
+        return _of_layers(back, state, cfg)
+    return _of_layers(functools.partial(to_layers, on_host=on_host), state, cfg)
 
 
 def _of_layers(
-    convert: Callable[[jax.Array], jax.Array], state: TrainState, cfg: Config
+    convert: Callable[[jax.Array, np.ndarray], jax.Array], state: TrainState, cfg: Config
 ) -> TrainState:
-    """Convert the layer-stacked arrays of parameters, moments and extra state."""
-    one = lambda path, x: convert(x) if _is_layer(path, cfg) else x  # noqa: E731
+    """Convert the layer-stacked arrays of parameters, moments and extra state, given the order of
+    each (`order_of`)."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        order = order_of(path, cfg)
+        return x if order is None else convert(x, order)
+
     return jax.tree_util.tree_map_with_path(one, state)
 
 
 def _is_layer(path: Any, cfg: Config) -> bool:
     """Return whether an array has a row for each slot of the stages."""
-    names = {"layers", *model_of(cfg.model).stacks} - {DENSE}
-    return any(getattr(key, "key", None) in names for key in path)
+    return stack_of(path, cfg) is not None
 
 
 def snapshot(state: TrainState, cfg: Config) -> TrainState:

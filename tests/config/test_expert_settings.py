@@ -63,11 +63,11 @@ CASES = [
     ),
     (
         DENSE | {"parallel.pipeline": 2},
-        "num_layers = 2: must be at least 3: 1 layer for each of 2 stages.*dense_layers = 1 before",
+        "num_layers = 2: must be at least 3: 1 layer for each of 2 stages.*and the 1 before those",
     ),
     (
         STAGES | {"parallel.layers_per_stage": "2,1"},
-        "per_stage = '2,1': must add up to 2, the layers after model.dense_layers = 1, not to 3",
+        "per_stage = '2,1': must add up to 2, the layers after the first 1, which .* not to 3",
     ),
     (
         STAGES | {"model.nope_every": 2, "model.num_layers": 5},

@@ -102,6 +102,19 @@ LAYERS = {
         Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
     ]
     * 2,
+    "uneven": [  # a period of two, and a part of one
+        Layer("local", Attention(**HEADS, window=5), Glu(24)),
+        Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
+    ]
+    * 3
+    + [Layer("local", Attention(**HEADS, window=5), Glu(24))],
+    "leading": [Layer("first", ATTENTION, Glu(40))]
+    + [Layer("second", OWN, None)]
+    + [
+        Layer("routed", ATTENTION, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
+        Layer("block", DecayedMean(num_heads=4), Glu(24)),
+    ]
+    * 4,
     "mean": [
         Layer("block", DecayedMean(num_heads=4), Sine(width=12)),
         Layer("attends", ATTENTION, Glu(24), norms="around"),
@@ -125,6 +138,14 @@ MESHES = [
     slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
     slow("data=2,sequence=2", "windows"),
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
+    ("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
+    slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
+    slow("pipeline=2,num_microbatches=2,layer_loop=scan", "leading"),
+    ("pipeline=2,num_microbatches=2,layer_loop=scan", "uneven"),
+    slow("pipeline=2,tensor=2,num_microbatches=2", "uneven"),
+    slow("pipeline=3,num_microbatches=2,layer_loop=unroll", "uneven"),
+    slow("data=2,layer_loop=scan", "uneven"),
+    slow("data=2,layer_loop=scan", "leading"),
     slow("expert=2,tensor=2", "experts"),
     slow("expert=2,pipeline=2", "experts"),
     slow("expert=2,sequence=2", "experts"),

@@ -305,8 +305,8 @@ def test_a_composed_model_shrinks_by_its_components():
     small = small_config.shrink(small_config.float32(cfg), meshes)
     for parallel in meshes:
         resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
-    assert [layer.name for layer in small.model.layers] == ["start", "local", "global"] * 2
-    first, second, _ = small.model.layers[:3]
+    assert [layer.name for layer in small.model.layers] == ["start", *["local", "global"] * 2]
+    first, second, *_ = small.model.layers
     assert isinstance(first.mixer, Attention) and isinstance(second.mixer, Attention)
     assert (first.mixer.num_heads, first.mixer.num_kv_heads, first.mixer.head_dim) == (8, 2, 8)
     assert (first.mixer.window, second.mixer.window) == (None, 4)

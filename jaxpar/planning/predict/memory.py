@@ -21,7 +21,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -174,7 +174,7 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
 
 def _before_stages(cfg: Config, shard: Shard) -> float:
     """Return what the backward of the dense layers before the stages saves of one microbatch."""
-    layers = dense_before_stages(cfg.model, cfg.parallel)
+    layers = layers_before_stages(cfg.model, cfg.parallel)
     if not layers:
         return 0.0
     device, host = _saved_by(cfg, before_stages(cfg), cfg.parallel.remat)
@@ -395,7 +395,7 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
     Those of experts are a part of `experts.backward_bytes`.
     """
     kinds = [*layer_kinds(cfg)]
-    if dense_before_stages(cfg.model, cfg.parallel):
+    if layers_before_stages(cfg.model, cfg.parallel):
         kinds.append(before_stages(cfg))
     widest = max(hidden(kind.layer, cfg, cfg.parallel.tensor)[1] for kind in kinds)
     return 3 * shard.tokens * shard.width * widest
