@@ -217,7 +217,10 @@ def differences(m: ModelConfig, other: ModelConfig) -> Iterator[Difference]:
     """Yield where a model differs from another, whatever their layers' names are."""
     one, two = canonical(m), canonical(other)
     bare = [dataclasses.replace(x, layers=()) for x in (one, two)]
-    yield from _between(bare[0], bare[1], "model")
+    for found in _between(bare[0], bare[1], "model"):
+        # The fields of the norm are those of the section.
+        path = found.path.replace(".norm.kind", ".norm").replace(".norm.", ".norm_")
+        yield found._replace(path=path)
     if len(one.layers) != len(two.layers):
         yield Difference("model.num_layers", len(one.layers), len(two.layers))
         return

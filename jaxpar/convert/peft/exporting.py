@@ -22,7 +22,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.lora_targets import TARGETS
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
-from jaxpar.convert.hf.composed import difference
+from jaxpar.convert.hf.composed import differences
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
@@ -191,8 +191,8 @@ def check(
     published, what = own, "the run's base model and the written adapters"
     if there:
         source = open_source(str(base))
-        if other := difference(cfg.model, source.config.model):
-            rule = f"is another model than the run's: {other}"
+        if other := [d.path for d in differences(cfg.model, source.config.model)]:
+            rule = f"is another model than the run's: {', '.join(other)} differ"
             raise ConfigError("--base", base, rule, "use the model that the run started from")
         entries = entry_table(source.family, cfg.model)  # by the names of its layers
         published = selfcheck.published_reader(entries, source.tensors)
