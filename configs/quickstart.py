@@ -2,6 +2,7 @@
 
 from jaxpar.config import (
     CheckpointConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -25,8 +26,8 @@ def get_config() -> Config:
             d_ff=384,
             vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
             tie_embeddings=True,
-            dtype="float32",
         ),
+        compute=ComputeConfig(dtype="float32"),
         data=DataConfig(path="data/stdlib-bytes", seq_len=256),
         train=TrainConfig(num_steps=200, global_batch_size=16, log_every=10),
         parallel=ParallelConfig(data=-1),

@@ -6,6 +6,7 @@ place of attention (docs/hybrid.md).
 
 from jaxpar.config import (
     CheckpointConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -38,8 +39,8 @@ def get_config() -> Config:
             rope_fraction=0.25,
             vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
             tie_embeddings=True,
-            dtype="float32",
         ),
+        compute=ComputeConfig(dtype="float32"),
         data=DataConfig(path="data/stdlib-bytes", seq_len=64),
         train=TrainConfig(num_steps=200, global_batch_size=32, log_every=10),
         parallel=ParallelConfig(data=-1),

@@ -2,6 +2,7 @@
 
 from jaxpar.config import (
     CheckpointConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -28,8 +29,8 @@ def get_config() -> Config:
             router_bias=True,
             vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
             tie_embeddings=True,
-            dtype="float32",
         ),
+        compute=ComputeConfig(dtype="float32"),
         data=DataConfig(path="data/stdlib-bytes", seq_len=64),
         train=TrainConfig(
             num_steps=200,

@@ -73,9 +73,9 @@ class Experts(FeedForward):
                 gate = vector((D,), ("norm",), "normal", readout=True)
                 found["w_shared_router"] = dataclasses.replace(gate, decay=True)
         for n in into:
-            found[f"w_{n}"] = matrix((E, D, F), axes, adapter=f"{n}_proj", **late)
+            found[f"w_{n}"] = matrix((E, D, F), axes, **late)
         down = ("experts", "mlp", "expert_embed")
-        found["w_down"] = matrix((E, F, D), down, to_stream=True, adapter="down_proj", **late)
+        found["w_down"] = matrix((E, F, D), down, to_stream=True, **late)
         if self.expert.bias:
             found |= {f"b_{n}": vector((E, F), ("experts", "mlp")) for n in into}
             # Every device adds those of its tokens, whichever device has the experts.

@@ -67,13 +67,17 @@ class Layer:
     scaled: bool = False
     """Multiply the stream after the layer by a trained number (Gemma 4)."""
 
+    def __str__(self) -> str:
+        terms = (str(term) for term in (self.mixer, self.feed_forward) if term)
+        return f"{self.name}: {', '.join(terms)}"
+
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
         # Models of a hundred layers are keys of caches that a plan reads thousands of times.
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)).__hash__()
 
     def __getstate__(self) -> dict[str, Any]:  # hashes of texts differ between processes
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -231,3 +235,29 @@ def repetition(layers: tuple[Layer, ...]) -> Repetition:
             if rest[period:] == rest[:-period]:
                 return Repetition(start, period)
     return Repetition(0, len(kinds))
+
+
+def with_length(layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
+    """Return layers with more or fewer repetitions, the last perhaps in part: `repetition`."""
+    beginning, period = _parts(layers)
+    return tuple(itertools.islice(itertools.chain(beginning, itertools.cycle(period)), number))
+
+
+def in_words(layers: tuple[Layer, ...]) -> str:
+    """Return layers by name: "dense_layers, layers x 58", or "(linear x 3, full) x 12"."""
+    beginning, period = _parts(layers)
+    times, rest = divmod(len(layers) - len(beginning), len(period))
+    repeated = _runs(period * times)
+    if "," in _runs(period) and times > 1:
+        repeated = f"({_runs(period)}) x {times}"
+    return ", ".join(filter(None, (_runs(beginning), repeated, _runs(period[:rest]))))
+
+
+def _parts(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    start, n = repetition(layers)
+    return layers[:start], layers[start : start + n]
+
+
+def _runs(layers: tuple[Layer, ...]) -> str:
+    runs = ((name, len(list(of))) for name, of in itertools.groupby(x.name for x in layers))
+    return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in runs)

@@ -11,6 +11,7 @@ from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     DilocoConfig,
@@ -29,6 +30,7 @@ from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
+    "ComputeConfig",
     "Config",
     "ConfigError",
     "DataConfig",

@@ -1,7 +1,8 @@
 """Addresses of a composed model's fields on a command line: --model.block.mixer.num-heads 8.
 
 An address begins with the name of a layer, or with a star for each; a star stands for any one name.
-`--model.num-layers N` repeats or cuts the list, at whole periods.
+`--model.num-layers N` repeats or cuts the list, at whole periods after a beginning
+(`components.model.repetition`).
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.model import repetition
+from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
@@ -74,11 +75,12 @@ def _words(hint: Any) -> str:
 
 
 def _of_length(cfg: Config, length: Any) -> Config:
-    layers, (start, n) = cfg.model.layers, repetition(cfg.model.layers)
-    period = layers[start : start + n]
-    if not isinstance(length, int) or length <= start or (length - start) % n:
-        near = start + max(round((length - start) / n), 1) * n if isinstance(length, int) else 0
-        rule = f"must be a multiple of {n}: the layers repeat after {n}"
-        raise ConfigError(_LENGTH, length, rule, f"use {flag(_LENGTH, near or len(layers))}")
-    times = (length - start) // n
-    return dataclasses.replace(cfg, model=cfg.model.with_layers(layers[:start] + period * times))
+    """Return the config with more or fewer layers: whole periods after those that do not repeat."""
+    layers, (first, each) = cfg.model.layers, repetition(cfg.model.layers)
+    times, rest = divmod(length - first, each) if isinstance(length, int) else (0, 1)
+    if times < 1 or rest:
+        near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]
+        rule = f"must be {f'{first} plus ' if first else ''}a multiple of {each}, for the layers "
+        ways = ", or ".join(flag(_LENGTH, number) for number in near)
+        raise ConfigError(_LENGTH, length, rule + in_words(layers), f"use {ways}")
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))

@@ -20,10 +20,9 @@ from jaxpar.config.names import name_of
 FIELD = "model.layers"
 
 #: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
-logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
-norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup positions max_positions layers num_layers""".split()
+BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
+embedding_multiplier residual_multiplier logits_scaling logits_softcap mup mtp_depth layers
+num_layers max_positions""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -59,24 +58,41 @@ def to_values(layers: Sequence[Layer]) -> Any:
     return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
 
 
-def _values(node: Any) -> Any:
+def _values(node: Any, *, every: bool = False) -> Any:
+    """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
+    of = functools.partial(_values, every=every)
     if isinstance(node, SavedComponent):
-        return {CLASS: node.name, **{name: _values(value) for name, value in node.fields}}
-    if isinstance(node, Component):
-        named = OURS.get(type(node).__name__) is type(node)
-        return {CLASS: type(node).__name__ if named else name_of(type(node)), **_fields(node)}
+        return {CLASS: node.name, **{name: of(value) for name, value in node.fields}}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return _fields(node)
-    return list(map(_values, node)) if isinstance(node, tuple) else node
+        fields = [(field, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        said = {f.name: of(v) for f, v in fields if every or v != f.default}
+        return {CLASS: _class_name(node), **said} if isinstance(node, Component) else said
+    return list(map(of, node)) if isinstance(node, tuple) else node
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _values(value)
-    return found
+def _class_name(node: Component) -> str:
+    named = OURS.get(type(node).__name__) is type(node)
+    return type(node).__name__ if named else name_of(type(node))
+
+
+def as_read_by(now: Sequence[Layer], saved: Sequence[Layer]) -> tuple[list[Any], list[Any]]:
+    """Return layers and saved ones with every field as JSON's types, to be compared.
+
+    Saved components whose code is not loaded get the classes of `now`, by name.
+    """
+    found: dict[str, type] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Component):
+            found[_class_name(node)] = type(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                walk(getattr(node, field.name))
+
+    for layer in dict.fromkeys(now):
+        walk(layer)
+    then = with_classes(saved, found.get)
+    return [_values(x, every=True) for x in now], [_values(x, every=True) for x in then]
 
 
 def from_values(values: Any) -> tuple[Layer, ...]:
@@ -138,6 +154,22 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
         return node
 
     return tuple(map(loaded, layers))
+
+
+def with_classes_of(m: Any, other: Any) -> Any:
+    """Return a composed model with the components whose classes another model has."""
+    classes: dict[str, Any] = {}
+
+    def note(node: Any) -> None:
+        if dataclasses.is_dataclass(node):
+            classes[name_of(type(node))] = type(node)
+            for field in dataclasses.fields(node):
+                note(getattr(node, field.name))
+
+    for layer in dict.fromkeys(other.layers):
+        note(layer)
+    layers = with_classes(m.layers, classes.get)
+    return m if layers == m.layers else m.with_layers(layers)
 
 
 def _again(value: Any) -> Any:

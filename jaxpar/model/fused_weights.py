@@ -276,9 +276,9 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     """
     if cfg.parallel.layer_loop == "scan":
         return tree
-    names = ["layers"] if "layers" in tree else [*model_of(cfg.model).stacks]
+    stacks = ["layers"] if "layers" in tree else model_of(cfg.model).stacks
     found = dict(tree)
-    for name in names:
+    for name in (name for name in stacks if name in tree):
         found[name] = _split_layers(tree[name], next(iter(tree[name].values())).shape[0])
     return found
 
@@ -291,7 +291,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     Communication: `fsdp.float8_scales`: one all-reduce for all layers.
     """
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
-    if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
+    if cfg.compute.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
     model = model_of(cfg.model)
 
@@ -300,7 +300,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
         """All experts of a layer share a scale, so that each is rounded alike on every mesh."""
         matrices = {n: of for n, of in matrices_of(layer, model).items() if of.float8 and n in w}
         dims = {n: (-3, -2, -1) if of.of_experts else (-2, -1) for n, of in matrices.items()}
-        return {n: max_magnitude(w[n].astype(cfg.model.dtype), d) for n, d in dims.items()}
+        return {n: max_magnitude(w[n].astype(cfg.compute.dtype), d) for n, d in dims.items()}
 
     scales = gather.float8_scales(with_layers(largest, cfg, shards["layers"]))
 

@@ -43,7 +43,7 @@ def param_specs(
         layers_of = _stacked(m, layer_of_modules(m), m.mtp_depth, "depth", spread=spread)
         specs["mtp"] = mtp.specs(m, layers_of)
     specs = scaled(m, specs)
-    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+    return lora.with_adapters(specs, model, adapters) if adapters and adapters.rank else specs
 
 
 def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:

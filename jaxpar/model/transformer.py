@@ -73,12 +73,12 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
               PIPELINE.
     """
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
-    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
+    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.compute.dtype)
     rows = embedding.scaled(rows, cfg.model)
-    if cfg.model.positions == "learned":
+    if cfg.model.max_positions:
         table = gather(only(top, "positions"), TOP_DIMS, cfg)["positions"]
         places = batch.positions
-        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.model.dtype)
+        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.compute.dtype)
     return sum_over_stages(scatter_sequence(varying(rows)))
 
 
@@ -223,14 +223,14 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
     cfg = replace(
         ex.cfg,
         **{
-            "model.matmul_dtype": "compute",
-            "model.float8_scaling": "tensor",
+            "compute.matmul_dtype": "compute",
+            "compute.float8_scaling": "tensor",
             "parallel.gather_dtype": "compute",
         },
     )
     plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
     names = all_on_device(saved_names(ex.cfg.parallel.remat))
-    block = rematerialize(functools.partial(_one_layer(ex), ex=plain), names, apart=False)
+    block = rematerialize(functools.partial(_one_layer, ex=plain), names, apart=False)
     return lambda x, w, context: block(x, w, context)
 
 
@@ -250,7 +250,7 @@ def token_loss(
         # cast and its communication has started. XLA would delay the cast to the end and keep the
         # gradient in float32 until then. With one chunk, the matmul casts the gradient.
         h, w = lax.optimization_barrier((h, w))
-    logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
+    logits = jnp.float32 if cfg.compute.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
     return cross_entropy(*flat, z_loss, logits, chunks, cfg.model.logits_softcap)
 
@@ -283,12 +283,12 @@ def _layer(
 ) -> tuple[jax.Array, ...]:
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
-        return (_one_layer(ex)(xs[0], w, contexts[0], ex),)
+        return (_one_layer(xs[0], w, contexts[0], ex),)
     return layer_of_row_groups(xs, w, contexts, ex)
 
 
-def _one_layer(ex: Execution) -> Callable[..., jax.Array]:
-    return parallel_layer if ex.cfg.model.parallel_block else layer
+def _one_layer(x: jax.Array, w: Tree, context: AttentionContext, ex: Execution) -> jax.Array:
+    return (parallel_layer if context.layer.parallel else layer)(x, w, context, ex)
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
@@ -350,6 +350,6 @@ def _block(ex: Execution):
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
         dims = layer_dims(w, context.layer, ex.cfg.model)
         w = lora.with_frozen_base(gather(w, dims, ex.cfg))
-        return _one_layer(ex)(x, w, context, ex)
+        return _one_layer(x, w, context, ex)
 
     return block

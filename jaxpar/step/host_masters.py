@@ -45,7 +45,7 @@ def weights_on_device(params: Any, cfg: Config) -> Any:
 def _dtype(spec: ParamSpec, cfg: Config) -> Any:
     """Return the dtype of a weight in a step: gathers cast theirs (`parallel/fsdp/gather.py`)."""
     gathered = set(FSDP_AXES) & axes_of(spec.partition_spec)
-    return jnp.dtype(cfg.model.dtype if gathered else jnp.float32)
+    return jnp.dtype(cfg.compute.dtype if gathered else jnp.float32)
 
 
 def _fetched(x: jax.Array, dtype: Any, most: int | None) -> jax.Array:

@@ -77,6 +77,11 @@ def abstract_state(cfg: Config) -> TrainState:
     return _abstract(cfg, with_slots(specs_of(cfg), cfg))
 
 
+def abstract_params(cfg: Config) -> Any:
+    """Return the global shapes and dtypes of the parameters, in a checkpoint's form."""
+    return abstract(specs_of(cfg))
+
+
 def abstract_logical(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes, dtypes and shardings of `to_logical`, those of a checkpoint's arrays."""
     arrays, running = _abstract(cfg, specs_of(cfg)), state_shardings(cfg, mesh)
@@ -98,7 +103,7 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
 
 def _abstract(cfg: Config, specs: Any) -> TrainState:
     params = abstract(specs)
-    opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
+    opt_state = jax.eval_shape(functools.partial(init_opt_state, cfg), params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(step, params, opt_state, abstract(extra_specs(cfg, specs)))
     state = trainers.abstract_replicas(state, trainers.num_trainers(cfg))
@@ -122,7 +127,7 @@ def feedback_of(cfg: Config, specs: Any = None) -> Any:
     return extra_specs(cfg, specs).get("feedback", ())
 
 
-def _init_opt_state(cfg: Config, params: Any) -> Any:
+def init_opt_state(cfg: Config, params: Any) -> Any:
     """Return the initial optax state for the given parameters."""
     trainable, _ = split(params, specs_of(cfg))
     state = optimizer_for(cfg).init(trainable)
@@ -197,7 +202,7 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
               depend on which others are initialized with it.
     """
     to = logical_shardings(abstract(specs), shardings(mesh, partition_specs(specs)), cfg)
-    params = _init_params(specs, cfg.train.seed, to)
+    params = init_arrays(specs, cfg.train.seed, to)
     return to_running(TrainState((), params, ()), cfg).params
 
 
@@ -207,7 +212,7 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     if cfg.optimizer.offload_masters:
         params = jax.device_put(params, to.params)
     own = functools.partial(trainers.for_each, n=replicas)
-    opt_state = jax.jit(lambda p: own(_init_opt_state(cfg, p)), out_shardings=to.opt_state)
+    opt_state = jax.jit(lambda p: own(init_opt_state(cfg, p)), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
     step = jax.jit(lambda: jnp.int32(0), out_shardings=to.step)()
     kept = initial_extra(params, cfg, mesh)
@@ -273,7 +278,7 @@ def compile_averaged(state: TrainState) -> None:
             convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 
 
-def _init_params(specs: Any, seed: int, to: Any) -> Any:
+def init_arrays(specs: Any, seed: int, to: Any) -> Any:
     """`initial_values.initialize` with one program per array, compiled in parallel.
 
     In a single program, XLA would compile the arrays' generators sequentially on one core. The

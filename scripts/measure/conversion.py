@@ -34,9 +34,7 @@ def write_model(folder: Path, cfg: Config) -> int:
     m = cfg.model
     (folder / "config.json").write_text(json.dumps(config_json(m, LLAMA, {}, "bfloat16")))
     shapes = {
-        name: tensor_shape(entry)
-        for entry in entry_table(LLAMA, m)
-        for name in tensor_names(entry)
+        name: tensor_shape(entry) for entry in entry_table(LLAMA, m) for name in tensor_names(entry)
     }
     values = 0.02 * np.random.default_rng(0).standard_normal(BLOCK, np.float32)
     for stored in create_tensors(folder, shapes, "bfloat16", 5_000_000_000).values():

@@ -1,5 +1,6 @@
 """Configs that cannot work are refused by field, value, rule and a fix that does work."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -7,6 +8,7 @@ import shlex
 import pytest
 
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     ConfigError,
     ModelConfig,
@@ -58,7 +60,7 @@ ZB train.micro_batch_size=16 | 2 | parallel.num_microbatches | at least 3
 ZB4 parallel.zero=2 | 2 | parallel.zero | zero_bubble
 ZB4 parallel.sequence=2 | 4 | parallel.sequence | zero_bubble
 ZB4 parallel.layer_loop=scan | 2 | parallel.layer_loop | zero_bubble
-ZB4 model.matmul_dtype=float8 | 2 | model.matmul_dtype | zero_bubble
+ZB4 compute.matmul_dtype=float8 | 2 | compute.matmul_dtype | zero_bubble
 ZB4 lora.rank=4 | 2 | lora.rank | zero_bubble
 parallel.replica_reduction=int8 | 2 | parallel.replica | at least 2 with
 RED=top_k parallel.replica_top_k=0.7 | 2 | parallel.replica_top_k | must be below 0.667 with 2
@@ -150,16 +152,16 @@ model.sliding_window=1 | 1 | model.sliding_window | must see another one
 model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2147483647
 model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
 data.eos_id=3000000000 | 1 | data.eos_id | at most 2147483647
-model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
-model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
-model.attention_backend=cudnn model.dtype=float32 | 1 | \
-    model.attention_backend | bfloat16 or float16
-model.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
-model.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
-model.attention_backend=pallas_hopper model.head_dim=64 model.dtype=float32 | 1 | \
-    model.attention_backend | bfloat16 or float16
-model.attention_backend=cudnn parallel.sequence=2 | 2 | \
-    model.attention_backend | needs tokens in order
+compute.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
+compute.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
+compute.attention_backend=cudnn compute.dtype=float32 | 1 | \
+    compute.attention_backend | bfloat16 or float16
+compute.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
+compute.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
+compute.attention_backend=pallas_hopper model.head_dim=64 compute.dtype=float32 | 1 | \
+    compute.attention_backend | bfloat16 or float16
+compute.attention_backend=cudnn parallel.sequence=2 | 2 | \
+    compute.attention_backend | needs tokens in order
 model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
 model.rope_scaling.factor=inf | 1 | model.rope_scaling.factor | finite
 model.rope_scaling.low_freq_factor=5 | 1 | \
@@ -275,9 +277,10 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data."),
-    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, dpo"),
+    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, compute, lora"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
+    *((f"model.{f.name}", f"use compute.{f.name}") for f in dataclasses.fields(ComputeConfig)),
 ]
 
 
@@ -352,7 +355,7 @@ def test_every_field_has_a_default():
         ({"parallel.tensor": 2, "parallel.replica": 2}, 4, 1),
         ({"parallel.tensor": 2}, 4, 3),
         ({"parallel.sequence": 4}, 4, 3),
-        ({"model.matmul_dtype": "float8", "parallel.gather_dtype": "float8"}, 1, 3),
+        ({"compute.matmul_dtype": "float8", "parallel.gather_dtype": "float8"}, 1, 3),
     ],
 )
 def test_where_nothing_is_sharded_weights_are_cast_once(fields, devices, zero):

@@ -48,7 +48,7 @@ def test_what_may_be():
         ({"optimizer.first_moment_dtype": "8bit"}, r"'8bit': has blocks"),
         ({"parallel.replica_reduction": "int8"}, r"'int8': compresses a sum that inner"),
         ({"optimizer.qk_clip": 100.0}, r"take the largest logits of all.*--diloco.every 0"),
-        ({"model.dtype": "float16"}, r"'float16': has a loss scale"),
+        ({"compute.dtype": "float16"}, r"'float16': has a loss scale"),
         ({"parallel.auto": "all"}, r"lets the planner choose the replicas"),
         (
             {"parallel.virtual_stages": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},

@@ -16,7 +16,7 @@ BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
 RECORD = {"run.record_routing": "1,3"}
 CLAMPED = {"model.activation": "clamped_swiglu"}
-FLOAT8 = {"model.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
+FLOAT8 = {"compute.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
     "model.num_kv_heads": 8,
     "model.d_ff": 32,
 }
@@ -43,7 +43,10 @@ CASES = [
     ({"train.router_bias_rate": -0.1}, "bias_rate = -0.1: needs model.router_bias.*bias True"),
     (BIAS | {"train.router_bias_rate": -0.1}, "bias_rate = -0.1: must be above 0.*rate 0.001"),
     (LORA | {"train.router_z_loss": 0.1}, "router_z_loss = 0.1: has no effect on a frozen router"),
-    (LORA | {"lora.targets": "up_proj"}, "targets = 'up_proj': cannot target experts"),
+    (
+        LORA | {"lora.targets": "up_proj"},
+        "targets = 'up_proj': must be .*; experts have no adapters",
+    ),
     ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
     ({"parallel.expert": 3}, "d_model = 16: must be divisible by parallel.expert = 3"),
     ({"parallel.expert": 16}, "batch_size = 8: must be divisible by parallel.expert = 16.*rt 8"),
@@ -74,7 +77,7 @@ CASES = [
         "nope_every = 2: does not support model.dense.*pipeline 2: stages begin .*pipeline 1",
     ),
     (
-        STAGES | {"model.matmul_dtype": "float8"},
+        STAGES | {"compute.matmul_dtype": "float8"},
         "matmul_dtype = 'float8': does not support model.dense_layers.*before the stages are not",
     ),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
@@ -149,7 +152,7 @@ CASES = [
     ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, gelu_ex"),
     (
         {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
-        "lora.targets = 'gate_proj': cannot target experts",
+        "lora.targets = 'gate_proj': must be names from q_proj, .*; experts have no adapters",
     ),
     ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
     (FLOAT8 | {"model.d_ff": 24}, "d_ff = 24: must be divisible by 16.*float8.*--model.d-ff 32"),
@@ -175,7 +178,10 @@ CASES = [
         RECORD | {"train.global_batch_size": 1 << 12, "data.seq_len": 1 << 18},
         "records 2 steps of 4,294,967,296 bytes, and must record at most 4,294,967,296.*ng 1",
     ),
-    ({"model.float8_scaling": "row"}, "float8_scaling = 'row': needs model.matmul_dtype float8"),
+    (
+        {"compute.float8_scaling": "row"},
+        "float8_scaling = 'row': needs compute.matmul_dtype float8",
+    ),
 ]
 
 

@@ -142,8 +142,8 @@ def test_adding_again_replaces():
             r"parallel\.context = 'ring': needs softmax attention, but model\.attention is capped",
         ),
         (
-            ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': needs softmax attention",
+            ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
+            r"compute\.attention_backend = 'cudnn': needs softmax attention",
         ),
     ],
 )

@@ -3,13 +3,12 @@
 import itertools
 import random
 import shlex
-import typing
 from pathlib import Path
 
 import pytest
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import parse_overrides, read_config
+from jaxpar.config.command_line import members, parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.validate import check, resolve
@@ -42,7 +41,10 @@ CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
-    "modules of layers that differ": ("gemma_3/1b", {"model.mtp_depth": 1}),
+    "modules with a recurrence": (
+        "qwen3_next_80b_a3b",
+        {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"},
+    ),
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
         "llama4_scout",
@@ -91,7 +93,7 @@ def values_of(path: str, configs: list[Config]) -> list:
     """Values of a field: of the configs, its default, and a few of its type."""
     hint = field_types()[path]
     few = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0]}.get(hint, [])
-    words = typing.get_args(hint) if "Literal" in str(hint) else ()
+    words = [one for one in members(hint) if isinstance(one, str)]
     found = [default_of(path), *few, *words]
     for cfg in configs:
         try:

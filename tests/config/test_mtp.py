@@ -10,6 +10,7 @@ GOOD = replace(Config(), **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
 
 def test_what_may_be():
     check(GOOD)
+    check(replace(GOOD, **{"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"}))
     experts = {"model.num_experts": 4, "train.global_batch_size": 8}
     check(replace(GOOD, **experts))
     check(replace(GOOD, **experts, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2}))
@@ -25,12 +26,8 @@ def test_what_may_be():
         ({"model.logits_scaling": 2.0}, r"logits_scaling = 2.0: does not support model.mtp_depth"),
         ({"lora.rank": 4}, r"lora.rank = 4: does not support model.mtp_depth, which is 2"),
         (
-            {"model.nope_every": 2, "parallel.layer_loop": "unroll"},
-            r"nope_every = 2: does not support model.mtp_depth.*layers are alike",
-        ),
-        (
-            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = 'G\*': does not support model.mtp_depth.*layers are alike",
+            {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
+            r"mtp_depth = 2: needs a last layer without a recurrence.*with GatedDeltaNet.*depth 0",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, replace
 from jaxpar.config.layout.composition import model_of as composed_of
-from jaxpar.config.lists.lora_targets import of_attention, of_recurrence
+from jaxpar.config.lists.lora_targets import targets_of
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.hf.families import FAMILIES
@@ -60,7 +60,7 @@ def config_of(name: str) -> Config:
     layers = [dataclasses.replace(x, mixer=changed(x.mixer)) for x in m.layers]
     if any(isinstance(x.mixer, Recurrent) for x in layers):  # each stage has all kinds
         layers = [*layers[: period(layers)]] * 2
-    fields: dict = {"model.dtype": "float32", "model.attention_backend": "reference"}
+    fields: dict = {"compute.dtype": "float32", "compute.attention_backend": "reference"}
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
     if experts_in(composed_of(m)):
         fields["train.balance_loss"] = 1e-2
@@ -128,9 +128,7 @@ def test_gradients(name, mesh, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTED)
 def test_gradients_of_adapters(name, devices):
-    m = config_of(name).model
-    feed_forward = ["gate_proj"] * m.mlp_gate + ["up_proj", "down_proj"]
-    targets = [*of_attention(m), *of_recurrence(m), *feed_forward * (not m.num_experts)]
+    targets = targets_of(composed_of(config_of(name).model))
     cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
 
@@ -141,6 +139,9 @@ def test_gradients_of_adapters(name, devices):
     [
         ("qwen3_5", "q_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
         ("qwen3_5", "q_proj,out_proj", DENSE[2]),
+        ("qwen3_5", "in_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
+        ("deepseek_v2", "gate_proj", EXPERTS[2]),
+        ("dots1", "up_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),
         ("nemotron_h", "v_proj,up_proj", "data=2,zero=2,layer_loop=unroll"),
         ("deepseek_v2", "o_proj,kv_b_proj", EXPERTS[2]),
         ("dots1", "q_proj,o_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),

@@ -12,10 +12,13 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.command_line import read_config
+from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.validate import check
 from jaxpar.convert.shape import model_from
 from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.load import load
 from jaxpar.model.lora import is_adapter
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
@@ -58,8 +61,9 @@ def flags_to_fit(run_of, published) -> list[str]:
     return shlex.split(str(error.value).partition("Fix: ")[2].removesuffix("."))
 
 
-def params_of(run_dir: Path, step: int):
-    cfg = config_for_sampling(checkpoint.load_config(run_dir, step))
+def params_of(run_dir: Path, step: int, *code: Path):
+    cfg = with_code(checkpoint.load_config(run_dir, step), list(map(str, code)))
+    cfg = config_for_sampling(cfg)
     return checkpoint.restore_params(run_dir, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
 
 
@@ -125,6 +129,38 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     state = again.start().state
     assert_same(state.params, params_of(run_dir, 8))
     assert int(state.step) == 0
+
+
+@pytest.mark.slow  # quicker: tests/extend and tests/meshes/test_lora.py, its parts
+@pytest.mark.usefixtures("quick_compile")
+def test_adapters_of_a_composed_run(train_on, dataset, tmp_path):
+    """They begin with another run's weights, resume, and are merged to generate."""
+    file, base, tuned = CONFIGS / "sigmoid_attention.py", tmp_path / "base", tmp_path / "tuned"
+    args = [
+        str(file),
+        "--data.path",
+        str(dataset),
+        "--data.seq-len",
+        "32",
+        "--evaluation.every",
+        "0",
+    ]
+    args += ["--train.global-batch-size", "4", "--optimizer.warmup-steps", "0"]
+    assert train_on(2, *args, "--run.dir", str(base), "--train.num-steps", "2") == 0
+    args += ["--run.dir", str(tuned), "--lora.rank", "4", "--run.init-from", str(base)]
+    assert train_on(2, *args, "--train.num-steps", "2") == 0
+    assert train_on(2, *args, "--train.num-steps", "4", "--parallel.tensor", "2") == 0
+    before, after = (flat(params_of(*run, file)) for run in ((base, 2), (tuned, 4)))
+    adapters = {name: after.pop(name) for name in [*after] if is_adapter(name)}
+    assert_same(after, before)
+    assert all(np.abs(a).max() > 0 for a in adapters.values()) and len(adapters) == 14
+    model = load(str(tuned), None, 1, print, code=[str(file)])
+    assert model.cfg.lora.rank == 0
+    other = ["--run.dir", str(tmp_path / "other"), "--model.block.mixer.shift", "-3.0"]
+    with pytest.raises(
+        ConfigError, match=r"a model of other layers: block\. Fix: use that model's"
+    ):
+        train_on(1, *args, *other)
 
 
 @pytest.mark.waits

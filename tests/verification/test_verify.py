@@ -44,7 +44,7 @@ def test_meshes_agree(capsys):
     code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
-    assert "float32, highest matmul precision" in shown and "2 layers" in shown
+    assert "float32, highest matmul precision" in shown and "layers x 2" in shown
     assert "weights after 2 steps" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
     assert "same bits" in row and row.endswith("ok")
@@ -213,7 +213,7 @@ def test_a_mesh_may_set_a_float():
                 "quickstart",
                 "--mesh",
                 "data=2,gather_dtype=float8",
-                "--model.matmul-dtype",
+                "--compute.matmul-dtype",
                 "float8",
             ],
             "sets gather_dtype, but verify compares in float32. Fix: remove gather_dtype=float8",

@@ -11,8 +11,6 @@ from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.model import ModelConfig
 
-_WHY = "is not supported with model.layers"
-
 
 def components_divide(cfg: Config) -> None:
     """Check what the components of a composed model say of their fields on a mesh."""
@@ -53,8 +51,6 @@ def composed(cfg: Config) -> None:
         path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
         ok = p.context != "ring" or p.sequence == 1
         require(ok, cfg, path, rule, flag(path, "allgather"))
-    require(cfg.lora.rank == 0, cfg, "lora.rank", _WHY, flag("lora.rank", 0))
-    require(m.mtp_depth == 0, cfg, "model.mtp_depth", _WHY, flag("model.mtp_depth", 0))
 
 
 def _before_stages(cfg: Config) -> None:
@@ -70,5 +66,5 @@ def _before_stages(cfg: Config) -> None:
         rule = f"{said}: {layer.name} has experts, which only stages have"
         require(not isinstance(layer.feed_forward, Experts), cfg, path, rule, one)
     rule = f"{said}, and are not rounded to float8"
-    field = "model.matmul_dtype"
-    require(m.matmul_dtype == "compute", cfg, path, rule, one, flag(field, "compute"))
+    field = "compute.matmul_dtype"
+    require(cfg.compute.matmul_dtype == "compute", cfg, path, rule, one, flag(field, "compute"))

@@ -60,7 +60,7 @@ def _without_gate(cfg: Config) -> None:
     gate = "model.mlp_gate"
     reasons = (
         ("model.expert_bias", "experts without a gate have no biases yet"),
-        ("model.matmul_dtype", "products of experts without a gate are not rounded yet"),
+        ("compute.matmul_dtype", "products of experts without a gate are not rounded yet"),
     )
     for path, why in reasons:
         default = default_of(path)
@@ -136,7 +136,7 @@ def _before_stages(cfg: Config, said: str) -> None:
     reasons = (
         ("model.global_every", 0, "stages begin with the same kind of layer"),
         ("model.nope_every", 0, "stages begin with the same kind of layer"),
-        ("model.matmul_dtype", "compute", "layers before the stages are not rounded"),
+        ("compute.matmul_dtype", "compute", "layers before the stages are not rounded"),
     )
     one = flag("parallel.pipeline", 1)
     for path, better, why in reasons:

@@ -30,7 +30,7 @@ _OF_KIND = {
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
     DELTA_NET + MAMBA + KDA + KDA_DENSE: """model.conv_kernel_size model.recurrent_chunk
-    model.recurrent_backend model.recurrent_norms""".split(),
+    compute.recurrent_backend model.recurrent_norms""".split(),
 }
 
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
@@ -125,14 +125,15 @@ def _sizes(cfg: Config) -> None:
 
 def _kernels(cfg: Config) -> None:
     """Check what the Triton kernels of recurrences need, without a device."""
-    m, path = cfg.model, "model.recurrent_backend"
-    if m.recurrent_backend != "triton":
+    m, path = cfg.model, "compute.recurrent_backend"
+    if cfg.compute.recurrent_backend != "triton":
         return
     auto, for_kernels = flag(path, "auto"), f"for {path} = triton"
     rule = f"has no kernel for decays of each channel, and {PATH} has Kimi Delta Attention ({KDA})"
     require(not has_kda(m), cfg, path, rule, auto)
-    rule = f"needs bfloat16, but model.dtype is {m.dtype}"
-    require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    dtype = cfg.compute.dtype
+    rule = f"needs bfloat16, but compute.dtype is {dtype}"
+    require(dtype == "bfloat16", cfg, path, rule, flag("compute.dtype", "bfloat16"), auto)
     rule = f"must be {' or '.join(map(str, _CHUNKS))} {for_kernels}"
     size = "model.recurrent_chunk"
     require(m.recurrent_chunk in _CHUNKS, cfg, size, rule, flag(size, _CHUNKS[-1]), auto)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from jaxpar.config import Config, default_of, flag, registry, require, value_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -144,7 +145,7 @@ def blocks_of_moments(cfg: Config) -> None:
     require(ok, cfg, path, f"must be at least {SMALLEST}", flag(path, 128))
     if not uses_blocks(o):
         return
-    for name, size, axes in split_sizes(m, cfg.parallel):
+    for name, size, axes in split_sizes(model_of(m), cfg.parallel):
         ways = math.prod(max(value_of(cfg, axis), 1) for axis in axes)
         fits = lambda n: size % (max(block_of(size, n), 1) * ways) == 0  # noqa: B023, E731
         factors = " * ".join(axis for axis in axes if value_of(cfg, axis) > 1)

@@ -52,10 +52,10 @@ def attention_function(cfg: Config) -> None:
     ok = p.context != "ring" or p.sequence == 1
     require(ok, cfg, path, rule, flag(path, "allgather"), softmax)
     path, rule = (
-        "model.attention_backend",
+        "compute.attention_backend",
         f"needs softmax attention, but model.attention is {m.attention}",
     )
-    ok = m.attention_backend in ("auto", "reference")
+    ok = cfg.compute.attention_backend in ("auto", "reference")
     require(ok, cfg, path, rule, flag(path, "auto"), softmax)
 
 
@@ -141,10 +141,11 @@ def _scaled_layers(cfg: Config) -> None:
 
 def float8_matmuls(cfg: Config) -> None:
     """Check that options of float8 matmuls take effect."""
-    m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
-    path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
-    ok = m.matmul_dtype == "float8"
-    require(ok or m.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
+    c, p, float8 = cfg.compute, cfg.parallel, flag("compute.matmul_dtype", "float8")
+    path = "compute.float8_scaling"
+    rule = f"needs compute.matmul_dtype float8, not {c.matmul_dtype}"
+    ok = c.matmul_dtype == "float8"
+    require(ok or c.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
     path = "parallel.gather_dtype"
     compute = flag(path, "compute")
     require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
@@ -164,8 +165,8 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 def attention(cfg: Config) -> None:
     """Check what `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
-    m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
-    auto, name = flag(path, "auto"), m.attention_backend
+    m, p, path = cfg.model, cfg.parallel, "compute.attention_backend"
+    auto, name = flag(path, "auto"), cfg.compute.attention_backend
     if name not in _HEAD_DIMS:
         return
     rule = f"is not supported by attention_backend = {name}, which cannot cap scores"
@@ -179,8 +180,9 @@ def attention(cfg: Config) -> None:
     for head, dim in heads.items():
         fits = flag(head, next((size for size in sizes if size >= dim), 256))
         require(dim in sizes, cfg, head, rule, fits, auto)
-    rule = "needs bfloat16 or float16, but model.dtype is float32"
-    require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    rule = "needs bfloat16 or float16, but compute.dtype is float32"
+    in_16_bits = flag("compute.dtype", "bfloat16")
+    require(cfg.compute.dtype != "float32", cfg, path, rule, in_16_bits, auto)
     if name == "cudnn" and p.sequence > 1:
         rule = f"needs tokens in order, which parallel.context = {p.context} permutes"
         require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)
@@ -209,11 +211,6 @@ def _feed_forward(cfg: Config) -> None:
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
-    targets = cfg.lora.targets.split(",")
-    rest = ",".join(name for name in targets if name != "gate_proj") or "q_proj,v_proj"
-    ok = m.mlp_gate or not cfg.lora.rank or "gate_proj" not in targets
-    rule = f"must not have gate_proj, since {gate} is False"
-    require(ok, cfg, "lora.targets", rule, flag("lora.targets", rest))
 
 
 def _norms(cfg: Config) -> None:
@@ -241,17 +238,19 @@ def _parallel(cfg: Config) -> None:
 def _positions(cfg: Config) -> None:
     m, path, most = cfg.model, "model.positions", "model.max_positions"
     ways: tuple[str, ...]
-    if m.positions == "rope":
+    if m.positions == "rope" and not m.layers:
         rule = f"needs {path} learned, not rope"
         ways = flag(path, "learned"), flag(most, 0)
         require(m.max_positions == 0, cfg, most, rule, *ways)
+        return
+    if m.layers and not m.max_positions:
         return
     rope = flag(path, "rope")
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
     ways = (flag(most, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1))
     ways = ways if m.max_positions else ways[:1]
     require(m.max_positions >= cfg.data.seq_len, cfg, most, rule, *ways)
-    for other in OF_ROPE:
+    for other in () if m.layers else OF_ROPE:
         default = default_of(other) if other != "model.rope_scaling" else None
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"
@@ -261,14 +260,21 @@ def _positions(cfg: Config) -> None:
 def _mixers(cfg: Config) -> None:
     """Refuse what is not verified beside latent attention, recurrent layers and MTP."""
     mixers = {"model.kv_lora_rank": 0, "model.layer_pattern": "", "model.mtp_depth": 0}
-    others = {"model.norm": "rms", "model.parallel_block": False, "model.positions": "rope"}
-    others |= {"model.attention_softcap": None, "model.attention_chunk": None}
+    others = {"model.norm": "rms", "model.positions": "rope"}
+    of_layers = {"model.parallel_block": False, "model.attention_softcap": None}
+    of_layers |= {"model.attention_chunk": None}
     for mixer, none in mixers.items():
         given = value_of(cfg, mixer)
         if given == none:
             continue
-        for other, default in others.items():
-            ok = value_of(cfg, other) == default
-            ok = ok or (mixer, other) == ("model.layer_pattern", "model.mlp_gate")  # Nemotron-H
+        beside = others if mixer == "model.mtp_depth" else others | of_layers
+        for other, default in beside.items():
             rule = f"is not supported with {mixer} = {given}"
-            require(ok, cfg, other, rule, flag(other, default), flag(mixer, none))
+            require(
+                value_of(cfg, other) == default,
+                cfg,
+                other,
+                rule,
+                flag(other, default),
+                flag(mixer, none),
+            )

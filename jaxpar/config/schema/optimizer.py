@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpar.config.values import Value
+
 #: The weights of a run: those that are trained, or their moving average.
 Weights = Literal["trained", "ema"]
 TRAINED: Weights = "trained"
@@ -14,13 +16,14 @@ AVERAGED: Weights = "ema"
 class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
-    """Update rule, or one registered with jaxpar/config/registry.py. muon: for the matrices of
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] | Value = "adamw"
+    """Update rule; in Python also an `UpdateRule` of your own. muon: for the matrices of
     layers, with adamw for embeddings, head, router, norms and biases (docs/optimizers.md)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] | Value = "cosine"
+    """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth. In
+    Python also a `Schedule` of your own."""
     schedule_by: str = "steps"
     """What the schedule counts. steps: optimizer steps. tokens: a step of fewer tokens than the
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
@@ -60,7 +63,7 @@ class OptimizerConfig:
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     offload_masters: bool = False
-    """Keep the float32 master weights in host memory too; a step copies them in model.dtype."""
+    """Keep the float32 master weights in host memory too; a step copies them in compute.dtype."""
     muon_momentum: float = 0.95
     """Decay rate of muon's momentum. beta1 and beta2 apply to the parameters that AdamW updates."""
     muon_nesterov: bool = True

@@ -5,7 +5,7 @@ do not affect the function (token ids, dropout, initial values) are accepted, an
 """
 
 import typing
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
@@ -31,19 +31,15 @@ from jaxpar.convert.hf.names import entries_of, unnamed
 from jaxpar.convert.hf.tensor_layout import Entry
 
 #: Compute dtype of the model, by dtype of the weights.
-COMPUTE_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+COMPUTE_DTYPES: dict[str, Literal["bfloat16", "float32"]] = {
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+    "float32": "float32",
+}
 
 #: Fields of the model that a published config.json does not determine.
 FREE_MODEL_FIELDS = {
     "init_std",
-    "dtype",
-    "matmul_dtype",
-    "matmul_precision",
-    "float8_scaling",
-    "logits_dtype",
-    "attention_backend",
-    "attention_deterministic",
-    "recurrent_backend",
 }
 
 #: What to do about a model of no family.
@@ -97,7 +93,7 @@ def named_family(model_type: str, option: str = "--family") -> Family:
 
 
 def model_of(values: Values, family: Family) -> ModelConfig:
-    """Convert a config.json to a ModelConfig, with the compute dtype of its weights.
+    """Convert a config.json to a ModelConfig.
 
     Raises:   ConfigError that names the key that is missing or unsupported.
     """
@@ -132,8 +128,7 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     if any(draft.feed_forward is Experts for draft in drafts):
         shared |= experts.read(values, family, shared["Experts.expert.d_ff"])
     top = {name: value for name, value in shared.items() if "." not in name}
-    dtype = COMPUTE_DTYPES[dtype_of(values)]
-    model = ModelConfig(layers=build(drafts, shared), dtype=dtype, **top)  # type: ignore[arg-type]
+    model = ModelConfig(layers=build(drafts, shared), **top)
     if router_has_no_gradient(model):
         rule = "gives each token one expert, with a weight of 1: the router could not be trained"
         fix = "use a model with at least 2, or without norm_topk_prob"

@@ -102,7 +102,7 @@ def open_export(
     carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
     family = choose(family, cfg.model, carried)
     if dtype is None:
-        dtype = dtype_of(carried) if carried else cfg.model.dtype
+        dtype = dtype_of(carried) if carried else cfg.compute.dtype
     arrays = open_run(run, cfg, saved.step, weights)
     cfg = without_padding(run, cfg)
     return Export(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.checkpoint import weights_alone
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -30,6 +31,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.composed import differences
 from jaxpar.convert.hf.config import (
+    COMPUTE_DTYPES,
     check_count,
     dtype_keys,
     dtype_of,
@@ -194,7 +196,9 @@ def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, 
 
 
 def config_for(model: ModelConfig, values: Values) -> Config:
-    """Return the config of a run for a model, with defaults for all other fields.
+    """Return the config of a run for a model, in the compute dtype of its weights.
+
+    All other fields have their defaults.
 
     Raises:   ConfigError if the model is invalid.
     """
@@ -204,6 +208,7 @@ def config_for(model: ModelConfig, values: Values) -> Config:
     loop: Literal["scan", "unroll"] = "scan" if hybrid or len(of.stacks) == 1 else "unroll"
     cfg = Config(
         model=model,
+        compute=ComputeConfig(dtype=COMPUTE_DTYPES[dtype_of(values)]),
         data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
         parallel=ParallelConfig(layer_loop=loop),
     )
@@ -352,7 +357,7 @@ _CHANGES = {
 }
 
 
-def changes(cfg: Config, source: PublishedModel) -> str:
+def changes_of(cfg: Config, source: PublishedModel) -> str:
     """Describe the fields of `run.init_changes` that differ from those of a published model.
 
     Raises:   ConfigError that names every other field that differs.

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.checkpoint import saved_steps
+from jaxpar.components.weight import Weight, vector
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.composed import differences
@@ -76,9 +77,8 @@ def _check_names(family: Family, cfg: Config) -> None:
     """Raises:   ConfigError when PEFT would take the name of a targeted matrix for another, too."""
     named = {_module(entry): target for target, entry in _targeted(family, cfg)}
     paths = {entry.path for _, entry in _targeted(family, cfg)}
-    matrices = {name for names in TARGETS.values() for name in names}
     for entry in entry_table(family, cfg.model):
-        is_matrix = entry.path.partition("/")[2] in matrices and entry.path not in paths
+        is_matrix = _declared(entry, cfg).is_matrix and entry.path not in paths
         if is_matrix and _module(entry) in named:
             target = named[_module(entry)]
             rule = f"is {_module(entry)} in {family.model_type}, as is the matrix {entry.path}"
@@ -92,13 +92,21 @@ def _module(entry: Entry) -> str:
 
 def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
     """Return each target with the entries of its matrices, of every stack of layers."""
-    table = [entry for entry in entry_table(family, cfg.model) if not entry.path.startswith("mtp/")]
+    table = entry_table(family, cfg.model)
     return [
         (target, entry)
         for target in cfg.lora.targets.split(",")
         for entry in table
-        if entry.path.partition("/")[2] in TARGETS[target]
+        if _declared(entry, cfg).adapter == target
     ]
+
+
+def _declared(entry: Entry, cfg: Config) -> Weight:
+    """Return the declaration of a layer's weight; one without outputs for other arrays."""
+    stack, _, name = entry.path.partition("/")
+    layers = model_of(cfg.model).stacks.get(stack)
+    weights = layers[0].weights(model_of(cfg.model)) if layers else {}
+    return weights.get(name) or vector((), ())
 
 
 def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:

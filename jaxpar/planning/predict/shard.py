@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     DilocoConfig,
     LoraConfig,
@@ -60,7 +61,7 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     model = _with_slots(cfg)
-    weights, rest = _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
+    weights, rest = _bytes_on_device(model, cfg.compute, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
     return weights, rest + feedback_bytes(cfg)
 
 
@@ -82,6 +83,7 @@ def feedback_bytes(cfg: Config) -> int:
 @functools.cache
 def _bytes_on_device(
     model: ModelConfig,
+    compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig,
@@ -94,20 +96,28 @@ def _bytes_on_device(
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
     replicas = ways_of[REPLICA] if diloco.every else 1
-    weights, rest = _state_leaves(model, lora, optimizer, diloco, replicas)
+    weights, rest = _state_leaves(model, compute, lora, optimizer, diloco, replicas)
     return on_device(weights), on_device(rest)
 
 
 @functools.cache
 def _state_leaves(
     model: ModelConfig,
+    compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig,
     replicas: int,
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     parallel = ParallelConfig(replica=replicas)
-    cfg = Config(model=model, lora=lora, optimizer=optimizer, diloco=diloco, parallel=parallel)
+    cfg = Config(
+        model=model,
+        compute=compute,
+        lora=lora,
+        optimizer=optimizer,
+        diloco=diloco,
+        parallel=parallel,
+    )
     state, specs = abstract_state(cfg), state_specs(cfg)
 
     def leaves(arrays: Any, partitions: Any) -> tuple[Leaf, ...]:
@@ -256,7 +266,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         expert_fsdp=ways(cfg, EXPERT_FSDP_AXES),
-        width=jnp.dtype(m.dtype).itemsize,
+        width=jnp.dtype(cfg.compute.dtype).itemsize,
         execution=execution,
         trainable=cfg.lora.rank == 0,
         imbalance=imbalance if expert_ways(p) > 1 else 1.0,

@@ -1,6 +1,8 @@
 """Rules about multi-token prediction, and about the weights of losses by step."""
 
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.layout.composition import layer_of_modules
 from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, corners
 
 DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
@@ -37,12 +39,8 @@ def multi_token_prediction(cfg: Config) -> None:
     require(cfg.train.mtp_loss > 0, cfg, WEIGHT, f"must be above 0, or {DEPTH} 0", none)
     said = f"does not support {DEPTH}, which is {m.mtp_depth}"
     require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
-    for path, alike in (
-        ("model.global_every", 0),
-        ("model.nope_every", 0),
-        ("model.layer_pattern", ""),
-    ):
-        rule = f"{said}: a module has the layer of a model whose layers are alike"
-        require(value_of(cfg, path) == alike, cfg, path, rule, flag(path, alike), none)
+    last = layer_of_modules(m).mixer
+    rule = f"needs a last layer without a recurrence: modules are as it, with {type(last).__name__}"
+    require(not isinstance(last, Recurrent), cfg, DEPTH, rule, none)
     path, rule = "model.logits_scaling", f"{said}: modules read what the head reads, unscaled"
     require(m.logits_scaling == 1, cfg, path, rule, flag(path, 1.0), none)

@@ -23,7 +23,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
 
 #: Values that a field must not have, what it may have, and why.
 REFUSED: dict[str, tuple[str, str, str]] = {
-    "model.dtype": ("float16", "bfloat16", "has a loss scale, which is the same in all replicas"),
+    "compute.dtype": ("float16", "bfloat16", "has a loss scale, which is the same in all replicas"),
     "optimizer.name": ("muon", "adamw", "shares its matrices among all replicas"),
     "optimizer.first_moment_dtype": ("8bit", "bfloat16", "has blocks without a dim of replicas"),
     "optimizer.second_moment_dtype": ("8bit", "bfloat16", "has blocks without a dim of replicas"),

@@ -13,7 +13,7 @@ def zero_bubble(cfg: Config) -> None:
         field = f"parallel.{name}"
         rule = f"must be {value} with {path} zero_bubble"
         require(value_of(cfg, field) == value, cfg, field, rule, flag(field, value), other)
-    matmuls, field = cfg.model.matmul_dtype, "model.matmul_dtype"
+    matmuls, field = cfg.compute.matmul_dtype, "compute.matmul_dtype"
     rule = f"must be compute with {path} zero_bubble"
     require(matmuls == "compute", cfg, field, rule, flag(field, "compute"), other)
     rule = f"must be 0 with {path} zero_bubble"

@@ -43,7 +43,6 @@ GPT2 = Family(
     },
     fixed={
         "norm": "layer",
-        "positions": "learned",
         "Mlp.activation": "gelu",
         "Mlp.bias": True,
         "Attention.bias": True,
