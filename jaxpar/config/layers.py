@@ -14,6 +14,7 @@ from typing import Any
 from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
 
@@ -277,6 +278,34 @@ def all_paths(layers: Sequence[Layer]) -> list[str]:
     for layer in dict.fromkeys(layers):
         walk(layer, f"model.{layer.name}")
     return found
+
+
+@functools.cache
+def _ranges_of(component: Any) -> dict[str, Range | Reals | None]:
+    hints = typing.get_type_hints(component, include_extras=True)
+    return {name: declared_range(hint) for name, hint in hints.items()}
+
+
+def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+    """Yield each number of components whose field declares a range.
+
+    Returns:  its address, its value, the range, and the field's default or another good value.
+    """
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+        ranges = _ranges_of(type(node))  # type: ignore[arg-type]
+        for field in dataclasses.fields(node):
+            value, inner = getattr(node, field.name), f"{path}.{field.name}"
+            allowed = ranges[field.name]
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                yield from walk(value, inner)
+            elif allowed is not None:
+                good = getattr(allowed, "good", None) or allowed.least
+                default = field.default if field.default is not dataclasses.MISSING else good
+                yield inner, value, allowed, default
+
+    for layer in dict.fromkeys(layers):
+        yield from walk(layer, f"model.{layer.name}")
 
 
 # ------------------------------------------------------------------------------------- summary

@@ -56,8 +56,6 @@ class Value:
     reads: ClassVar[tuple[str, ...]] = ()
     """What it reads of a batch beside tokens and labels: "source" is the index of each token's
     source in a mixture."""
-    refuses: ClassVar[dict[str, str]] = {}
-    """Fields of the config that must have their defaults with it, and why."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

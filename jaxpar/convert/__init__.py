@@ -8,8 +8,7 @@ hf/importing      from-hf                         hf/exporting      to-hf
 peft/importing    from-peft                       peft/exporting    to-peft
 megatron/importing from-megatron                 megatron/checkpoint   torch_dist
 megatron/torch_zip    pickles, not run           torch_file        to-torch
-torch_names       names in its files             torch_model       the model in plain PyTorch
-selfcheck         compares logits
+torch_model       the model in plain PyTorch     selfcheck         compares logits
 """
 
 MAY_IMPORT = (

@@ -23,9 +23,9 @@ from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.components.weight import Weight, matrix, vector
-from jaxpar.config import MupConfig
+from jaxpar.config import Model, MupConfig
 from jaxpar.data.own import DataSource
-from jaxpar.extend.model import Model, swap
+from jaxpar.extend.model import swap
 from jaxpar.monitoring.sinks import MetricSink
 from jaxpar.objectives.losses import Loss, Scores
 from jaxpar.optimizer.matrices import Matrices

@@ -11,17 +11,6 @@ from jaxpar.config.layers import BESIDE, addressed, with_value
 from jaxpar.config.layout.composition import model_of
 
 
-def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
-    """Compose a model. The list is the model: nothing else says what differs between layers.
-
-    Args:
-        layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are equal,
-            and their weights are stacked.
-        fields: of the section `model` that are not of layers: norm_eps, tie_embeddings, ...
-    """
-    return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)
-
-
 def swap(
     model: ModelConfig, part: str, component: type[Component] | None, **fields: Any
 ) -> ModelConfig:

@@ -48,7 +48,7 @@ def section_table(name: str, cls: Any) -> list[str]:
         path, inner = f"{name}.{field}", fields.section_of(hint)
         values = "`None`, a section" if inner else values_text(path, hint)
         row = (f"`{path}`", values, fields.meanings(cls)[field])
-        lines.append("| " + " | ".join(map(cell, row)) + " |")
+        lines.append("|" + "|".join(map(cell, row)) + "|")
         if inner is not None:
             lines += section_table(path, inner)
     return lines
@@ -58,7 +58,7 @@ def table() -> str:
     """Return the tables of all sections as Markdown."""
     parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
-        head = ["| field | default, others | meaning |", "|---|---|---|"]
+        head = ["|field|default, others|meaning|", "|---|---|---|"]
         lines = [f"### {name}", "", inspect.getdoc(cls) or "", "", *head]
         parts.append("\n".join(lines + section_table(name, cls)) + "\n")
     return "\n".join(parts)

@@ -204,6 +204,11 @@ def test_the_page_of_families_is_current():
     assert read("docs/families.md") == written, "run python scripts/docs/families.py --write"
 
 
+def test_the_page_of_combinations_is_current():
+    written = script_of("combinations").page()
+    assert read("docs/combinations.md") == written, "run scripts/docs/combinations.py --write"
+
+
 def test_the_map_of_the_code_is_up_to_date():
     written = script_of("code_map").page()
     assert read("docs/code.md") == written, "run python scripts/docs/code_map.py --write"

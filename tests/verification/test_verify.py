@@ -234,7 +234,7 @@ def test_a_mesh_may_set_a_float():
             r"needs .* GiB of memory for 2 CPU devices",
         ),
         (["quickstart", "--run.cpu-devices", "-1"], "must not be negative"),
-        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4096"),
+        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4,096"),
         (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
         (["quickstart", "--mesh", "data=100000000"], "data must be at most 1,048,576"),
         (

@@ -42,9 +42,6 @@ FREE_MODEL_FIELDS = {
     "init_std",
 }
 
-#: What to do about a model of no family.
-NO_FAMILY = "export it with `to-torch`, or train a model of one of them"
-
 #: How weights are quantized. Exported ones are not.
 QUANTIZATION = "quantization_config"
 
@@ -275,7 +272,8 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ConfigError("RUN", "its model", f"fits no published family ({rule})", NO_FAMILY)
+    fix = "export it with `to-torch`, or train a model of one of them"
+    raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 
 
 def _may_have_experts(family: Family) -> set[bool]:
