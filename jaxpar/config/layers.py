@@ -218,9 +218,7 @@ def check_layers(layers: Any) -> None:
 
 
 #: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
-_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"} - {
-    "layers"
-}
+_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"} - {"layers"}
 
 
 # ----------------------------------------------------------------------------------- addresses

@@ -19,7 +19,7 @@ from jaxpar.components.model import Layer, Model
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.folder import Tensors
-from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
+from jaxpar.convert.hf.tensor_layout import Entry, read_box
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model.flops import num_params
@@ -142,10 +142,10 @@ def _block(of: Layer, model: Model) -> Callable:
     return jax.jit(lambda x, w, place, segments: decoder.block(x, w, of, place, segments, model))
 
 
-def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:
+def published_reader(entries: list[Entry], tensors: Tensors) -> Read:
     """Make a function that reads a published folder as jaxpar's parameters."""
     by_path = {entry.path: entry for entry in entries}
-    return lambda path, box: read_box(by_path[path], sizes, box, tensors.open)
+    return lambda path, box: read_box(by_path[path], box, tensors.open)
 
 
 def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:

@@ -79,7 +79,7 @@ def test_the_description_has_every_field_and_weight():
 
 def test_a_model_that_no_family_can_write():
     model = ModelConfig(attention="my.py:attention")
-    with pytest.raises(ConfigError, match=r"fits no published family .*Fix: train a model of one"):
+    with pytest.raises(ConfigError, match=r"fits no published family .*Fix: export it"):
         exporting.choose(None, model, {})
     with pytest.raises(ConfigError, match=r"fits no published family .*export it with `to-torch`"):
         exporting.choose(None, ModelConfig(out_bias=True), {})
@@ -216,7 +216,7 @@ def test_a_balancing_bias_stays_float32(tmp_path):
 def test_no_published_family_has_a_composed_model(tmp_path):
     run = composed.write_run(tmp_path / "run", "own")
     with pytest.raises(
-        ConfigError, match=r"fit no published family.*Fix: use `to-torch \S+ model.s"
+        ConfigError, match=r"fits no published family.*Fix: use `to-torch \S+ model.s"
     ):
         call("convert", ["to-hf", str(run), str(tmp_path / "hf")])
 

@@ -1,6 +1,8 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
+from jaxpar.components.experts import Experts
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, KDA_DENSE
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
@@ -119,9 +121,13 @@ def _router_gradient(cfg: Config) -> None:
 def router_has_no_gradient(m: ModelConfig) -> bool:
     """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
     cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
-    alone = m.num_experts > 1 and m.experts_per_token == 1
-    cancels = m.post_norms and not m.num_shared_experts
-    return alone and (m.normalize_experts or cancels)
+    for layer in dict.fromkeys(model_of(m).layers):
+        of = layer.feed_forward
+        if isinstance(of, Experts) and of.num_experts > 1 and of.experts_per_token == 1:
+            cancels = layer.norms != "before" and not of.num_shared_experts
+            if of.router.normalize or cancels:
+                return True
+    return False
 
 
 def _groups(cfg: Config) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.layers import SavedComponent
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import tokenizer
@@ -29,10 +30,7 @@ from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors, copy_carried, create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
-    Sizes,
     assign,
-    shape_of,
-    sizes_of,
     tensor_names,
     tensor_shape,
     tensors_in,
@@ -79,7 +77,6 @@ class Export(Opened):
     carried: Values
     """Values of the imported config.json; only OF_ANY_FAMILY for another family."""
     entries: list[Entry]
-    sizes: Sizes
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +87,7 @@ class Export(Opened):
         """Return the name and shape of each tensor, layer by layer as in published files."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
-            found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
+            found |= dict.fromkeys(tensor_names(entry), tensor_shape(entry))
         return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
 
 
@@ -110,9 +107,11 @@ def open_export(
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
-    if cfg.model.layers:
-        rule, fix = "fit no published family", f"use `to-torch {run} model.safetensors`"
-        raise ConfigError("model.layers", f"{len(cfg.model.layers)} layers", rule, fix)
+    for layer in cfg.model.layers:
+        for term in (layer.mixer, layer.feed_forward):
+            if isinstance(term, SavedComponent):  # of a user's own class
+                rule, fix = "fits no published family", f"use `to-torch {run} model.safetensors`"
+                raise ConfigError(f"model.{layer.name}", term.name, rule, fix)
     carried = carried_config(run)
     chosen = choose(family, standard(cfg.model), carried)
     opened = open_checkpoint(run, saved.step, cfg, dtype, weights)
@@ -121,7 +120,6 @@ def open_export(
         family=chosen,
         carried=carried_values(carried, chosen),
         entries=entry_table(chosen, opened.config.model),
-        sizes=sizes_of(opened.config.model),
     )
 
 
@@ -167,7 +165,7 @@ def choose(family: str | None, m: ModelConfig, carried: Values) -> Family:
     if family is None:
         chosen = family_of(carried) if carried else choose_family(m)
     else:
-        chosen = named_family(family, m)
+        chosen = named_family(family)
     reason = why_not(chosen, m)
     if reason is not None:
         fix = f"use --family {choose_family(m).model_type}"
@@ -204,8 +202,8 @@ def to_hf(
             check_merge(export.arrays, export.config, tolerance, log)
         if tolerance is not None:
             tensors = find_tensors(temporary)
-            check_tensors(tensors, export.entries, export.sizes)
-            published = selfcheck.published_reader(export.entries, export.sizes, tensors)
+            check_tensors(tensors, export.entries)
+            published = selfcheck.published_reader(export.entries, tensors)
             run = selfcheck.run_reader(export.arrays, m, export.dtype)
             selfcheck.check_conversion(
                 m, run, published, temporary, tolerance, log, "the written files"
@@ -249,8 +247,8 @@ def own_values(cfg: Config) -> Values:
 def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
     """Copy a parameter into the tensors of its entry; errors as `copy_parameter`."""
     writable = lambda name: stored[name].open("r+")  # noqa: E731
-    parts = lambda box: tensors_in(entry, export.sizes, box, writable)  # noqa: E731
-    copy_parameter(export, entry.path, shape_of(entry.ours, export.sizes), parts, progress)
+    parts = lambda box: tensors_in(entry, box, writable)  # noqa: E731
+    copy_parameter(export, entry.path, entry.shape, parts, progress)
 
 
 def copy_parameter(
