@@ -151,9 +151,6 @@ USER_HEADS = some_layer(
 PARALLEL_BLOCK = some_layer(
     "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", False
 )
-LAYER_SCALE = some_layer(
-    "scaled layers", "scaled", lambda layer: layer.scaled, "model.layer_scale", False
-)
 
 # ------------------------------------------------------------------------------ fields of a config
 
@@ -174,7 +171,7 @@ POST_UPDATES = changed("train.post_updates")
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
-PATTERN = changed("model.layer_pattern")
+PATTERN, LAYER_SCALE = changed("model.layer_pattern"), changed("model.layer_scale")
 DILOCO, EMA, QK_CLIP = map(changed, ("diloco.every", "optimizer.ema_decay", "optimizer.qk_clip"))
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")
@@ -309,7 +306,7 @@ TABLE: tuple[Incompatible, ...] = (
         "it saves nothing in host memory",
     ),
     _ROW(PARALLEL_BLOCK, ROW_GROUPS, "its branches do not wait for one another"),
-    _ROW(LAYER_SCALE, PARALLEL_BLOCK, _UNVERIFIED),
+    _ROW(LAYER_SCALE, changed("model.parallel_block"), _UNVERIFIED),
     _ROW(PATTERN, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
     _ROW(PATTERN, changed("parallel.layers_per_stage"), "stages have whole periods"),
     _ROW(PATTERN, REMAT_GROUP, "a scan's step has a period of layers"),

@@ -49,7 +49,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a registered attention function": {"model.attention": "mine"},
     "attention with another method `heads`": {"model.layers": COMPOSED},
     "parallel blocks": {"model.parallel_block": True},
-    "scaled layers": {"model.layer_scale": True},
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
     "`model.mup`": {"model.mup.base_width": 64},
