@@ -42,6 +42,11 @@ def _attention(label: str, field: str, path: str, plain: Any) -> Condition:
     return some_layer(label, f"mixer.{field}", holds, path, plain)
 
 
+def _numbers_of_heads(cfg: Config) -> set[int]:
+    heads = (layer.mixer and layer.mixer.attention_heads for layer in model_of(cfg.model).layers)
+    return {of.queries for of in heads if of}
+
+
 def _dense_between(cfg: Config) -> bool:
     names = [layer.name for layer in model_of(cfg.model).layers]
     experts = [i for i, name in enumerate(names) if name != DENSE]
@@ -147,6 +152,11 @@ USER_HEADS = some_layer(
     lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
     "model.layers",
     (),
+)
+DIFFERENT_HEADS = of_model(
+    "layers with different numbers of heads",
+    lambda cfg: len(_numbers_of_heads(cfg)) > 1,
+    {},
 )
 PARALLEL_BLOCK = some_layer(
     "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", False
@@ -279,6 +289,8 @@ TABLE: tuple[Incompatible, ...] = (
     # QK-clip
     _ROW(QK_NORM, QK_CLIP, "queries and keys are normalized, whatever the size of their matrices"),
     _ROW(OTHER_ATTENTION, QK_CLIP, "it has other logits"),
+    _ROW(USER_HEADS, QK_CLIP, "it has other logits"),
+    _ROW(DIFFERENT_HEADS, QK_CLIP, "it measures as many heads in each layer"),
     _ROW(PATTERN, QK_CLIP, "it rescales the weights of one kind of layer"),
     _ROW(DENSE_BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
     _ROW(MTP, QK_CLIP, "attention in modules is not clipped"),
@@ -306,7 +318,6 @@ TABLE: tuple[Incompatible, ...] = (
         "it saves nothing in host memory",
     ),
     _ROW(PARALLEL_BLOCK, ROW_GROUPS, "its branches do not wait for one another"),
-    _ROW(LAYER_SCALE, changed("model.parallel_block"), _UNVERIFIED),
     _ROW(PATTERN, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
     _ROW(PATTERN, changed("parallel.layers_per_stage"), "stages have whole periods"),
     _ROW(PATTERN, REMAT_GROUP, "a scan's step has a period of layers"),
@@ -329,10 +340,12 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(SCAN, ZERO_BUBBLE, "products are postponed by layer"),
     _ROW(FLOAT8, ZERO_BUBBLE, "postponed products are in the compute dtype"),
     _ROW(LORA, ZERO_BUBBLE, "frozen weights have no gradients to postpone"),
-    _ROW(PATTERN, ZERO_BUBBLE, "the backward of attention layers alone is split"),
+    _ROW(RECURRENT, ZERO_BUBBLE, "the backward of attention layers alone is split"),
     # Attention and precision
     _ROW(SINKS, OTHER_ATTENTION, "they are a term of the softmax"),
+    _ROW(SINKS, USER_HEADS, "they are a term of the softmax"),
     _ROW(SOFTCAP, OTHER_ATTENTION, "it caps scores of the softmax"),
+    _ROW(SOFTCAP, USER_HEADS, "it caps scores of the softmax"),
     _ROW(RING, OTHER_ATTENTION, "its function gets all keys"),
     _ROW(RING, USER_HEADS, "its function gets all keys"),
     _ROW(unequal(BACKEND, "auto", "reference"), OTHER_ATTENTION, "kernels compute the softmax"),

@@ -34,7 +34,7 @@ def _others(hint: Any) -> list[str]:
     """Return the choices of a field, or the types of one that may be None."""
     if typing.get_origin(hint) is typing.Literal:
         return [str(choice) for choice in typing.get_args(hint)]
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = [option for option in typing.get_args(hint) if option is not types.NoneType]
         return [text for part in parts for text in _others(part) or [part.__name__]]
     return []

@@ -3,14 +3,13 @@
 import itertools
 import random
 import shlex
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import parse_overrides, read_config
+from jaxpar.config.command_line import members, parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
@@ -96,7 +95,7 @@ def values_of(path: str, configs: list[Config]) -> list:
     """Values of a field: of the configs, its default, and a few of its type."""
     hint = field_types()[path]
     few = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0]}.get(hint, [])
-    words = typing.get_args(hint) if "Literal" in str(hint) else ()
+    words = [one for one in members(hint) if isinstance(one, str)]
     found = [default_of(path), *few, *words]
     for cfg in configs:
         try:

@@ -198,11 +198,6 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_page_of_extensions_shows_its_config():
-    _, code = read("configs/extending.py").split("\n\n", 1)
-    assert f"```python\n{code}```" in read("docs/extending.md")
-
-
 def test_the_page_of_families_is_current():
     """And every cell's test, golden and config exists, or the script raises."""
     written = script_of("families").page()

@@ -44,7 +44,7 @@ def test_meshes_agree(capsys):
     code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
-    assert "float32, highest matmul precision" in shown and "2 layers" in shown
+    assert "float32, highest matmul precision" in shown and "layers x 2" in shown
     assert "weights after 2 steps" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
     assert "same bits" in row and row.endswith("ok")

@@ -16,5 +16,6 @@ def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:
     """Yield every value of a config, with the path of its field."""
     for path, (_, several) in FIELDS.items():
         held = value_of(cfg, path)
-        for value in held if several else (held,) if held is not None else ():
-            yield path, value
+        for value in held if several else (held,):
+            if isinstance(value, Value):
+                yield path, value

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Range, Reals
 from jaxpar.config.rules.limits import MAX_SEQUENCE
+from jaxpar.config.values import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class DataConfig:
     """Batches to prepare in the background, ahead of the current step."""
     tokenize_workers: Annotated[int, Range(0, 1 << 10)] = 2
     """Processes that tokenize streamed datasets, for each process of the run. 0: it does itself."""
+    source: Value | None = None
+    """A `DataSource` of your own, whose batches are trained on in place of those of data.path; set
+    in Python. Its tokenizer and its held-out text remain. None: data.path."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Natural, Range
+from jaxpar.config.values import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class MetricsConfig:
     """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
     prometheus_address: str = "127.0.0.1"
     """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
+    sinks: tuple[Value, ...] = ()
+    """Sinks of your own, each a `MetricSink`; set in Python."""
     gpus: bool = True
     """Record power, clocks, energy per token, memory and errors of GPUs, if nvidia-ml-py is
     installed."""

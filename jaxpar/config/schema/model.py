@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.components.model import Layer, MupConfig
 from jaxpar.components.ranges import Count, Natural, Positive, Range, Size, Width
@@ -341,3 +341,14 @@ class ModelConfig:
     def qk_nope_head_dim(self) -> int:
         """The number of each head's dims that are not rotated, in latent attention."""
         return self.head_dim - self.qk_rope_head_dim
+
+
+def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
+    """Compose a model. The list is the model: nothing else says what differs between layers.
+
+    Args:
+        layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are equal,
+            and their weights are stacked.
+        fields: of the section `model` that are not of layers: norm_eps, tie_embeddings, ...
+    """
+    return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)

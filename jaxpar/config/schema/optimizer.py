@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Fraction, Natural, NotNegative, Positive, Range, Reals
+from jaxpar.config.values import Value
 
 #: The weights of a run: those that are trained, or their moving average.
 Weights = Literal["trained", "ema"]
@@ -16,13 +17,14 @@ AVERAGED: Weights = "ema"
 class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
-    """Update rule, or one registered with jaxpar/config/registry.py. muon: for the matrices of
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] | Value = "adamw"
+    """Update rule; in Python also an `UpdateRule` of your own. muon: for the matrices of
     layers, with adamw for embeddings, head, router, norms and biases (docs/optimizers.md)."""
     learning_rate: Positive = 3e-4
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] | Value = "cosine"
+    """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth. In
+    Python also a `Schedule` of your own."""
     schedule_by: str = "steps"
     """What the schedule counts. steps: optimizer steps. tokens: a step of fewer tokens than the
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
