@@ -20,6 +20,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_
 from jaxpar.config.addresses import addresses_layers, unknown_address, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
@@ -66,7 +67,7 @@ class ConfigArguments:
         Raises:   ConfigError for an unknown field, or a number that is not in its range.
         """
         made = cls("", tuple(overrides))
-        numbers(made.asked())
+        collected((numbers,), made.asked())
         return made
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 """Conditions on a config, with the options that end them: what `incompatible.py` combines."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,16 +77,16 @@ def some_layer(
 ) -> Condition:
     """Some layer of the model has a part that is of a kind.
 
-    Args:     part: "mixer" or "feed_forward", or "" for the layer. path, plain: the flag that says
-              so in a model of flags, and its value without.
+    Args:     part: the field of the layer, such as "mixer" or "mixer.sinks". path, plain: the flag
+              that says so in a model of flags, and its value without.
     """
 
     def named(cfg: Config) -> tuple[str, Any]:
         if not cfg.model.layers:
             return path, value_of(cfg, path)
         layer = next(layer for layer in cfg.model.layers if holds(layer))
-        address = ".".join(["model", layer.name, part]).rstrip(".")
-        return address, type(getattr(layer, part) if part else layer).__name__
+        address = f"model.{layer.name}.{part}"
+        return address, _shown(functools.reduce(getattr, part.split("."), layer))
 
     return Condition(
         label,
@@ -107,7 +108,7 @@ def of_model(label: str, holds: Callable[[Config], bool], flags: dict[str, Any])
     def named(cfg: Config) -> tuple[str, Any]:
         if cfg.model.layers:
             return "model.layers", ", ".join(model_of(cfg.model).stacks)
-        path = next(iter(set_flags(cfg)))
+        path = next(iter([*set_flags(cfg), *flags]), "model.num_layers")
         return path, value_of(cfg, path)
 
     return Condition(

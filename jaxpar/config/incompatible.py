@@ -161,9 +161,6 @@ DIFFERENT_HEADS = of_model(
 PARALLEL_BLOCK = some_layer(
     "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", False
 )
-LAYER_SCALE = some_layer(
-    "scaled layers", "scaled", lambda layer: layer.scaled, "model.layer_scale", False
-)
 
 # ------------------------------------------------------------------------------ fields of a config
 
@@ -184,7 +181,7 @@ POST_UPDATES = changed("train.post_updates")
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
-PATTERN = changed("model.layer_pattern")
+PATTERN, LAYER_SCALE = changed("model.layer_pattern"), changed("model.layer_scale")
 DILOCO, EMA, QK_CLIP = map(changed, ("diloco.every", "optimizer.ema_decay", "optimizer.qk_clip"))
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")

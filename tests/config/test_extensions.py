@@ -143,7 +143,7 @@ def test_adding_again_replaces():
         ),
         (
             ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': is not supported with",
+            r"compute\.attention_backend = 'cudnn': is not supported with",
         ),
     ],
 )

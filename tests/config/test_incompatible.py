@@ -20,7 +20,9 @@ class Mean(Attention):
         return q
 
 
-COMPOSED = (Layer("block", Mean(num_heads=2, num_kv_heads=2, head_dim=8), Glu(d_ff=16)),)
+SIZES = {"num_kv_heads": 2, "head_dim": 8}
+COMPOSED = (Layer("block", Mean(num_heads=2, sinks=True, softcap=9.0, **SIZES), Glu(d_ff=16)),)
+HEADS = tuple(Layer(f"of_{n}", Attention(num_heads=n, **SIZES), Glu(d_ff=16)) for n in (2, 4))
 LATENT = {"model.kv_lora_rank": 8, "model.num_kv_heads": 8, "model.head_dim": 128}
 DENSE = {"model.num_experts": 4, "model.dense_layers": 1}
 PATTERN = {"model.layer_pattern": "G*"}
@@ -48,8 +50,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "attention sinks": {"model.attention_sinks": True},
     "a registered attention function": {"model.attention": "mine"},
     "attention with another method `heads`": {"model.layers": COMPOSED},
+    "layers with different numbers of heads": {"model.layers": HEADS},
     "parallel blocks": {"model.parallel_block": True},
-    "scaled layers": {"model.layer_scale": True},
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
     "`model.mup`": {"model.mup.base_width": 64},
@@ -70,7 +72,8 @@ def fields_of(label: str) -> dict[str, Any]:
     path, *said = re.findall(r"`([^`]*)`", label)
     hint, default = field_types()[path], default_of(path)
     usual = {bool: [True, False], int: [0, 1, 2], float: [0.0, 0.1, 1.5], str: ["", "1:2"]}
-    values = [*usual.get(hint, []), *typing.get_args(hint)]
+    words = [word for one in (hint, *typing.get_args(hint)) for word in typing.get_args(one)]
+    values = [*usual.get(hint, []), *(word for word in words if isinstance(word, str | int))]
     if "other than" in label:
         fits = [value for value in values if str(value) not in said]
     else:
@@ -86,7 +89,12 @@ def test_a_row_refuses(row, monkeypatch):
     monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
     registry.add("model.attention", "mine", lambda q, k, v, mask: q)
     one, other = fields_of(row.one.label), fields_of(row.other.label)
-    both = replace(Config(), **(one | other))
+    both = one | other
+    if "model.layers" in both:  # which say all of their layers
+        both = {path: v for path, v in both.items() if not path.startswith("model.")} | {
+            "model.layers": both["model.layers"]
+        }
+    both = replace(Config(), **both)
     errors = [error for error in combinations(both) if error.rule.endswith(f": {row.why}")]
     named = [error for error in errors if error.field == row.one.named(both)[0]]
     assert named and " is not supported with " in f" {named[0].rule}"
@@ -99,3 +107,13 @@ def test_rows_are_pairs_of_different_conditions():
     pairs = [frozenset((row.one.label, row.other.label)) for row in TABLE]
     assert all(len(pair) == 2 for pair in pairs) and len({*pairs}) == len(pairs)
     assert all(row.why and not row.why.endswith(".") for row in TABLE)
+
+
+def test_conditions_on_components_have_addresses():
+    """Of a composed model, an error names the part of the layer."""
+    more = {"parallel.context": "ring", "parallel.sequence": 2}
+    cfg = replace(Config(), **{"model.layers": COMPOSED}, **more)
+    said = "\n".join(f"{error.field} = {error.value!r} {error.rule}" for error in combinations(cfg))
+    assert "model.block.mixer.sinks = True is not supported with model.block.mixer = Mean" in said
+    assert "model.block.mixer.softcap = 9.0 is not supported with model.block.mixer = Mean" in said
+    assert "parallel.context = 'ring' is not supported with model.block.mixer = Mean" in said

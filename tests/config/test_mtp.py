@@ -30,7 +30,7 @@ def test_what_may_be():
         ({"lora.rank": 4}, r"lora.rank = 4: is not supported with model.mtp_depth = 2"),
         (
             {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2.*depth 0",
+            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2: a module",
         ),
     ],
 )

@@ -123,7 +123,6 @@ def test_pairs_of_chunks():
         ({"model.nope_every": 0}, "nope_query_beta = 0.3: needs model.nope_every"),
         ({"model.nope_query_beta": -0.1}, "must not be negative"),
         ({"model.nope_query_beta": 0.0}, "nope_query_span = 4: needs model.nope_query_beta"),
-        (ALL_CHUNKS | {"model.mtp_depth": 1}, "attention_chunk = 5: is not supported with"),
         (EXPERTS | {"model.experts_per_token": 2}, "router_scales_input = True: needs .* 1, not 2"),
         (BETWEEN | {"model.dense_layers": 1}, "dense_layers = 1: must be 2, the layers without"),
         (BETWEEN | {"model.moe_every": 8}, "leaves no layer with experts of model.num_layers = 4"),

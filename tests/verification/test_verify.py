@@ -227,7 +227,7 @@ def test_a_mesh_may_set_a_float():
         ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
-        (["quickstart", "--steps", "-1"], "must be at least 0"),
+        (["quickstart", "--steps", "-1"], "must not be negative"),
         (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
         (
             ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],

@@ -15,12 +15,7 @@ _ANY = Range(-MAX_INT - 1, MAX_INT)
 
 def numbers(cfg: Config) -> list[ConfigError]:
     """Return an error for each number that is not in its range."""
-    found = [refused(path, value, rule, flag(path, good)) for path, value, rule, good in _bad(cfg)]
-    data = cfg.parallel.data
-    if data < 1 and data != -1:
-        path, rule = "parallel.data", "must be at least 1, or -1 for all remaining devices"
-        found.append(refused(path, data, rule, flag(path, -1)))
-    return found
+    return [refused(path, value, rule, flag(path, good)) for path, value, rule, good in _bad(cfg)]
 
 
 def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
@@ -32,7 +27,9 @@ def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
         if path in of_layers or (section in field_types() and value_of(cfg, section) is None):
             continue
         value, allowed, default = value_of(cfg, path), range_of(path), default_of(path)
-        if rule := broken_range(value, allowed):
+        if path == "parallel.data" and value < 1 and value != -1:
+            yield path, value, "must be at least 1, or -1 for all remaining devices", default
+        elif rule := broken_range(value, allowed):
             optional = ", or None" if default is None and "at most" not in rule else ""
             yield path, value, rule + optional, default
     for path, value, allowed, default in numbers_in_layers(layers):

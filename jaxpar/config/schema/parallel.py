@@ -17,7 +17,7 @@ class ParallelConfig:
     """Pipeline-parallel stages (PP)."""
     replica: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Replicas of the sharded model (DDP; the outer axis of HSDP)."""
-    data: int = -1
+    data: Annotated[int, Range(-1, MAX_AXIS)] = -1
     """Shards of the batch and the parameters (FSDP). -1: all remaining devices."""
     expert: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Shards of the experts (EP): each device has some experts, and receives the tokens of all
