@@ -213,6 +213,7 @@ def test_text_is_that_of_whole_forwards(name):
     [
         ("mean", {"parallel.tensor": 8}, r"model\.block\.mixer\.num_heads = 4: must be divisible"),
         ("windows", {"parallel.tensor": 4}, r"model\.local\.mixer\.num_kv_heads = 2: must be"),
+        ("products", {"parallel.row_groups": 2}, r"row_groups = 2: must be 1 with parallel layers"),
         ("experts", {"parallel.expert": 8}, r"model\.routed\.feed_forward\.num_experts = 4"),
     ],
 )

@@ -52,6 +52,9 @@ def composed(cfg: Config) -> None:
         ok = len(m.layers) % (p.pipeline * period) == 0
         rule += f"{period} layers: all stages have the same layers"
         require(ok, cfg, path, rule, flag(path, 1))
+    path, rule = "parallel.row_groups", "must be 1 with parallel layers, whose branches do not wait"
+    ok = p.row_groups == 1 or not any(layer.parallel for layer in m.layers)
+    require(ok, cfg, path, rule, flag(path, 1))
     own = [a for a in (layer.mixer for layer in m.layers) if isinstance(a, Attention)]
     if any(type(a).heads is not Attention.heads for a in own):
         path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
