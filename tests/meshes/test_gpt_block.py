@@ -92,7 +92,10 @@ def test_gradients(mesh, values, devices):
             RELU | {"model.num_experts": 4, "model.matmul_dtype": "float8"},
             r"matmul_dtype = 'float8': is not supported with model\.mlp_gate False .*not rounded",
         ),
-        (RELU | {"lora.rank": 2}, r"lora\.targets = .*: must be names from .*, o_proj, up_proj, down_proj,"),
+        (
+            RELU | {"lora.rank": 2},
+            r"lora\.targets = .*: must be names from .*, o_proj, up_proj, down_proj,",
+        ),
         ({"model.norm": "layer", "model.post_norms": True}, r"post_norms = True: needs .*norm rms"),
         ({"model.norm": "layer", "model.norm_offset": True}, r"norm_offset = True: needs .* rms"),
         ({"model.shared_norm": True}, r"shared_norm = True: needs model\.parallel_block"),
