@@ -45,7 +45,7 @@ class Weight:
     """What a matrix multiplies. shards: the shards of the sequence that a tensor rank receives.
     own_tokens: this rank's own. sequence: the whole sequence at once."""
     float8: bool = True
-    """Whether `model.matmul_dtype` applies to a matrix."""
+    """Whether `compute.matmul_dtype` applies to a matrix."""
     converts_late: bool = False
     """Whether a gradient that needs no sum over devices is converted to float32 at the end of the
     backward, by whatever reads it. Of matrices that are most of a layer."""

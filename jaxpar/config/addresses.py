@@ -1,7 +1,8 @@
 """Addresses of a composed model's fields on a command line: --model.block.mixer.num-heads 8.
 
 An address begins with the name of a layer, or with a star for each; a star stands for any one name.
-`--model.num-layers N` repeats or cuts the list, at whole periods.
+`--model.num-layers N` repeats or cuts the list, at whole periods after a beginning
+(`components.model.repetition`).
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.model import period_of
+from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
@@ -74,10 +75,12 @@ def _words(hint: Any) -> str:
 
 
 def _of_length(cfg: Config, length: Any) -> Config:
-    layers, period = cfg.model.layers, period_of(cfg.model.layers)
-    if not isinstance(length, int) or length < 1 or length % len(period):
-        near = max(round(length / len(period)), 1) * len(period) if isinstance(length, int) else 0
-        rule = f"must be a multiple of {len(period)}: the layers repeat after {len(period)}"
-        raise ConfigError(_LENGTH, length, rule, f"use {flag(_LENGTH, near or len(layers))}")
-    times = length // len(period)
-    return dataclasses.replace(cfg, model=cfg.model.with_layers(period * times))
+    """Return the config with more or fewer layers: whole periods after those that do not repeat."""
+    layers, (first, each) = cfg.model.layers, repetition(cfg.model.layers)
+    times, rest = divmod(length - first, each) if isinstance(length, int) else (0, 1)
+    if times < 1 or rest:
+        near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]
+        rule = f"must be {f'{first} plus ' if first else ''}a multiple of {each}, for the layers "
+        ways = ", or ".join(flag(_LENGTH, number) for number in near)
+        raise ConfigError(_LENGTH, length, rule + in_words(layers), f"use {ways}")
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))

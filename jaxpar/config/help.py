@@ -197,6 +197,8 @@ def _metavar(hint: Any) -> str:
     if section_of(hint) is not None:
         return "None"
     options = typing.get_args(hint) or (hint,)
+    if typing.get_origin(options[0]) is typing.Literal:
+        return _metavar(options[0])
     if Value in options or Layer in options:
         return "(in Python)"
     return "|".join("None" if one is NoneType else one.__name__.upper() for one in options)

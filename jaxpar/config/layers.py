@@ -14,16 +14,16 @@ from typing import Any
 from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
 
 FIELD = "model.layers"
 
 #: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
-logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
-norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup mtp_depth layers num_layers""".split()
+BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
+embedding_multiplier residual_multiplier logits_scaling logits_softcap mup mtp_depth layers
+num_layers max_positions""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -59,24 +59,41 @@ def to_values(layers: Sequence[Layer]) -> Any:
     return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
 
 
-def _values(node: Any) -> Any:
+def _values(node: Any, *, every: bool = False) -> Any:
+    """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
+    of = functools.partial(_values, every=every)
     if isinstance(node, SavedComponent):
-        return {CLASS: node.name, **{name: _values(value) for name, value in node.fields}}
-    if isinstance(node, Component):
-        named = OURS.get(type(node).__name__) is type(node)
-        return {CLASS: type(node).__name__ if named else name_of(type(node)), **_fields(node)}
+        return {CLASS: node.name, **{name: of(value) for name, value in node.fields}}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return _fields(node)
-    return list(map(_values, node)) if isinstance(node, tuple) else node
+        fields = [(field, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        said = {f.name: of(v) for f, v in fields if every or v != f.default}
+        return {CLASS: _class_name(node), **said} if isinstance(node, Component) else said
+    return list(map(of, node)) if isinstance(node, tuple) else node
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _values(value)
-    return found
+def _class_name(node: Component) -> str:
+    named = OURS.get(type(node).__name__) is type(node)
+    return type(node).__name__ if named else name_of(type(node))
+
+
+def as_read_by(now: Sequence[Layer], saved: Sequence[Layer]) -> tuple[list[Any], list[Any]]:
+    """Return layers and saved ones with every field as JSON's types, to be compared.
+
+    Saved components whose code is not loaded get the classes of `now`, by name.
+    """
+    found: dict[str, type] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Component):
+            found[_class_name(node)] = type(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                walk(getattr(node, field.name))
+
+    for layer in dict.fromkeys(now):
+        walk(layer)
+    then = with_classes(saved, found.get)
+    return [_values(x, every=True) for x in now], [_values(x, every=True) for x in then]
 
 
 def from_values(values: Any) -> tuple[Layer, ...]:
@@ -263,6 +280,34 @@ def all_paths(layers: Sequence[Layer]) -> list[str]:
     for layer in dict.fromkeys(layers):
         walk(layer, f"model.{layer.name}")
     return found
+
+
+@functools.cache
+def _ranges_of(component: Any) -> dict[str, Range | Reals | None]:
+    hints = typing.get_type_hints(component, include_extras=True)
+    return {name: declared_range(hint) for name, hint in hints.items()}
+
+
+def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+    """Yield each number of components whose field declares a range.
+
+    Returns:  its address, its value, the range, and the field's default or another good value.
+    """
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+        ranges = _ranges_of(type(node))  # type: ignore[arg-type]
+        for field in dataclasses.fields(node):
+            value, inner = getattr(node, field.name), f"{path}.{field.name}"
+            allowed = ranges[field.name]
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                yield from walk(value, inner)
+            elif allowed is not None:
+                good = getattr(allowed, "good", None) or allowed.least
+                default = field.default if field.default is not dataclasses.MISSING else good
+                yield inner, value, allowed, default
+
+    for layer in dict.fromkeys(layers):
+        yield from walk(layer, f"model.{layer.name}")
 
 
 # ------------------------------------------------------------------------------------- summary

@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family
+from jaxpar.convert.hf.config import (
+    FREE_MODEL_FIELDS,
+    dtype_of,
+    family_of,
+    model_of,
+    named_family,
+)
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys.known import unknown
@@ -22,7 +28,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
 
     Args:     named: folder, or name on the Hugging Face Hub. family: `model_type` that it must
               have; None for any. like: model with the fields that config.json does not determine,
-              such as the compute dtype.
+              such as init_std.
     Raises:   ConfigError that names the key or the option that is wrong or not supported.
     """
     rule = "is not a folder"
@@ -35,6 +41,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
         rule = f"is not the family of {named}, which is {kind}"
         raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
     _refuse_unknown(values, table)
+    dtype_of(values)
     published = model_of(values, table)
     free = {name: getattr(like, name) for name in sorted(_OF_COMPUTATION)}
     model = dataclasses.replace(published, **free)
@@ -42,7 +49,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     return model
 
 
-#: The fields of `FREE_MODEL_FIELDS` that say how the model is computed, and begins.
+#: The fields of `FREE_MODEL_FIELDS` that do not change what a model computes.
 _OF_COMPUTATION = FREE_MODEL_FIELDS - {"experts_per_token", "normalize_experts"}
 
 

@@ -44,7 +44,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     """Return a config of the same model in the compute dtype, on a mesh with only tensor ranks."""
     remat = cfg.parallel.remat
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
-    model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
+    compute = dataclasses.replace(cfg.compute, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
     # No optimizer is used, and the run's own may be registered outside the package, unknown here.
     rule = OptimizerConfig(warmup_steps=0)
@@ -54,7 +54,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
         cfg,
         run=run,
         parallel=parallel,
-        model=model,
+        compute=compute,
         optimizer=rule,
         train=train,
         checkpoint=saving,
@@ -239,7 +239,7 @@ def make_programs(
 
     def start(weights, tokens, lengths, number):
         weights = own(weights)
-        cache = decode.empty_cache(cfg.model, len(tokens), slots)
+        cache = decode.empty_cache(cfg, len(tokens), slots)
         h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         token, text = next_token(weights, last, lengths, number), None
@@ -366,7 +366,7 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 def check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
     """Raises:   ConfigError if a text would have more tokens than there are learned positions."""
     most = cfg.model.max_positions
-    if cfg.model.positions == "learned" and longest + max_tokens > most:
+    if 0 < most < longest + max_tokens:
         rule = f"makes texts of up to {longest + max_tokens} tokens, and the model has learned "
         rule += f"{most} positions"
         raise ConfigError("--max-tokens", max_tokens, rule, "use fewer, or shorter prompts")

@@ -47,9 +47,9 @@ def check_weights(cfg: Config, folder: str) -> None:
     """
     if jax.default_backend() != "cpu":
         return
-    needed, there = num_params(cfg.model) * jnp.dtype(cfg.model.dtype).itemsize, host_memory()
+    needed, there = num_params(cfg.model) * jnp.dtype(cfg.compute.dtype).itemsize, host_memory()
     if needed > there:
-        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.model.dtype}, but this host or "
+        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.compute.dtype}, but this host or "
         rule += f"container has {there / GIB:,.1f} GiB of memory"
         raise ConfigError("RUN", folder, rule, "use a GPU, or a host with more memory")
 
@@ -67,7 +67,7 @@ def check_cache(
     """
     tensor = cfg.parallel.tensor
     stacks = [model_of(cfg.model).layers, *([layers_of(cfg.model)] if modules else [])]
-    needed = sum(cache_bytes(cfg.model, rows, slots, tensor, layers=layers) for layers in stacks)
+    needed = sum(cache_bytes(cfg, rows, slots, tensor, layers=layers) for layers in stacks)
     there = _device_memory()
     if needed > there:
         rule = f"needs {needed / GIB:,.1f} GiB per device for the keys and values of {rows:,} x "

@@ -151,13 +151,13 @@ def _started(
     """Read the prompts with the model and its modules."""
     B, T = tokens.shape
     m = cfg.model
-    cache = decode.empty_cache(m, B, slots)
+    cache = decode.empty_cache(cfg, B, slots)
     h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
     last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first = draw(decode.logits(weights, last, m), row_keys(how, lengths), how, vocab_size)
     text = jnp.zeros((B, slots + _window(cfg)), jnp.int32).at[:, :T].set(tokens)
     text = _put(text, first, lengths)
-    held = decode.empty_cache(m, B, slots, layers=modules.layers_of(m))
+    held = decode.empty_cache(cfg, B, slots, layers=modules.layers_of(m))
     held, zeros = _read_by_modules(weights, h, text, lengths, held, cfg), lengths * 0
     hidden = _slices(h, _first_of_window(lengths, cfg), _window(cfg))
     return SpeculativeRows(cache, held, hidden, text, lengths, zeros, zeros)

@@ -1,12 +1,13 @@
 """Makes a config small and exact enough to compare meshes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.components.dims import SmallSizes
-from jaxpar.components.model import period_of
+from jaxpar.components.model import repetition
 from jaxpar.config import Config, DilocoConfig, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import (
@@ -36,11 +37,11 @@ def float32(cfg: Config) -> Config:
         cfg,
         diloco=DilocoConfig(),
         **{
-            "model.dtype": "float32",
-            "model.matmul_dtype": "compute",
-            "model.float8_scaling": "tensor",
-            "model.attention_backend": "reference",
-            "model.recurrent_backend": "auto",
+            "compute.dtype": "float32",
+            "compute.matmul_dtype": "compute",
+            "compute.float8_scaling": "tensor",
+            "compute.attention_backend": "reference",
+            "compute.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
@@ -166,7 +167,8 @@ def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     d_model = up(min(m.d_model, 64), every(lambda p: p.data * p.expert * p.sequence))
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     sizes = SmallSizes.of(model, d_model, seq_len / cfg.data.seq_len, list(meshes))
-    period = period_of(m.layers)
+    start, n = repetition(m.layers)
+    leading, period = tuple(dict.fromkeys(m.layers[:start])), m.layers[start : start + n]
     if len(period) > MOST_KINDS:
         period = period[: max(map(period.index, period)) + 1]
     if m.mtp_depth:  # modules are as the last layer: the period ends with it
@@ -179,15 +181,15 @@ def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     ]
     stages = every(lambda p: p.pipeline * p.virtual_stages)
     number = max(given, default=up(2, stages * len(period)))
-    layers = [period[i % len(period)].shrunk(sizes) for i in range(number)]
-    small = m.with_layers(layers)
+    layers = [*leading, *itertools.islice(itertools.cycle(period), number)]
+    small = m.with_layers([layer.shrunk(sizes) for layer in layers])
     values: dict[str, Any] = {"model": small, "model.d_model": d_model}
     values |= _of_run(cfg, meshes, d_model, seq_len)
     if is_recurrent(m):
         values["model.norm_eps"] = max(m.norm_eps, RECURRENT_EPS)
     if model.max_positions:
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
-    values |= _base_model(m, d_model, small.d_ff, small.head_dim, number)
+    values |= _base_model(m, d_model, small.d_ff, small.head_dim, len(layers))
     return _adapted(replace(without_schedules(cfg), **values))
 
 

@@ -140,11 +140,11 @@ def test_adding_again_replaces():
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (
             ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
-            r"parallel\.context = 'ring': needs softmax attention, but model\.attention is capped",
+            r"parallel\.context = 'ring': is not supported with model\.attention = capped",
         ),
         (
-            ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': needs softmax attention",
+            ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
+            r"model\.attention_backend = 'cudnn': is not supported with",
         ),
     ],
 )

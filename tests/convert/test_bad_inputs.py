@@ -219,7 +219,7 @@ def test_rotary_frequencies_do_not_decide_the_dtype_of_the_weights(code, tmp_pat
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
     source = importing.open_source(folder)
     assert source.num_bytes == sum(a.nbytes for a in weights.values())
-    assert source.config.model.dtype == "bfloat16"
+    assert source.config.compute.dtype == "bfloat16"
     importing.from_hf(folder, tmp_path / "run", silent, None)
     assert DTYPES[NAMES[exporting.open_export(tmp_path / "run").dtype]] == DTYPES[code]
 

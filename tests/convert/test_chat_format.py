@@ -108,9 +108,10 @@ def write_run(folder: Path, cfg: Config) -> None:
 
 def a_run(folder: Path, data: str, vocab_size: int = 320, **fields) -> Path:
     """A run of one step on some data, with random weights."""
-    values = {"data.path": data, "data.seq_len": 32, "run.dir": str(folder)} | fields
+    values = {"data.path": data, "data.seq_len": 32, "run.dir": str(folder)}
+    values |= {"compute.dtype": "float32"} | fields
     shape = {"num_layers": 1, "d_model": 16, "num_heads": 2, "num_kv_heads": 2}
-    shape |= {"head_dim": 8, "d_ff": 32, "vocab_size": vocab_size, "dtype": "float32"}
+    shape |= {"head_dim": 8, "d_ff": 32, "vocab_size": vocab_size}
     cfg = replace(Config(), **{f"model.{name}": value for name, value in shape.items()}, **values)
     write_run(folder, cfg)
     return folder
@@ -185,7 +186,7 @@ def tuned(origin: Path, folder: Path, data: str) -> Path:
     is_run = bool(checkpoint.saved_steps(origin))
     there = checkpoint.load_config(origin) if is_run else importing.open_source(origin).config
     values = {"run.init_from": str(origin), "data.path": data, "run.dir": str(folder)}
-    cfg = dataclasses.replace(replace(Config(), **values), model=there.model)
+    cfg = dataclasses.replace(replace(Config(), **values), model=there.model, compute=there.compute)
     found = origin_of(cfg)
     assert found is not None
     write_run(folder, cfg)

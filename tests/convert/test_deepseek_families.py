@@ -261,7 +261,7 @@ def test_a_published_model_in_float8_is_exported_in_bfloat16(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", VALUES)
     write(folder, quantized(VALUES))
     source = importing.from_hf(folder, tmp_path / "run", lambda _: None, tolerance=None)
-    assert source.config.model.dtype == "bfloat16"
+    assert source.config.compute.dtype == "bfloat16"
     exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", lambda _: None)
     values = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in values

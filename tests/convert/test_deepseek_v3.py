@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config import ComputeConfig, Config, ModelConfig, replace
 from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
 from jaxpar.execution.decisions import execution_of
@@ -33,7 +33,6 @@ MODEL = ModelConfig(
     router_groups=KEYS["n_group"],
     router_groups_per_token=KEYS["topk_group"],
     router_scale=KEYS["routed_scaling_factor"],
-    dtype="float32",
 )
 
 ENTRIES = (
@@ -82,7 +81,7 @@ def test_bias_and_groups_change_the_choice():
 
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
-    ex = execution_of(Config(model=MODEL))
+    ex = execution_of(Config(model=MODEL, compute=ComputeConfig(dtype="float32")))
     of = model_of(MODEL).layers[-1]
     context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
     found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial

@@ -190,7 +190,7 @@ def test_a_routers_bias_stays_float32_beside_half_precision(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", values)
     save_file(halves, folder / "model.safetensors")
     source = importing.from_hf(folder, tmp_path / "run", silent)
-    assert source.config.model.dtype == "bfloat16"
+    assert source.config.compute.dtype == "bfloat16"
     exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", silent)
     found = load_file(tmp_path / "out/model.safetensors")
     assert {n: a.dtype for n, a in found.items()} == {n: a.dtype for n, a in halves.items()}
@@ -227,7 +227,7 @@ def test_other_models_of_dots1(changes, fields):
 def test_the_tensors_dtype_counts(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", tiny.MODELS["llama3"] | {"torch_dtype": "bfloat16"})
     source = importing.from_hf(folder, tmp_path / "run", silent, None)
-    assert source.config.model.dtype == "float32"
+    assert source.config.compute.dtype == "float32"
     export = exporting.open_export(tmp_path / "run")
     exporting.to_hf(export, tmp_path / "out", silent, None)
     assert export.dtype == "float32"

@@ -150,10 +150,10 @@ def write(folder, values) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name, tmp_path, capsys):
     values, parameters = PUBLISHED[name]
-    like = ModelConfig(dtype="float32", init_std=0.01, attention_deterministic=True)
+    like = ModelConfig(init_std=0.01, recurrent_chunk=32)
     model = model_from(write(tmp_path / name, values), values["model_type"], like)
     assert num_params(model) == parameters
-    assert (model.dtype, model.init_std, model.attention_deterministic) == ("float32", 0.01, True)
+    assert (model.init_std, model.recurrent_chunk) == (0.01, 32)
     (line,) = capsys.readouterr().err.splitlines()
     shown = f"(family {values['model_type']}): {parameters:,} parameters; num_layers "
     assert line.startswith(f"model from {tmp_path / name} ") and shown in line
@@ -178,7 +178,7 @@ def test_the_command_line_fills_the_model_before_other_options(tmp_path):
     assert cfg.model.qk_norm and cfg.model.vocab_size == 64
     args = ["quickstart", f"--model.from={folder}"]
     cfg = read_config(args, model_from=model_from)
-    assert cfg == replace(cfg, **{"model.num_layers": 2})
+    assert cfg == replace(cfg, **{"model.num_layers": 2, "compute.dtype": "float32"})
 
 
 #: Changes to a good config.json of a family, and what the error says.

@@ -127,7 +127,10 @@ def test_pairs_of_chunks():
         (EXPERTS | {"model.experts_per_token": 2}, "router_scales_input = True: needs .* 1, not 2"),
         (BETWEEN | {"model.dense_layers": 1}, "dense_layers = 1: must be 2, the layers without"),
         (BETWEEN | {"model.moe_every": 8}, "leaves no layer with experts of model.num_layers = 4"),
-        (BETWEEN | {"run.record_routing": "1"}, "does not support model.moe_every, which is 2"),
+        (
+            BETWEEN | {"run.record_routing": "1"},
+            "moe_every = 2: is not supported with run.record",
+        ),
         ({"model.moe_every": 2}, "moe_every = 2: needs experts, but model.num_experts is 0"),
         ({"model.router_scales_input": True}, "needs experts, but model.num_experts is 0"),
     ],

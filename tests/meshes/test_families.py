@@ -46,7 +46,7 @@ def config_of(name: str) -> Config:
     """The tiny model in float32, with a window and a stretched RoPE within the short sequence."""
     values = tiny.MODELS[name]
     m = model_of(values, family_of(values))
-    fields: dict = {"model.dtype": "float32", "model.attention_backend": "reference"}
+    fields: dict = {"compute.dtype": "float32", "compute.attention_backend": "reference"}
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
     if m.sliding_window is not None:
         fields["model.sliding_window"] = 5

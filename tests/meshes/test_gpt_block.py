@@ -89,7 +89,7 @@ def test_gradients(mesh, values, devices):
             r"expert_bias = True: is not supported with model\.mlp_gate False .* no biases yet",
         ),
         (
-            RELU | {"model.num_experts": 4, "model.matmul_dtype": "float8"},
+            RELU | {"model.num_experts": 4, "compute.matmul_dtype": "float8"},
             r"matmul_dtype = 'float8': is not supported with model\.mlp_gate False .*not rounded",
         ),
         (

@@ -275,7 +275,7 @@ def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     """Rounding of the matrices and of what flows back through them is all that differs."""
     sizes = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 96, "model.init_std": 0.05}
     exact = replace(BASE, **sizes, **{"parallel.layer_loop": loop})
-    eight = replace(exact, **{"model.matmul_dtype": "float8"})
+    eight = replace(exact, **{"compute.matmul_dtype": "float8"})
 
     def gradients(cfg: Config):
         cfg, mesh = on_mesh("data=2", devices, cfg)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 MOMENTS = {"optimizer.offload": True}
 MASTERS = MOMENTS | {"optimizer.offload_masters": True}
-BASE = replace(TINY, **{"model.dtype": "bfloat16", "model.qkv_bias": True})
+BASE = replace(TINY, **{"compute.dtype": "bfloat16", "model.qkv_bias": True})
 STAGES = {
     "parallel.pipeline": 2,
     "parallel.num_microbatches": 2,

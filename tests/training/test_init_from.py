@@ -198,6 +198,16 @@ def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, c
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick_compile")
+def test_they_may_differ_from_those_of_a_run(run_of, train_on, config_file, tmp_path, capsys):
+    last = ["--train.num-steps", "2", "--optimizer.warmup-steps", "0", "--evaluation.every", "0"]
+    assert train_on(1, config_file, *last) == 0
+    args = ["--run.init-from", str(tmp_path / "run"), "--model.rope-theta", "777"]
+    params = run_of([*args, "--run.init-changes", "rope_theta"]).start().state.params
+    assert_same(params, params_of(tmp_path / "run", 2))
+    assert "is changed: model.rope_theta 500000.0 -> 777.0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("names", "origin", "said"),
     [

@@ -38,7 +38,7 @@ def _model(m: ModelConfig, layers: tuple[Layer, ...]) -> Model:
         layers=layers,
         norm=Norm(kind=m.norm, eps=m.norm_eps, offset=m.norm_offset),
         tie_embeddings=m.tie_embeddings,
-        max_positions=m.max_positions if m.positions == "learned" else 0,
+        max_positions=m.max_positions,
         mtp_depth=m.mtp_depth,
         init_std=m.init_std,
         embed_scale=m.embed_scale,

@@ -65,10 +65,10 @@ def _divisions(cfg: Config) -> list[_Division]:
     if cut and p.context == "ulysses":
         why = "ulysses shards heads in place of the sequence"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
-    if cfg.model.positions == "learned":
+    if cfg.model.max_positions:
         why = "the table of positions is split like the vocabulary"
         table.append(_Division("model.max_positions", (tensor, pipeline), why))
-    if cfg.model.matmul_dtype == "float8":
+    if cfg.compute.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
     if cfg.model.num_experts:
         why = "devices of the expert axis get equal numbers of experts"

@@ -5,7 +5,7 @@ do not affect the function (token ids, dropout, initial values) are accepted, an
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.layout.layer_kinds import (
@@ -36,19 +36,15 @@ from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
 
 #: Compute dtype of the model, by dtype of the weights.
-COMPUTE_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+COMPUTE_DTYPES: dict[str, Literal["bfloat16", "float32"]] = {
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+    "float32": "float32",
+}
 
 #: Fields of the model that a published config.json does not determine.
 FREE_MODEL_FIELDS = {
     "init_std",
-    "dtype",
-    "matmul_dtype",
-    "matmul_precision",
-    "float8_scaling",
-    "logits_dtype",
-    "attention_backend",
-    "attention_deterministic",
-    "recurrent_backend",
     "recurrent_chunk",
     # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",
@@ -119,7 +115,7 @@ def _may_have_experts(family: Family) -> bool:
 
 
 def model_of(values: Values, family: Family) -> ModelConfig:
-    """Convert a config.json to a ModelConfig, with the compute dtype of its weights.
+    """Convert a config.json to a ModelConfig.
 
     Raises:   ConfigError that names the key that is missing or unsupported.
     """
@@ -151,8 +147,7 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     letters = set(fields.get("layer_pattern", ""))
     if not fields.get("dense_layers") and letters.isdisjoint({FEED_FORWARD, KDA_DENSE}):
         fields.pop("dense_d_ff", None)
-    dtype = dtype_of(values)
-    model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
+    model = ModelConfig(**fields)
     if router_has_no_gradient(model):
         rule = "gives each token one expert, with a weight of 1: the router could not be trained"
         fix = "use a model with at least 2, or without norm_topk_prob"

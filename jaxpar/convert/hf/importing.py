@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.checkpoint import MODEL_FIELDS, weights_alone
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -29,6 +30,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import (
+    COMPUTE_DTYPES,
     check_count,
     dtype_keys,
     dtype_of,
@@ -197,7 +199,9 @@ def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, 
 
 
 def config_for(model: ModelConfig, values: Values) -> Config:
-    """Return the config of a run for a model, with defaults for all other fields.
+    """Return the config of a run for a model, in the compute dtype of its weights.
+
+    All other fields have their defaults.
 
     Raises:   ConfigError if the model is invalid.
     """
@@ -206,6 +210,7 @@ def config_for(model: ModelConfig, values: Values) -> Config:
     loop: Literal["scan", "unroll"] = "unroll" if differ else "scan"
     cfg = Config(
         model=model,
+        compute=ComputeConfig(dtype=COMPUTE_DTYPES[dtype_of(values)]),
         data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
         parallel=ParallelConfig(layer_loop=loop),
     )

@@ -227,7 +227,7 @@ def why_no_peft(cfg: Config) -> str | None:
     """Return why PEFT cannot compute the logits here; None if it can."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return selfcheck.why_no_transformers(cfg.model)
+    return selfcheck.why_not_in_torch(cfg.model, "transformers")
 
 
 def peft_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:

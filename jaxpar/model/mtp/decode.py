@@ -60,7 +60,7 @@ def step(
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, contexts = decode.context_of(tokens, first, of_text, cache.slots, cfg)
     context = context_of_layer(contexts, layer_of_modules(m))
-    x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
+    x = joined(x, decode.embed(weights["top"], tokens, positions, cfg), w, m)
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)
     return norm.norm(x, w["out_norm"], m), decode.Cache(tuple(held), cache.slots)
