@@ -306,6 +306,7 @@ def test_text_is_that_of_whole_forwards(name):
     [
         ("mean", {"parallel.tensor": 8}, r"model\.block\.mixer\.num_heads = 4: must be divisible"),
         ("windows", {"parallel.tensor": 4}, r"model\.local\.mixer\.num_kv_heads = 2: must be"),
+        ("products", {"parallel.row_groups": 2}, r"is not supported with parallel.row_groups"),
         ("experts", {"parallel.expert": 8}, r"model\.routed\.feed_forward\.num_experts = 4"),
     ],
 )
