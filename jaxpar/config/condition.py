@@ -35,7 +35,8 @@ class Condition:
 def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
     """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
     default = default_of(path) if better is _DEFAULT else better
-    fixes = () if path in FIELDS else (flag(path, default),)  # values are set in Python alone
+    in_python = path in FIELDS and not isinstance(default, str)
+    fixes = () if in_python else (flag(path, default),)
     return Condition(
         label,
         lambda cfg: bool(holds(_held(cfg, path))),

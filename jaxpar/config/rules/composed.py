@@ -8,6 +8,7 @@ from jaxpar.components.model import repetition
 from jaxpar.config import Config, ConfigError, default_of, flag, require
 from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
+from jaxpar.config.rules.divisibility import OF_MODEL
 from jaxpar.config.schema.model import ModelConfig
 
 
@@ -18,7 +19,7 @@ def components_divide(cfg: Config) -> None:
     # `parallel.data` counts once it is known.
     p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
     for rule in model_of(cfg.model).rules(p):
-        if not rule.ok:
+        if not rule.ok and f"model.{rule.field}" not in OF_MODEL:  # `divisibility` has those
             path = rule.field if rule.field.startswith("parallel.") else f"model.{rule.field}"
             ways = (
                 flag(one if one.startswith("parallel.") else f"model.{one}", value)
