@@ -175,8 +175,13 @@ class Model:
         for field, axis in axes.items():
             if (size := getattr(self, field)) and ways_of(axis, parallel) > 1:
                 yield division(field, size, size, axis, parallel)
-        for layer in dict.fromkeys(self.layers):
+        for layer in self.distinct:
             yield from layer.rules(self, parallel)
+
+    @functools.cached_property
+    def distinct(self) -> tuple[Layer, ...]:
+        """The different layers, in the order of the first of each."""
+        return tuple(dict.fromkeys(self.layers))
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Layer, ...]]:

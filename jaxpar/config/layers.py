@@ -14,6 +14,7 @@ from typing import Any
 from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
 
@@ -217,9 +218,7 @@ def check_layers(layers: Any) -> None:
 
 
 #: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
-_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"} - {
-    "layers"
-}
+_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"} - {"layers"}
 
 
 # ----------------------------------------------------------------------------------- addresses
@@ -241,7 +240,23 @@ def _found(node: Any, keys: Sequence[str], path: str) -> Iterator[tuple[str, Any
     elif dataclasses.is_dataclass(node):
         names = [f.name for f in dataclasses.fields(node) if f.name != "name"]
         for name in names if keys[0] == "*" else [keys[0]] * (keys[0] in names):
-            yield from _found(getattr(node, name), keys[1:], f"{path}.{name}")
+            inner = _section(node, name) if len(keys) > 1 else getattr(node, name)
+            yield from _found(inner, keys[1:], f"{path}.{name}")
+
+
+def _section(node: Any, name: str) -> Any:
+    """Return a field's component; where it is None, the one that setting a field of it makes."""
+    if (value := getattr(node, name)) is not None:
+        return value
+    options = typing.get_args(typing.get_type_hints(type(node))[name])
+    made = (one for one in options if dataclasses.is_dataclass(one) and not _required(one))
+    return next((one() for one in made if isinstance(one, type)), None)
+
+
+def _required(cls: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
 
 
 def type_at(layers: Sequence[Layer], path: str) -> Any:
@@ -249,7 +264,7 @@ def type_at(layers: Sequence[Layer], path: str) -> Any:
     _, name, *keys = path.split(".")
     node: Any = next(layer for layer in layers if layer.name == name)
     for key in keys[:-1]:
-        node = getattr(node, key)
+        node = _section(node, key)
     return typing.get_type_hints(type(node))[keys[-1]]
 
 
@@ -258,7 +273,7 @@ def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, .
     _, name, *keys = path.split(".")
 
     def put(node: Any, keys: Sequence[str]) -> Any:
-        inner = value if len(keys) == 1 else put(getattr(node, keys[0]), keys[1:])
+        inner = value if len(keys) == 1 else put(_section(node, keys[0]), keys[1:])
         return dataclasses.replace(node, **{keys[0]: inner})
 
     return tuple(put(layer, keys) if layer.name == name else layer for layer in layers)
@@ -279,6 +294,34 @@ def all_paths(layers: Sequence[Layer]) -> list[str]:
     for layer in dict.fromkeys(layers):
         walk(layer, f"model.{layer.name}")
     return found
+
+
+@functools.cache
+def _ranges_of(component: Any) -> dict[str, Range | Reals | None]:
+    hints = typing.get_type_hints(component, include_extras=True)
+    return {name: declared_range(hint) for name, hint in hints.items()}
+
+
+def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+    """Yield each number of components whose field declares a range.
+
+    Returns:  its address, its value, the range, and the field's default or another good value.
+    """
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+        ranges = _ranges_of(type(node))  # type: ignore[arg-type]
+        for field in dataclasses.fields(node):
+            value, inner = getattr(node, field.name), f"{path}.{field.name}"
+            allowed = ranges[field.name]
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                yield from walk(value, inner)
+            elif allowed is not None:
+                good = getattr(allowed, "good", None) or allowed.least
+                default = field.default if field.default is not dataclasses.MISSING else good
+                yield inner, value, allowed, default
+
+    for layer in dict.fromkeys(layers):
+        yield from walk(layer, f"model.{layer.name}")
 
 
 # ------------------------------------------------------------------------------------- summary

@@ -73,8 +73,9 @@ def empty_cache(cfg: Config, rows: int, slots: int, *, layers: Sequence[Layer] =
 
 
 def _empty(cfg: Config, rows: int, slots: int, tensor: int, layers: Sequence[Layer]) -> Cache:
-    size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), cfg.model.d_model)
-    mixers = [layer.mixer for layer in layers or model_of(cfg.model).layers]
+    model = model_of(cfg.model)
+    size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), model)
+    mixers = [layer.mixer for layer in layers or model.layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 

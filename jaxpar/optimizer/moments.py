@@ -149,7 +149,8 @@ def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig, specs: Any) -> Any:
     for field in sorted(set(FIELDS.values()) - fields):
         if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
-            rule = f"has no effect, because {cfg.name} has no moment named {' or '.join(names)}"
+            name = cfg.name if isinstance(cfg.name, str) else type(cfg.name).__name__
+            rule = f"has no effect, because {name} has no moment named {' or '.join(names)}"
             raise ConfigError(path, storage_dtype(field, cfg), rule, f"--{path} float32")
     return found
 

@@ -80,7 +80,7 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         check_model(_as_there(replace(cfg, lora=there.lora), there), saved, folder, "set it back")
         return Origin(folder, chosen.step, None, there.lora, changes, named=named)
     from jaxpar.convert.hf.config_file import CONFIG_FILE
-    from jaxpar.convert.hf.importing import open_source
+    from jaxpar.convert.hf.importing import changes_of, open_source
     from jaxpar.stores.reading import run_at
 
     place = run_at(INITIAL, named)
@@ -90,12 +90,14 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError(INITIAL, named, rule, fix)
     source = open_source(named, INITIAL)
-    changes, places = _changes(cfg, source.config)
-    if places.moved:
-        specs = flat(specs_of(source.config))
-        shapes = {f"params/{name}": spec.shape for name, spec in specs.items()}
-        check_shapes(base_config(cfg), places, shapes, shapes.__getitem__, source.name)
-    return Origin(source.folder, None, source, changes=changes, moved=places.moved)
+    places = LayerPlaces.of(cfg, to_values(source.config))
+    if not places.moved:
+        return Origin(source.folder, None, source, changes=changes_of(cfg, source))
+    changes, _ = _changes(cfg, source.config)
+    specs = flat(specs_of(source.config))
+    shapes = {f"params/{name}": spec.shape for name, spec in specs.items()}
+    check_shapes(base_config(cfg), places, shapes, shapes.__getitem__, source.name)
+    return Origin(source.folder, None, source, changes=changes, moved=True)
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
@@ -113,9 +115,9 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     if origin.source is not None:
         from jaxpar.convert.hf.importing import load_params
 
-        there = _as_there(cfg, origin.source.config)
+        there = base_config(cfg)
         if origin.moved:
-            there = dataclasses.replace(base_config(cfg), model=origin.source.config.model)
+            there = dataclasses.replace(there, model=origin.source.config.model)
         params = load_params(origin.source, there, mesh, log)
         if origin.moved:
             logical = to_logical(TrainState((), params, ()), there).params

@@ -15,6 +15,7 @@ from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.lists.step_sizes import in_words, step_sizes
 from jaxpar.config.serialize import to_json as text_of
+from jaxpar.config.values import class_name
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.mup.widths import in_words as in_words_of_mup
@@ -160,6 +161,8 @@ def write(
 
 def _data(run: Run) -> str:
     """Describe each source in one line, with its number of epochs by the end of the run."""
+    if own := run.cfg.data.source:
+        return f"batches of {class_name(own)}"
     sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
     total = sum(source.weight for source in sources)
     lines = [

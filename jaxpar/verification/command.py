@@ -224,7 +224,7 @@ def own_code(cfg: Config) -> list[str]:
                 name = f"model.{layer.name}.{role}: {type(term).__name__}"
                 lines.append(f"{name} {only_sharding}")
     for path, value in values_of(cfg):
-        if path == "train.callbacks":
+        if path in ("train.callbacks", "data.source", "metrics.sinks"):
             continue
         name = f"{path}: {getattr(value, 'metric', '') or type(value).__name__}"
         if isinstance(value, Loss) and type(value).plain is not Loss.plain:

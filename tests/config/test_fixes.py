@@ -3,14 +3,15 @@
 import itertools
 import random
 import shlex
-import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import parse_overrides, read_config
+from jaxpar.config.command_line import members, parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
@@ -94,7 +95,7 @@ def values_of(path: str, configs: list[Config]) -> list:
     """Values of a field: of the configs, its default, and a few of its type."""
     hint = field_types()[path]
     few = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0]}.get(hint, [])
-    words = typing.get_args(hint) if "Literal" in str(hint) else ()
+    words = [one for one in members(hint) if isinstance(one, str)]
     found = [default_of(path), *few, *words]
     for cfg in configs:
         try:
@@ -117,6 +118,77 @@ def test_first_fixes_end_for_random_fields(number):
         fields = {path: rng.choice(values[path]) for path in chosen}
         lengths.add(len(follow(replace(rng.choice(configs), **fields))))
     assert {0, 1, 2, 3} <= lengths  # there was something to follow
+
+
+def wrong_command_lines(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
+    """Configs with a few random fields, as command lines that break some rule."""
+    rng = random.Random(seed)
+    names = known_configs().split(", ")
+    flags = [load_config(name) for name in names if not load_config(name).model.layers]
+    paths = [path for path in leaf_paths() if path.partition(".")[0] in (*SECTIONS, "checkpoint")]
+    texts = {path: values_of(path, flags) for path in paths}
+    while number:
+        name, chosen = rng.choice(names), rng.sample(paths, rng.randint(1, 4))
+        fields = ((path, rng.choice(texts[path])) for path in chosen)
+        words = [word for path, value in fields for word in shlex.split(flag(path, value))]
+        try:
+            cfg = parse_overrides(load_config(name), words)
+        except ConfigError:  # of reading, not of the rules
+            continue
+        try:
+            check(cfg)
+        except ConfigError:
+            yield name, words
+            number -= 1
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_every_printed_fix_is_legal(number):
+    """With it, and the first fixes of the other rules that are still broken, the config passes."""
+    several, in_words, tried = 0, 0, 0
+    for name, words in wrong_command_lines(number, number):
+        cfg = parse_overrides(load_config(name), words)
+        with pytest.raises(ConfigError) as caught:
+            check(cfg)
+        errors = errors_of(caught.value)
+        several += len(errors) > 1
+        firsts = [fixes_of(error)[:1] for error in errors]
+        in_words += sum(not first for first in firsts)
+        for i, error in enumerate(errors):
+            for fix in fixes_of(error):
+                now = cfg
+                for j, first in enumerate(firsts):
+                    of_rule = [fix] if i == j else first
+                    if i == j or is_broken(now, errors[j]):
+                        for one in of_rule:
+                            now = parse_overrides(now, options_in(one))
+                            tried += 1
+                for j, first in enumerate(firsts):  # an alternative leaves more to the others
+                    if j != i and is_broken(now, errors[j]):
+                        now = parse_overrides(now, options_in(first[0]))
+                if all(firsts):
+                    check(now)
+                assert not is_broken(now, error), (name, words, fix)
+    assert several > number // 10 and tried > number and in_words < number // 10
+
+
+def is_broken(cfg: Config, rule: ConfigError) -> bool:
+    """Whether a config breaks a rule."""
+    try:
+        check(cfg)
+    except ConfigError as error:
+        return any(same_rule(one, rule) for one in errors_of(error))
+    return False
+
+
+def test_all_broken_rules_are_one_error():
+    fields = {"train.num_steps": 0, "lora.rank": 4, "model.mtp_depth": 1, "dpo.beta": 0.1}
+    with pytest.raises(ConfigError) as caught:
+        check(replace(Config(), **fields))
+    said = str(caught.value)
+    assert "rules are broken" in said and "1. train.num_steps = 0" in said
+    assert "lora.rank = 4: is not supported with model.mtp_depth = 1" in said
+    assert "model.mtp_depth = 1: is not supported with dpo.beta = 0.1" in said
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ CASES = [
     ({"parallel.pipeline": 2}, "pipeline = 2: must divide the 1 repetitions.*pipeline 1"),
     (
         {"parallel.pipeline": 2, "model.num_layers": 4, "parallel.schedule": "zero_bubble"},
-        "schedule = 'zero_bubble': does not support model.layer_pattern.*1f1b",
+        "layer_pattern = 'G\\*': is not supported with parallel.schedule = zero_bubble.*1f1b",
     ),
     *[
-        ({path: value}, f"{path.split('.')[1]} = .*: does not support model.layer_pattern")
+        ({path: value}, f"layer_pattern = .*: is not supported with {path} = {value}")
         for path, value in REFUSED.items()
     ],
     ({"model.linear_norm_eps": 0.0}, "norm_eps = 0.0: must be above 0.*eps None"),
@@ -91,7 +91,7 @@ CASES = [
     ),
     (
         KERNELS | {"model.layer_pattern": "K*", "model.linear_num_value_heads": 2},
-        "backend = 'triton': has no kernel for decays of each channel.*backend auto",
+        "backend = 'triton': .* there is no kernel for decays of each channel.*backend auto",
     ),
     (
         {"model.layer_pattern": "K*"},
@@ -106,7 +106,10 @@ CASES = [
         | {"model.linear_num_value_heads": 2},
         "pattern = 'k.*': has layers of kind k, which have no feed-forward beside - or E",
     ),
-    (KERNELS | {"compute.dtype": "float32"}, "backend = 'triton': needs bfloat16.*dtype bfloat16"),
+    (
+        KERNELS | {"compute.dtype": "float32"},
+        "backend = 'triton': .* need bfloat16.*dtype bfloat16",
+    ),
     (KERNELS | {"model.recurrent_chunk": 48}, "chunk = 48: must be 32 or 64 for .*chunk 64"),
     (KERNELS | {"model.linear_key_head_dim": 96}, "key_head_dim = 96: must be 64 or 128.*dim 128"),
     (

@@ -23,11 +23,14 @@ def test_what_may_be():
         ({"model.mtp_depth": 9}, r"mtp_depth = 9: must be at most 8"),
         ({"model.mtp_depth": 2, "data.seq_len": 2}, r"mtp_depth = 2: .*below data.seq_len = 2"),
         ({"train.mtp_loss": 0.0}, r"mtp_loss = 0.0: must be above 0, or model.mtp_depth 0"),
-        ({"model.logits_scaling": 2.0}, r"logits_scaling = 2.0: does not support model.mtp_depth"),
-        ({"lora.rank": 4}, r"lora.rank = 4: does not support model.mtp_depth, which is 2"),
+        (
+            {"model.logits_scaling": 2.0},
+            r"logits_scaling = 2.0: is not supported with model.mtp",
+        ),
+        ({"lora.rank": 4}, r"lora.rank = 4: is not supported with model.mtp_depth = 2"),
         (
             {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
-            r"mtp_depth = 2: needs a last layer without a recurrence.*with GatedDeltaNet.*depth 0",
+            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2: a module",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.layers import with_classes_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -27,6 +28,7 @@ from jaxpar.extend import (
     Mixer,
     Mlp,
     Model,
+    Rope,
     component,
     matrix,
     swap,
@@ -106,6 +108,56 @@ class Products(FeedForward):
         return linear.row_parallel(jnp.sin(up), w, "sine_down", "mlp_hidden")
 
 
+@component
+class Retention(Mixer):
+    """Linear attention whose state decays, with what each head remembers of a text at first."""
+
+    num_heads: int
+
+    def weights(self, model):
+        D, H = model.d_model, self.num_heads
+        shape, axes = (D, H, D // H), ("embed", "heads", "head_dim")
+        into = {f"ret_{n}": matrix(shape, axes, columns=2) for n in "qkv"}
+        first = vector((H, D // H, D // H), ("heads", "head_dim", "latent"), "normal")
+        return into | {
+            "ret_decay": vector((H,), ("heads",), "zeros"),
+            "ret_first": first,
+            "ret_out": matrix((*shape[1:], D), (*axes[1:], "embed"), to_stream=True),
+        }
+
+    def init_state(self, rows, w):
+        first = w["ret_first"].astype(jnp.float32)
+        return {
+            "kv": jnp.broadcast_to(first, (rows, *first.shape)),
+            "n": jnp.zeros(rows, jnp.int32),
+        }
+
+    def step(self, x, w, state, positions):
+        q, k, v = (jnp.einsum("bd,dhk->bhk", x, w[f"ret_{n}"]) for n in "qkv")
+        kv = state["kv"] * self.decay(w)[:, None, None] + k[..., None] * v[:, :, None]
+        y = jnp.einsum("bhk,bhkv->bhv", q, kv).astype(x.dtype)
+        return jnp.einsum("bhv,hvd->bd", y, w["ret_out"]), {"kv": kv, "n": state["n"] + 1}
+
+    def decay(self, w):
+        return jax.nn.sigmoid(2.0 + w["ret_decay"].astype(jnp.float32))
+
+
+@component
+class FastRetention(Retention):
+    """All tokens at once."""
+
+    def compute(self, x, w, tokens):
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w[f"ret_{n}"]) for n in "qkv")
+        back = tokens.positions[:, :, None] - tokens.positions[:, None]
+        seen = (back >= 0) & (tokens.segments[:, :, None] == tokens.segments[:, None])
+        decay = self.decay(w)[:, None, None] ** jnp.maximum(back, 0)[:, None]
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) * jnp.where(seen[:, None], decay, 0)
+        y = jnp.einsum("bhts,bshk->bthk", scores, v)
+        since = self.decay(w) ** (tokens.positions[..., None] + 1.0)
+        y += jnp.einsum("bthk,hkv->bthv", q, w["ret_first"].astype(x.dtype)) * since[..., None]
+        return jnp.einsum("bthk,hkd->btd", y.astype(x.dtype), w["ret_out"])
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -148,6 +200,12 @@ LAYERS = {
     ]
     * 2,
     "products": [Layer("block", OWN, Products(width=12), parallel="own_norms")] * 2,
+    "steps": [Layer("steps", Retention(num_heads=4), Glu(24))] * 2,
+    "retention": [
+        Layer("fast", FastRetention(num_heads=4), Glu(24)),
+        Layer("attends", OWN, Sine(width=12)),
+    ]
+    * 2,
     "experts": [
         Layer("block", DecayedMean(num_heads=4), Glu(24)),
         Layer("routed", OWN, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
@@ -159,7 +217,10 @@ MESHES = [
     ("data=2,tensor=2", "mean"),
     ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
+    ("data=2,tensor=2", "retention"),
     slow("sequence=2,data=2", "sigmoid"),
+    slow("sequence=2,tensor=2", "steps"),
+    slow("pipeline=2,data=2,num_microbatches=2", "steps"),
     slow("sequence=2,tensor=2", "mean"),
     slow("pipeline=2,data=2,num_microbatches=2", "mean"),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
@@ -216,7 +277,9 @@ def test_a_composed_model_is_saved_and_read(name):
         check(again)
 
 
-@pytest.mark.parametrize("name", ["mean", slow("sigmoid"), slow("windows")])
+@pytest.mark.parametrize(
+    "name", ["mean", "retention", slow("steps"), slow("sigmoid"), slow("windows")]
+)
 def test_text_is_that_of_whole_forwards(name):
     """With what mixers hold, or by all tokens again: the same likeliest tokens."""
     cfg = replace(config(*LAYERS[name]), **{"data.seq_len": 16})
@@ -243,6 +306,7 @@ def test_text_is_that_of_whole_forwards(name):
     [
         ("mean", {"parallel.tensor": 8}, r"model\.block\.mixer\.num_heads = 4: must be divisible"),
         ("windows", {"parallel.tensor": 4}, r"model\.local\.mixer\.num_kv_heads = 2: must be"),
+        ("products", {"parallel.row_groups": 2}, r"is not supported with parallel.row_groups"),
         ("experts", {"parallel.expert": 8}, r"model\.routed\.feed_forward\.num_experts = 4"),
     ],
 )
@@ -255,11 +319,43 @@ def test_what_a_mesh_does_not_divide_names_the_component(name, options, message)
 
 def test_a_part_of_a_model_is_exchanged():
     model = config(*LAYERS["windows"]).model
-    found = swap(model, "wide", mixer=OWN)
-    assert [layer.mixer for layer in found.layers[1::2]] == [OWN] * 2
+    found = swap(model, "wide.mixer", type(SIGMOID), shift=-2.0)
+    sigmoid = type(SIGMOID)(**HEADS, rope=None, shift=-2.0)
+    assert [layer.mixer for layer in found.layers[1::2]] == [sigmoid] * 2
     assert found.layers[::2] == model.layers[::2]
-    with pytest.raises(ValueError, match="no layer is named deep; there are local, wide"):
-        swap(model, "deep", mixer=OWN)
+    everywhere = swap(found, "*.mixer", DecayedMean).layers
+    assert {layer.mixer for layer in everywhere} == {DecayedMean(num_heads=4)}
+    scaled = swap(model, "*.mixer.rope", Rope, theta=5.0).layers
+    assert [layer.mixer.rope for layer in scaled] == [Rope(theta=5.0), None] * 2
+    assert swap(model, "wide.mixer", None).layers[1].mixer is None
+    experts = swap(config(*LAYERS["experts"]).model, "routed.feed_forward.expert", Glu, d_ff=8)
+    assert experts.layers[1].feed_forward.expert == Glu(8)
+
+
+def test_a_part_of_a_model_of_flags_is_exchanged():
+    model = load_config("quickstart").model
+    found = swap(model, "layers.mixer", type(SIGMOID))
+    kept = model_of(model).layers
+    assert [layer.feed_forward for layer in found.layers] == [one.feed_forward for one in kept]
+    assert found.layers[0].mixer.num_heads == model.num_heads
+    check(replace(load_config("quickstart"), model=found))
+
+
+@pytest.mark.parametrize(
+    ("part", "component", "fields", "message"),
+    [
+        ("deep.mixer", Attention, {}, r"'deep\.mixer': is no part .*use one of local\.mixer, "),
+        ("wide", Attention, {}, "is no part of the model"),
+        ("wide.mixer.num_heads", Attention, {}, "is no part of the model"),
+        ("wide.mixer", Attention, {"shift": 1.0}, "Attention has no field shift"),
+        ("wide.feed_forward", Glu, {}, "Glu needs d_ff, which the old part has not"),
+        ("wide.mixer", Glu, {"d_ff": 8}, "must be a Mixer"),
+    ],
+)
+def test_what_cannot_be_exchanged(part, component, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        found = swap(config(*LAYERS["windows"]).model, part, component, **fields)
+        check(replace(config(*LAYERS["windows"]), model=found))
 
 
 def test_the_file_of_a_run_brings_its_components_and_its_loss_back():

@@ -198,15 +198,15 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_page_of_extensions_shows_its_config():
-    _, code = read("configs/extending.py").split("\n\n", 1)
-    assert f"```python\n{code}```" in read("docs/extending.md")
-
-
 def test_the_page_of_families_is_current():
     """And every cell's test, golden and config exists, or the script raises."""
     written = script_of("families").page()
     assert read("docs/families.md") == written, "run python scripts/docs/families.py --write"
+
+
+def test_the_page_of_combinations_is_current():
+    written = script_of("combinations").page()
+    assert read("docs/combinations.md") == written, "run scripts/docs/combinations.py --write"
 
 
 def test_the_map_of_the_code_is_up_to_date():

@@ -16,6 +16,7 @@ from jaxpar.config.code import with_code
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.validate import check
+from jaxpar.convert.shape import model_from
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.inference.load import load
 from jaxpar.model.lora import is_adapter
@@ -46,7 +47,7 @@ def run_of(config, only_devices):
 
     def make(flags: list[str], devices: int = 1) -> Run:
         with only_devices(devices):
-            return Run.open(read_config([config, *flags]))
+            return Run.open(read_config([config, *flags], model_from=model_from))
 
     return make
 
@@ -188,14 +189,26 @@ def test_what_cannot_be_begun_with(run_of, tmp_path):
 
 @pytest.mark.usefixtures("quick_compile")
 def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, capsys):
-    args = [*flags_to_fit, "--run.init-from", str(published), "--model.rope-theta", "777"]
-    with pytest.raises(ConfigError, match=r"contains a model with rope_theta 1000000\.0, not 777"):
+    args = [*flags_to_fit, "--run.init-from", str(published)]
+    args += ["--model.*.mixer.rope.theta", "777"]
+    said = r"contains a model with layers\.mixer\.rope\.theta 1000000\.0, not 777"
+    with pytest.raises(ConfigError, match=said):
         run_of(args).start()
-    with pytest.raises(ConfigError, match=r"contains a model with rope_theta .*not 777"):
+    with pytest.raises(ConfigError, match=said):
         run_of([*args, "--run.init-changes", "sliding_window"]).start()
     run_of([*args, "--run.init-changes", "rope_theta,rope_scaling"]).start()
-    said = "the model of the initial weights is changed: model.rope_theta 1000000.0 -> 777.0"
+    said = "of the initial weights is changed: model.layers.mixer.rope.theta 1000000.0 -> 777"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_they_may_differ_from_those_of_a_run(run_of, train_on, config_file, tmp_path, capsys):
+    last = ["--train.num-steps", "2", "--optimizer.warmup-steps", "0", "--evaluation.every", "0"]
+    assert train_on(1, config_file, *last) == 0
+    args = ["--run.init-from", str(tmp_path / "run"), "--model.rope-theta", "777"]
+    params = run_of([*args, "--run.init-changes", "rope_theta"]).start().state.params
+    assert_same(params, params_of(tmp_path / "run", 2))
+    assert "is changed: model.rope_theta 500000.0 -> 777.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

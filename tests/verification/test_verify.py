@@ -44,7 +44,7 @@ def test_meshes_agree(capsys):
     code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
-    assert "float32, highest matmul precision" in shown and "2 layers" in shown
+    assert "float32, highest matmul precision" in shown and "layers x 2" in shown
     assert "weights after 2 steps" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
     assert "same bits" in row and row.endswith("ok")
@@ -227,14 +227,14 @@ def test_a_mesh_may_set_a_float():
         ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
-        (["quickstart", "--steps", "-1"], "must be at least 0"),
+        (["quickstart", "--steps", "-1"], "must not be negative"),
         (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
         (
             ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],
             r"needs .* GiB of memory for 2 CPU devices",
         ),
         (["quickstart", "--run.cpu-devices", "-1"], "must not be negative"),
-        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4096"),
+        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4,096"),
         (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
         (["quickstart", "--mesh", "data=100000000"], "data must be at most 1,048,576"),
         (

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from jaxpar.components.attention import Attention
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import repetition
 from jaxpar.config import Config, ConfigError, default_of, flag, require
@@ -46,11 +45,6 @@ def composed(cfg: Config) -> None:
             raise ConfigError(path, value, rule, f"remove {field.name}, which model.layers says")
     if p.pipeline > 1:
         _before_stages(cfg)
-    own = [a for a in (layer.mixer for layer in m.layers) if isinstance(a, Attention)]
-    if any(type(a).heads is not Attention.heads for a in own):
-        path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
-        ok = p.context != "ring" or p.sequence == 1
-        require(ok, cfg, path, rule, flag(path, "allgather"))
 
 
 def _before_stages(cfg: Config) -> None:
@@ -65,6 +59,3 @@ def _before_stages(cfg: Config) -> None:
         require(layer.name in model_of(m).leading_stacks, cfg, path, rule, one)
         rule = f"{said}: {layer.name} has experts, which only stages have"
         require(not isinstance(layer.feed_forward, Experts), cfg, path, rule, one)
-    rule = f"{said}, and are not rounded to float8"
-    field = "compute.matmul_dtype"
-    require(cfg.compute.matmul_dtype == "compute", cfg, path, rule, one, flag(field, "compute"))

@@ -20,6 +20,3 @@ def guards(cfg: Config) -> None:
     ok = g.spike != "rewind" or cfg.checkpoint.every > 0
     ways = flag("checkpoint.every", 500), flag("guard.spike", "tell")
     require(ok, cfg, "guard.spike", rule, *ways)
-    path, rule = "compute.matmul_dtype", "needs compute.dtype bfloat16 or float32, not float16"
-    ok = cfg.compute.matmul_dtype != "float8" or cfg.compute.dtype != "float16"
-    require(ok, cfg, path, rule, flag("compute.dtype", "bfloat16"), flag(path, "compute"))

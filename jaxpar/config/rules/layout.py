@@ -27,14 +27,11 @@ def automatic(cfg: Config) -> None:
 
 
 def interleaving(cfg: Config) -> None:
-    """Check that virtual stages have a pipeline, and a schedule that interleaves them."""
+    """Check that virtual stages have a pipeline."""
     p, path = cfg.parallel, "parallel.virtual_stages"
     rule = "needs a pipeline, but parallel.pipeline is 1"
     ways = flag(path, 1), flag("parallel.pipeline", 2)
     require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
-    rule = "must be 1 with parallel.schedule gpipe"
-    ways = flag(path, 1), flag("parallel.schedule", "1f1b")
-    require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
 
 
 def layers(cfg: Config) -> None:
@@ -75,14 +72,6 @@ def _period_in_words(cfg: Config) -> str:
     fields = ("model.global_every", "model.nope_every", "model.layer_pattern")
     by = [] if cfg.model.layers else [field for field in fields if value_of(cfg, field)]
     return f"{said}, by {' and '.join(by)}" if by else said
-
-
-def turns(cfg: Config) -> None:
-    """Check that row groups have unrolled layers."""
-    p, path = cfg.parallel, "parallel.row_groups"
-    rule = "needs unrolled layers, but parallel.layer_loop is scan"
-    ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
-    require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
 
 
 def compressed_sums(cfg: Config) -> None:

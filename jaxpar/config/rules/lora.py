@@ -12,7 +12,6 @@ from jaxpar.config.lists.lora_targets import least_side, targets_of
 def lora(cfg: Config) -> None:
     """Check that the targets exist and that their dimensions are at least the rank."""
     rank, path = cfg.lora.rank, "lora.rank"
-    require(rank >= 0, cfg, path, "must not be negative", flag(path, 0))
     if rank == 0:
         for other in ("lora.alpha", "lora.rank_stabilized", "lora.targets"):
             default = default_of(other)

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
+from jaxpar.checkpoint import saved_steps
 from jaxpar.components.weight import Weight, vector
-from jaxpar.config import Config, ConfigError, value_of
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.composed import differences
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
@@ -54,19 +55,20 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
     found = []
     _check_names(family, cfg)
     for target, entry in _targeted(family, cfg):
-        path, layer = entry.path, entry.ours[0]
-        if not entry.theirs.replace(" ", "").isalpha():
+        path = entry.path
+        if entry.is_part:
             module = entry.name.split(".")[-2]
             rule = f"is a part of {module} in {family.model_type}, whose adapters are not of parts"
             fix = "export the merged model with `to-hf`"
             raise ConfigError("lora.targets", target, rule, fix)
-        cut = len(entry.ours) - _declared(entry, cfg).columns
+        cut = len(entry.ours) - entry.columns
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")
-        of = functools.partial(Entry, first=entry.first, layers=entry.layers)
+        sizes = {**entry.sizes, "R": cfg.lora.rank}
+        of = functools.partial(Entry, sizes=sizes, layers=entry.layers)
         found += [
-            of(path + A, f"{module}lora_A.weight", f"{layer}{inputs}R", f"R {inputs}"),
-            of(path + B, f"{module}lora_B.weight", f"{layer}R{outputs}", f"{outputs} R"),
+            of(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
+            of(path + B, f"{module}lora_B.weight", f"LR{outputs}", f"{outputs} R"),
         ]
     return found
 
@@ -162,7 +164,6 @@ def to_peft(
         export,
         arrays=arrays.own,
         entries=adapter_entries(export.family, cfg),
-        sizes=export.sizes | {"R": cfg.lora.rank},
     )
     with new_folder(folder) as temporary:
         about = adapter_config(export.family, cfg, base)
@@ -198,14 +199,14 @@ def check(
     published, what = own, "the run's base model and the written adapters"
     if there:
         source = open_source(str(base))
-        other = [p for p in MODEL_FIELDS if value_of(source.config, p) != value_of(cfg, p)]
-        if other:
+        if other := [d.path for d in differences(cfg.model, source.config.model)]:
             rule = f"is another model than the run's: {', '.join(other)} differ"
             raise ConfigError("--base", base, rule, "use the model that the run started from")
-        published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+        entries = entry_table(source.family, cfg.model)  # by the names of its layers
+        published = selfcheck.published_reader(entries, source.tensors)
         what = f"{base} and the written adapters"
 
-    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
+    adapters = selfcheck.published_reader(export.entries, written)
     read = either(adapters, published)
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
@@ -227,7 +228,7 @@ def why_no_peft(cfg: Config) -> str | None:
     """Return why PEFT cannot compute the logits here; None if it can."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return selfcheck.why_no_transformers(cfg.model)
+    return selfcheck.why_not_in_torch(cfg.model, "transformers")
 
 
 def peft_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:

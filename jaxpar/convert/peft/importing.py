@@ -146,7 +146,7 @@ def from_peft(
             tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, weights_alone.STEP), cfg)
             ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
-            reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
+            reader = lambda s: selfcheck.published_reader(s.entries, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)
             theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
             selfcheck.compare(theirs, ours, "the published files", tolerance, log)
@@ -165,8 +165,5 @@ def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedMod
         raise ConfigError("DIR", str(folder), rule, fix)
     tensors = Tensors(read_header(file))
     entries = adapter_entries(source.family, cfg)
-    sizes = source.sizes | {"R": cfg.lora.rank}
-    check_tensors(tensors, entries, sizes)
-    return dataclasses.replace(
-        source, name=str(folder), tensors=tensors, entries=entries, sizes=sizes
-    )
+    check_tensors(tensors, entries)
+    return dataclasses.replace(source, name=str(folder), tensors=tensors, entries=entries)

@@ -34,10 +34,6 @@ class PostUpdate(Value):
     """
 
     kind: ClassVar[str] = "PostUpdate"
-    refuses: ClassVar[dict[str, str]] = {
-        "diloco.every": "replicas have weights of their own",
-        "optimizer.offload_masters": "weights are in host memory",
-    }
 
     key: str = ""
     """Name of its state in checkpoints. Empty: that of the class."""
