@@ -14,6 +14,9 @@ from jaxpar.config.layout.layer_kinds import (
     of_kind,
 )
 
+#: Sizes of a model that are not of its layers.
+OF_MODEL = ("model.d_model", "model.vocab_size", "model.max_positions")
+
 
 class _Division(NamedTuple):
     """`path` must be divisible by the product of the fields `by`, times `times`."""
@@ -131,9 +134,7 @@ def divisibility(cfg: Config) -> None:
     """Check every row of the table."""
     table = _divisions(cfg)
     if cfg.model.layers:  # whose components say what divides their fields (`composed.py`)
-        of_model = ("model.d_model", "model.vocab_size", "model.max_positions")
-        others = ("train.", "data.", "parallel.")
-        table = [r for r in table if r.path in of_model or r.path.startswith(others) or r.times > 1]
+        table = [r for r in table if r.path in OF_MODEL or not r.path.startswith("model.")]
     for rule in table:
         value, divisor = value_of(cfg, rule.path), rule.divisor(cfg)
         if value % divisor == 0:
