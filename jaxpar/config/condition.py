@@ -35,11 +35,7 @@ class Condition:
 def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
     """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
     default = default_of(path) if better is _DEFAULT else better
-<<<<<<< HEAD
-    in_python = path in FIELDS and not isinstance(default, str)
-=======
     in_python = path in FIELDS and path not in OR_NAMES  # values are set in Python alone
->>>>>>> fixconfig
     fixes = () if in_python else (flag(path, default),)
     return Condition(
         label,

@@ -65,14 +65,7 @@ CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
-<<<<<<< HEAD
-    "modules with a recurrence": (
-        "",
-        {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"},
-    ),
-=======
     "modules with a recurrence": ("hybrid", {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"}),
->>>>>>> fixconfig
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
         "llama4_scout",
@@ -81,15 +74,6 @@ CASES = {
     "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
-<<<<<<< HEAD
-    "experts between": ("", {"model.num_experts": 4, "model.moe_every": 2}),
-    "two kinds of scaling": (
-        "",
-        {"model.rope_scaling.beta_fast": 8.0, "model.rope_scaling.low_freq_factor": 2.0},
-    ),
-    "heads of latent attention": ("moonlight_16b_a3b", {"parallel.tensor": 3}),
-    "a block that is not there": ("", {"model.shared_norm": True}),
-=======
     "experts between": ("hybrid", {"model.num_experts": 4, "model.moe_every": 2}),
     "two kinds of scaling": (
         "llama3_70b",
@@ -113,7 +97,6 @@ CASES = {
         "quickstart_moe",
         {"model.layers.feed_forward.experts_per_token": 1, "train.router_bias_rate": 0.0},
     ),
->>>>>>> fixconfig
 }
 
 
@@ -131,9 +114,6 @@ def with_fields(cfg: Config, fields: dict[str, Any]) -> Config:
 @pytest.mark.parametrize("case", CASES)
 def test_first_fixes_end(case):
     name, fields = CASES[case]
-<<<<<<< HEAD
-    assert follow(replace(load_config(name) if name else Config(), **fields))
-=======
     assert follow(with_fields(config_of(name), fields))
 
 
@@ -142,7 +122,6 @@ def test_first_fixes_end_for_a_recurrent_last_layer():
     layers = (*cfg.model.layers[3:], *cfg.model.layers[:3])
     model = dataclasses.replace(cfg.model.with_layers(layers), mtp_depth=1)
     assert follow(dataclasses.replace(cfg, model=model))
->>>>>>> fixconfig
 
 
 def test_a_mixture_needs_no_path_beside_it():
@@ -183,20 +162,6 @@ def values_of(path: str, cfg: Config) -> list:
     return sorted(set(found), key=repr)
 
 
-<<<<<<< HEAD
-def models_of_flags() -> list[Config]:
-    """Configs of models of several kinds whose flags describe the layers."""
-    latent = {"model.kv_lora_rank": 64, "model.num_kv_heads": 8, "model.head_dim": 128}
-    kinds = (
-        {},
-        {"model.num_experts": 4, "parallel.layer_loop": "unroll"},
-        {"model.num_experts": 4, "model.dense_layers": 1, "parallel.layer_loop": "unroll"},
-        {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"},
-        {"model.global_every": 2, "model.sliding_window": 64, "parallel.layer_loop": "unroll"},
-        latent,
-    )
-    return [replace(Config(), **fields) for fields in kinds]
-=======
 def paths_of(cfg: Config, sections: Sequence[str]) -> list[str]:
     """The fields of sections, those of layers by their addresses."""
     found = [path for path in leaf_paths() if path.partition(".")[0] in sections]
@@ -217,18 +182,11 @@ def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[
     chosen = rng.sample(paths, rng.randint(1, most))
     fields = ((path, rng.choice(values_of(path, cfg))) for path in chosen)
     return [word for path, value in fields for word in (flag(path), str(value))]
->>>>>>> fixconfig
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])
 def test_first_fixes_end_for_random_fields(number):
     rng = random.Random(number)
-<<<<<<< HEAD
-    configs = models_of_flags()
-    paths = [path for path in leaf_paths() if path.partition(".")[0] in SECTIONS]
-    values = {path: values_of(path, configs) for path in paths}
-=======
->>>>>>> fixconfig
     lengths = set()
     for _ in range(number):
         cfg = rng.choice(every_config())
@@ -240,21 +198,6 @@ def test_first_fixes_end_for_random_fields(number):
     assert {0, 1, 2, 3} <= lengths  # there was something to follow
 
 
-<<<<<<< HEAD
-def wrong_command_lines(number: int, seed: int) -> Iterator[tuple[Config, list[str]]]:
-    """Configs with a few random fields on the command line, which break some rule."""
-    rng = random.Random(seed)
-    flags, composed = models_of_flags(), map(load_config, known_configs().split(", "))
-    configs = [*flags, *composed]
-    paths = [path for path in leaf_paths() if path.partition(".")[0] in (*SECTIONS, "checkpoint")]
-    texts = {path: values_of(path, flags) for path in paths}
-    while number:
-        base = rng.choice(configs if rng.random() < 0.5 else flags)
-        fields = ((path, rng.choice(texts[path])) for path in rng.sample(paths, rng.randint(1, 4)))
-        words = [word for path, value in fields for word in shlex.split(flag(path, value))]
-        try:
-            cfg = parse_overrides(base, words)
-=======
 def wrong_configs(number: int, seed: int) -> Iterator[Config]:
     """Configs with a few random fields that break some rule."""
     rng = random.Random(seed)
@@ -262,17 +205,12 @@ def wrong_configs(number: int, seed: int) -> Iterator[Config]:
         cfg = rng.choice(every_config())
         try:
             cfg = parse_overrides(cfg, random_words(rng, cfg, 4, (*SECTIONS, "checkpoint")))
->>>>>>> fixconfig
         except ConfigError:  # of reading, not of the rules
             continue
         try:
             check(cfg)
         except ConfigError:
-<<<<<<< HEAD
-            yield cfg, words
-=======
             yield cfg
->>>>>>> fixconfig
             number -= 1
 
 
@@ -280,11 +218,7 @@ def wrong_configs(number: int, seed: int) -> Iterator[Config]:
 def test_every_printed_fix_is_legal(number):
     """With it, and the first fixes of the other rules that are still broken, the config passes."""
     several, in_words, tried = 0, 0, 0
-<<<<<<< HEAD
-    for cfg, words in wrong_command_lines(number, number):
-=======
     for cfg in wrong_configs(number, number):
->>>>>>> fixconfig
         with pytest.raises(ConfigError) as caught:
             check(cfg)
         errors = errors_of(caught.value)
@@ -305,13 +239,8 @@ def test_every_printed_fix_is_legal(number):
                         now = parse_overrides(now, options_in(first[0]))
                 if all(firsts):
                     check(now)
-<<<<<<< HEAD
-                assert not is_broken(now, error), (words, fix)
-    assert several > number // 20 and tried > number and in_words < number // 10
-=======
                 assert not is_broken(now, error), (str(error), fix)
     assert several > number // 10 and tried > number and in_words < number // 10
->>>>>>> fixconfig
 
 
 def is_broken(cfg: Config, rule: ConfigError) -> bool:

@@ -16,12 +16,8 @@ from jaxpar.config import Config, ConfigError, default_of, flag, require
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
-<<<<<<< HEAD
-from jaxpar.config.rules.divisibility import OF_MODEL
-=======
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.rules.layer_pattern import CHUNKS, KEYS, VALUES
->>>>>>> fixconfig
 from jaxpar.config.schema.model import ModelConfig
 
 
@@ -34,15 +30,6 @@ def of_components(cfg: Config) -> list[ConfigError]:
     p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
     found, of_mesh = list[ConfigError](), False
     for rule in model_of(cfg.model).rules(p):
-<<<<<<< HEAD
-        if not rule.ok and f"model.{rule.field}" not in OF_MODEL:  # `divisibility` has those
-            path = rule.field if rule.field.startswith("parallel.") else f"model.{rule.field}"
-            ways = (
-                flag(one if one.startswith("parallel.") else f"model.{one}", value)
-                for one, value in rule.fixes
-            )
-            raise ConfigError(path, _value(cfg, path), rule.rule, "use " + ", or ".join(ways))
-=======
         is_of_mesh = "parallel." in rule.rule
         if not rule.ok and not (is_of_mesh and of_mesh):
             of_mesh = of_mesh or is_of_mesh
@@ -54,7 +41,6 @@ def of_components(cfg: Config) -> list[ConfigError]:
 
 def _path(field: str) -> str:
     return field if field.startswith("parallel.") else f"model.{field}"
->>>>>>> fixconfig
 
 
 def _value(cfg: Config, path: str) -> Any:
