@@ -174,7 +174,7 @@ def test_texts_are_written_alike_in_batches_of_any_size(finished):
         (["--tasks", "choices", "--include-path", "nowhere"], "is not a folder"),
         (["--tasks", "choices", "--batch-size", "0"], "must be at least 1"),
         (["--tasks", "choices", "--limit", "0"], "--limit = 0: must be at least 1"),
-        (["--tasks", "choices", "--num-fewshot", "-1"], "--num-fewshot = -1: must be at least 0"),
+        (["--tasks", "choices", "--num-fewshot", "-1"], "--num-fewshot = -1: must not be negative"),
         (["--tasks", "choices", "--output", "nowhere/x.json"], "needs the folder nowhere, which"),
         (["--tasks", "choices", "--output", "."], r"--output = '\.': is a folder, not a file"),
     ],
