@@ -68,8 +68,9 @@ def test_what_has_too_many_devices_is_named(capsys):
 def test_adapters_leave_the_biases_of_routers_alone():
     """A step of the plain model has the same frozen weights as one of training."""
     cfg = load_config("quickstart_moe")
-    fields = {"model.router_bias": True, "lora.rank": 2, "lora.targets": "q_proj,o_proj"}
-    fields |= {"train.balance_loss": 0.0, "model.router_score": "sigmoid"}
+    router = "model.layers.feed_forward.router"
+    fields = {f"{router}.balancing_bias": True, f"{router}.score": "sigmoid"}
+    fields |= {"lora.rank": 2, "lora.targets": "q_proj,o_proj", "train.balance_loss": 0.0}
     meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
     small = small_config.shrink(small_config.float32(cfg), list(meshes.values()))
     small = replace(small, **fields, **{"model.num_layers": 1, "parallel": meshes["data=2"]})
