@@ -122,6 +122,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         for name, value in ALWAYS.items():
             os.environ.setdefault(name, value)
+        # Programs run a few times: trying kernels for each matmul took longer than the tests.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_gpu_autotune_level" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(visible_gpus(), 1)))  # as programs do
         import jax  # a plugin may have imported it before, without this variable
 
