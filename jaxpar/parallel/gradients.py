@@ -43,12 +43,6 @@ def global_norm(tree: Any, axes: tuple[str, ...] = AXES) -> jax.Array:
     Returns:  float32 scalar, the same along `axes`.
     Communication: one scalar all-reduce for each distinct set of sharded axes.
     """
-    total = [psum(s, over) if over else s for over, s in local_squares(tree, axes).items()]
-    return jnp.sqrt(sum(total, jnp.float32(0)))
-
-
-def local_squares(tree: Any, axes: tuple[str, ...]) -> dict[tuple[str, ...], jax.Array]:
-    """Sum the squares of this device's shards, by those of `axes` that remain to be summed over."""
     # Sum by row first, and add up rows of the same shape: reducing each array to a scalar would
     # take one kernel per array.
     rows: dict[tuple, jax.Array] = {}
@@ -59,7 +53,8 @@ def local_squares(tree: Any, axes: tuple[str, ...]) -> dict[tuple[str, ...], jax
     sums: dict[tuple[str, ...], jax.Array] = {}
     for (over, _), squares in rows.items():
         sums[over] = sums.get(over, jnp.float32(0)) + jnp.sum(squares)
-    return sums
+    total = [psum(s, over) if over else s for over, s in sums.items()]
+    return jnp.sqrt(sum(total, jnp.float32(0)))
 
 
 @jax.named_scope("clip")

@@ -20,11 +20,9 @@ from jaxpar.config import Config
 from jaxpar.config.layout.composition import DENSE, model_of, places_of
 from jaxpar.config.metrics import Metric, Reduction
 from jaxpar.execution.decisions import Execution
-from jaxpar.model.fused_weights import unstack_layers
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.model.probes import Feed, LayerProbe, Probed, num_before
-from jaxpar.parallel.collectives import psum, varying
-from jaxpar.parallel.gradients import local_squares
+from jaxpar.parallel.collectives import psum, varying, varying_axes
 from jaxpar.sharding.axes import AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import ParamSpec
@@ -172,15 +170,12 @@ class TrainStep:
         Communication: an all-reduce over the axes of each sharding, and one over PIPELINE.
         """
         total = jnp.zeros(self.cfg.model.num_layers, jnp.float32)
-        axes = tuple(axis for axis in AXES if axis != PIPELINE)
-        squares_of = functools.partial(local_squares, axes=axes)
-        by_layer = unstack_layers(tree, self.cfg)
         for stack in sorted(tree.keys() & model_of(self.cfg.model).stacks.keys()):
-            if isinstance(by_layer[stack], tuple):
-                each = [squares_of(w) for w in by_layer[stack]]
-                sums = {over: jnp.stack([one[over] for one in each]) for over in each[0]}
-            else:
-                sums = jax.vmap(squares_of)(by_layer[stack])
+            sums: dict[tuple[str, ...], jax.Array] = {}
+            for x in jax.tree.leaves(tree[stack]):
+                squares = jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(len(x), -1), axis=1)
+                over = tuple(axis for axis in varying_axes(x) if axis != PIPELINE)
+                sums[over] = sums.get(over, jnp.float32(0)) + squares
             whole = [psum(squares, over) if over else squares for over, squares in sums.items()]
             here = functools.reduce(jnp.add, whole)
             at = rows_of_stack(stack, len(here), self.cfg)

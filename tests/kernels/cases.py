@@ -140,14 +140,9 @@ def _places(case: Case, rng, length: int):
 def reference_of(x: Inputs) -> list[jax.Array]:
     """NAMES, by the reference in float32, and with its own output and log-sum-exp."""
     with jax.default_matmul_precision("highest"):  # not TF32
-        return _reference(x.q, x.k, x.v, x.mask, x.d_out, x.d_lse)
-
-
-@jax.jit  # one compilation: operation by operation, most of a test's time on a GPU was theirs
-def _reference(q, k, v, mask: AttentionMask, d_out, d_lse) -> list[jax.Array]:
-    q, k, v, d_out = (y.astype(jnp.float32) for y in (q, k, v, d_out))
-    out, lse = reference.forward(q, k, v, mask)
-    return [out, lse, *reference.backward(q, k, v, mask, out, lse, d_out, d_lse)]
+        q, k, v, d_out = (y.astype(jnp.float32) for y in (x.q, x.k, x.v, x.d_out))
+        out, lse = reference.forward(q, k, v, x.mask)
+        return [out, lse, *reference.backward(q, k, v, x.mask, out, lse, d_out, x.d_lse)]
 
 
 def largest_of(x: Inputs) -> np.ndarray:
