@@ -8,51 +8,61 @@ gradients and moments: at least 128 H200, with --parallel.expert.
 from jaxpar.config import (
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    LatentAttention,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
-    return Config(
-        run=RunConfig(dir="runs/deepseek_v3"),
-        model=ModelConfig(
-            num_layers=61,
-            d_model=7168,
-            num_heads=128,
-            num_kv_heads=128,
-            head_dim=192,
-            kv_lora_rank=512,
-            q_lora_rank=1536,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            d_ff=2048,
-            num_experts=256,
-            experts_per_token=8,
-            num_shared_experts=1,
-            dense_layers=3,
-            dense_d_ff=18432,
-            router_score="sigmoid",
-            router_bias=True,
-            router_groups=8,
-            router_groups_per_token=4,
-            router_scale=2.5,
-            vocab_size=129280,
-            rope_theta=10_000.0,
-            rope_layout="interleaved",
-            rope_scaling=RopeScaling(
+    attention = LatentAttention(
+        num_heads=128,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        rope=Rope(
+            theta=10_000.0,
+            scaling=RopeScaling(
                 kind="yarn",
                 factor=40.0,
                 original_max_position=4096,
                 attention_factor=1.0,
                 mscale_all_dim=1.0,
             ),
-            norm_eps=1e-6,
+            layout="interleaved",
         ),
+    )
+    experts = Experts(
+        expert=Glu(2048),
+        num_experts=256,
+        experts_per_token=8,
+        router=Router(
+            score="sigmoid", balancing_bias=True, groups=8, groups_per_token=4, scale=2.5
+        ),
+        num_shared_experts=1,
+    )
+    dense = Layer("dense_layers", attention, Glu(18_432))
+    moe = Layer("layers", attention, experts)
+    model = Model(
+        d_model=7168,
+        vocab_size=129_280,
+        layers=[dense] * 3 + [moe] * 58,
+        norm_eps=1e-06,
+    )
+    return Config(
+        run=RunConfig(dir="runs/deepseek_v3"),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(num_steps=1000, global_batch_size=512, balance_loss=1e-4),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -5,39 +5,35 @@ layer, and a vocabulary padded from 50,257 as in Megatron-LM. Never run at full 
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Layer,
+    Mlp,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=96,
-    d_model=12288,
-    num_heads=96,
-    num_kv_heads=96,
-    head_dim=128,
-    d_ff=49152,
-    vocab_size=51200,
-    norm="layer",
-    activation="gelu",
-    mlp_gate=False,
-    positions="learned",
-    max_positions=2048,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tie_embeddings=True,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=96, num_kv_heads=96, head_dim=128, rope=None, bias=True, out_bias=True
+    )
+    layer = Layer("layers", attention, Mlp(49_152, activation="gelu", bias=True))
+    model = Model(
+        d_model=12_288,
+        vocab_size=51_200,
+        layers=[layer] * 96,
+        tie_embeddings=True,
+        norm="layer",
+        max_positions=2048,
+    )
     return Config(
         run=RunConfig(dir="runs/gpt3_175b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=2048),
         train=TrainConfig(num_steps=95_000, global_batch_size=1536),
         parallel=ParallelConfig(

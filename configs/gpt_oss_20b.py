@@ -5,45 +5,60 @@ published weights, in MXFP4 (docs/convert.md). Pre-training 20.9B parameters tak
 weights, gradients and moments: at least four H200.
 """
 
+import dataclasses
+
 from jaxpar.config import (
+    Attention,
+    ClampedSwiglu,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
-    return Config(
-        run=RunConfig(dir="runs/gpt_oss_20b"),
-        model=ModelConfig(
-            num_layers=24,
-            d_model=2880,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=64,
-            d_ff=2880,
-            num_experts=32,
-            experts_per_token=4,
-            expert_bias=True,
-            router_linear_bias=True,
-            activation="clamped_swiglu",
-            vocab_size=201088,
-            rope_theta=150_000.0,
-            rope_scaling=RopeScaling(
+    local = Attention(
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=Rope(
+            theta=150_000.0,
+            scaling=RopeScaling(
                 kind="yarn", factor=32.0, original_max_position=4096, truncate=False
             ),
-            norm_eps=1e-5,
-            qkv_bias=True,
-            out_bias=True,
-            attention_sinks=True,
-            sliding_window=128,
-            global_every=2,
         ),
+        window=128,
+        bias=True,
+        out_bias=True,
+        sinks=True,
+    )
+    everywhere = dataclasses.replace(local, window=None)
+    experts = Experts(
+        expert=Glu(2880, activation=ClampedSwiglu(), bias=True),
+        num_experts=32,
+        experts_per_token=4,
+        router=Router(linear_bias=True),
+    )
+    local_layer = Layer("layers", local, experts)
+    wide = Layer("global_layers", everywhere, experts)
+    model = Model(
+        d_model=2880,
+        vocab_size=201_088,
+        layers=[local_layer, wide] * 12,
+    )
+    return Config(
+        run=RunConfig(dir="runs/gpt_oss_20b"),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-3),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

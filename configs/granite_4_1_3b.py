@@ -5,36 +5,37 @@ scores and logits. --run.init-from takes the published weights (docs/convert.md)
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=40,
-    d_model=2560,
-    num_heads=40,
-    num_kv_heads=8,
-    head_dim=64,
-    d_ff=8192,
-    vocab_size=100352,
-    rope_theta=10_000_000.0,
-    tie_embeddings=True,
-    embedding_multiplier=12.0,
-    residual_multiplier=0.22,
-    attention_multiplier=0.015625,
-    logits_scaling=10.0,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=40, num_kv_heads=8, head_dim=64, rope=Rope(theta=10_000_000.0), scale=0.015625
+    )
+    layer = Layer("layers", attention, Glu(8192))
+    model = Model(
+        d_model=2560,
+        vocab_size=100_352,
+        layers=[layer] * 40,
+        tie_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=10.0,
+    )
     return Config(
         run=RunConfig(dir="runs/granite_4_1_3b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=4096),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -6,33 +6,34 @@ Shape: Llama 3 (2407.21783), table 3. The 126 layers form 6 stages of 3 chunks o
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=126,
-    d_model=16384,
-    num_heads=128,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=53248,
-    vocab_size=128256,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling(factor=8.0),
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=128, num_kv_heads=8, head_dim=128, rope=Rope(scaling=RopeScaling())
+    )
+    layer = Layer("layers", attention, Glu(53_248))
+    model = Model(
+        d_model=16_384,
+        vocab_size=128_256,
+        layers=[layer] * 126,
+    )
     return Config(
         run=RunConfig(dir="runs/llama3_405b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=8192),
         train=TrainConfig(num_steps=100_000, global_batch_size=1152),
         parallel=ParallelConfig(

@@ -5,44 +5,54 @@ rotary embedding (docs/long_context.md#chunks). A token uses one of 16 experts, 
 Pre-training 108B parameters takes 1.7 TB of weights, gradients and moments: at least sixteen H200.
 """
 
+import dataclasses
+
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    QueryGrowth,
+    Rope,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    local = Attention(
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=Rope(layout="interleaved"),
+        chunk=8192,
+        qk_norm=QkNorm(gain=False),
+    )
+    everywhere = dataclasses.replace(local, rope=None, chunk=None, growth=QueryGrowth(beta=0.1))
+    experts = Experts(
+        expert=Glu(8192),
+        num_experts=16,
+        experts_per_token=1,
+        router=Router(score="sigmoid", normalize=False, scales_input=True),
+        num_shared_experts=1,
+    )
+    local_layer = Layer("layers", local, experts)
+    wide = Layer("global_layers", everywhere, experts)
+    model = Model(
+        d_model=5120,
+        vocab_size=202_048,
+        layers=([local_layer] * 3 + [wide]) * 12,
+    )
     return Config(
         run=RunConfig(dir="runs/llama4_scout"),
-        model=ModelConfig(
-            num_layers=48,
-            d_model=5120,
-            num_heads=40,
-            num_kv_heads=8,
-            head_dim=128,
-            d_ff=8192,
-            num_experts=16,
-            experts_per_token=1,
-            num_shared_experts=1,
-            normalize_experts=False,
-            router_score="sigmoid",
-            router_scales_input=True,
-            vocab_size=202048,
-            rope_theta=500_000.0,
-            rope_layout="interleaved",
-            norm_eps=1e-5,
-            qk_norm=True,
-            qk_norm_gain=False,
-            attention_chunk=8192,
-            global_every=4,
-            nope_every=4,
-            nope_query_beta=0.1,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=16384),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-3),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

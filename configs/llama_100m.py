@@ -5,10 +5,13 @@ scripts/measure/optimizers.py. 1.3B tokens in 10,000 steps.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
     EvaluationConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -17,18 +20,17 @@ from jaxpar.config import (
 
 
 def get_config() -> Config:
+    attention = Attention(num_heads=12, num_kv_heads=4, head_dim=64)
+    layer = Layer("layers", attention, Glu(2048))
+    model = Model(
+        d_model=768,
+        vocab_size=32_000,
+        layers=[layer] * 12,
+        tie_embeddings=True,
+    )
     return Config(
         run=RunConfig(dir="runs/llama_100m"),
-        model=ModelConfig(
-            num_layers=12,
-            d_model=768,
-            num_heads=12,
-            num_kv_heads=4,
-            head_dim=64,
-            d_ff=2048,
-            vocab_size=32_000,
-            tie_embeddings=True,
-        ),
+        model=model,
         data=DataConfig(seq_len=1024),
         train=TrainConfig(num_steps=10_000, global_batch_size=128),
         parallel=ParallelConfig(data=-1, remat="none", layer_loop="unroll"),

@@ -5,34 +5,35 @@ benchmarks is this config with --model.tie-embeddings False.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=16,
-    d_model=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    d_ff=8192,
-    vocab_size=128256,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling(factor=32.0),
-    tie_embeddings=True,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=32, num_kv_heads=8, head_dim=64, rope=Rope(scaling=RopeScaling(factor=32.0))
+    )
+    layer = Layer("layers", attention, Glu(8192))
+    model = Model(
+        d_model=2048,
+        vocab_size=128_256,
+        layers=[layer] * 16,
+        tie_embeddings=True,
+    )
     return Config(
         run=RunConfig(dir="runs/llama_1b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=4096),
         train=TrainConfig(num_steps=10_000, global_batch_size=8),
         parallel=ParallelConfig(data=-1, remat="dots", layer_loop="unroll"),

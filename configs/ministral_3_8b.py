@@ -5,39 +5,46 @@ grow with the position. --run.init-from takes weights of the class Ministral3For
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=34,
-    d_model=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=14336,
-    vocab_size=131072,
-    rope_theta=1_000_000.0,
-    rope_scaling=RopeScaling(
-        kind="yarn",
-        factor=16.0,
-        original_max_position=16384,
-        attention_factor=1.0,
-        query_beta=0.1,
-    ),
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=Rope(
+            theta=1_000_000.0,
+            scaling=RopeScaling(
+                kind="yarn",
+                factor=16.0,
+                original_max_position=16_384,
+                query_beta=0.1,
+                attention_factor=1.0,
+            ),
+        ),
+    )
+    layer = Layer("layers", attention, Glu(14_336))
+    model = Model(
+        d_model=4096,
+        vocab_size=131_072,
+        layers=[layer] * 34,
+    )
     return Config(
         run=RunConfig(dir="runs/ministral_3_8b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=4096),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -5,31 +5,33 @@ weights, gradients and moments: at least eight H200.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rope=Rope(theta=1_000_000.0))
+    experts = Experts(expert=Glu(14_336), num_experts=8, experts_per_token=2)
+    layer = Layer("layers", attention, experts)
+    model = Model(
+        d_model=4096,
+        vocab_size=32_000,
+        layers=[layer] * 32,
+    )
     return Config(
         run=RunConfig(dir="runs/mixtral_8x7b"),
-        model=ModelConfig(
-            num_layers=32,
-            d_model=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            d_ff=14336,
-            num_experts=8,
-            experts_per_token=2,
-            vocab_size=32000,
-            rope_theta=1_000_000.0,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=2e-2),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -8,40 +8,46 @@ gradients and moments: at least four H200.
 from jaxpar.config import (
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    LatentAttention,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    attention = LatentAttention(
+        num_heads=16,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        kv_lora_rank=512,
+        rope=Rope(theta=50_000.0, layout="interleaved"),
+    )
+    experts = Experts(
+        expert=Glu(1408),
+        num_experts=64,
+        experts_per_token=6,
+        router=Router(score="sigmoid", balancing_bias=True, scale=2.446),
+        num_shared_experts=2,
+    )
+    dense = Layer("dense_layers", attention, Glu(11_264))
+    moe = Layer("layers", attention, experts)
+    model = Model(
+        d_model=2048,
+        vocab_size=163_840,
+        layers=[dense] + [moe] * 26,
+    )
     return Config(
         run=RunConfig(dir="runs/moonlight_16b_a3b"),
-        model=ModelConfig(
-            num_layers=27,
-            d_model=2048,
-            num_heads=16,
-            num_kv_heads=16,
-            head_dim=192,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            d_ff=1408,
-            num_experts=64,
-            experts_per_token=6,
-            num_shared_experts=2,
-            dense_layers=1,
-            dense_d_ff=11264,
-            router_score="sigmoid",
-            router_bias=True,
-            router_scale=2.446,
-            vocab_size=163840,
-            rope_theta=50_000.0,
-            rope_layout="interleaved",
-            norm_eps=1e-5,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=8192),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-4),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -6,45 +6,45 @@ Of 52 layers, 23 are Mamba-2, 23 have 128 experts of two matrices and a shared o
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Layer,
+    Mamba2,
+    Mlp,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    mamba = Mamba2(num_heads=64, head_dim=64, state_size=128, num_groups=8, min_step=0.001)
+    attention = Attention(num_heads=32, num_kv_heads=2, head_dim=128, rope=None)
+    experts = Experts(
+        expert=Mlp(1856, activation="relu_squared"),
+        num_experts=128,
+        experts_per_token=6,
+        router=Router(score="sigmoid", balancing_bias=True, scale=2.5),
+        num_shared_experts=2,
+    )
+    mamba_layer = Layer("mamba_layers", mamba, None)
+    moe = Layer("moe_layers", None, experts)
+    attends = Layer("layers", attention, None)
+    kinds = {"M": mamba_layer, "E": moe, "*": attends}
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    model = Model(
+        d_model=2688,
+        vocab_size=131_072,
+        layers=[kinds[letter] for letter in pattern],
+    )
     return Config(
         run=RunConfig(dir="runs/nemotron_3_nano"),
-        model=ModelConfig(
-            num_layers=52,
-            layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-            d_model=2688,
-            num_heads=32,
-            num_kv_heads=2,
-            head_dim=128,
-            d_ff=1856,
-            mlp_gate=False,
-            activation="relu_squared",
-            num_experts=128,
-            experts_per_token=6,
-            num_shared_experts=2,
-            router_score="sigmoid",
-            router_bias=True,
-            router_scale=2.5,
-            rope_fraction=0.0,
-            mamba_num_heads=64,
-            mamba_head_dim=64,
-            mamba_state_size=128,
-            mamba_num_groups=8,
-            mamba_min_step=0.001,
-            conv_kernel_size=4,
-            vocab_size=131072,
-            norm_eps=1e-5,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=8192),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-4),
         parallel=ParallelConfig(expert=8, layer_loop="unroll"),

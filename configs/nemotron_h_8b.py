@@ -5,9 +5,13 @@ takes 130 GB of weights, gradients and moments: at least four H100 or two H200.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Layer,
+    Mamba2,
+    Mlp,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -16,28 +20,21 @@ from jaxpar.config import (
 
 
 def get_config() -> Config:
+    mamba = Mamba2(num_heads=128, head_dim=64, state_size=128, num_groups=8, min_step=0.001)
+    attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rope=None)
+    mamba_layer = Layer("mamba_layers", mamba, None)
+    mlp = Layer("mlp_layers", None, Mlp(21_504, activation="relu_squared"))
+    attends = Layer("layers", attention, None)
+    kinds = {"M": mamba_layer, "-": mlp, "*": attends}
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    model = Model(
+        d_model=4096,
+        vocab_size=131_072,
+        layers=[kinds[letter] for letter in pattern],
+    )
     return Config(
         run=RunConfig(dir="runs/nemotron_h_8b"),
-        model=ModelConfig(
-            num_layers=52,
-            layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            d_model=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            d_ff=21504,
-            mlp_gate=False,
-            activation="relu_squared",
-            rope_fraction=0.0,
-            mamba_num_heads=128,
-            mamba_head_dim=64,
-            mamba_state_size=128,
-            mamba_num_groups=8,
-            mamba_min_step=0.001,
-            conv_kernel_size=4,
-            vocab_size=131072,
-            norm_eps=1e-5,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=8192),
         train=TrainConfig(num_steps=1000, global_batch_size=32),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

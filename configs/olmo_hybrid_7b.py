@@ -7,43 +7,44 @@ wide, for which recurrences have no kernel: they run in plain JAX.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    GatedDeltaNet,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    delta_net = GatedDeltaNet(
+        num_key_heads=30,
+        num_value_heads=30,
+        key_head_dim=96,
+        value_head_dim=192,
+        allow_neg_eigval=True,
+    )
+    attention = Attention(
+        num_heads=30, num_kv_heads=30, head_dim=128, rope=None, qk_norm=QkNorm(over="all")
+    )
+    feed_forward = Glu(11_008)
+    delta = Layer("delta_layers", delta_net, feed_forward)
+    attends = Layer("layers", attention, feed_forward, norms="after")
+    model = Model(
+        d_model=3840,
+        vocab_size=100_352,
+        layers=([delta] * 3 + [attends]) * 8,
+        norm_eps=1e-06,
+    )
     return Config(
         run=RunConfig(dir="runs/olmo_hybrid_7b"),
-        model=ModelConfig(
-            num_layers=32,
-            layer_pattern="GGG*",
-            d_model=3840,
-            num_heads=30,
-            num_kv_heads=30,
-            head_dim=128,
-            d_ff=11008,
-            qk_norm=True,
-            qk_norm_over="all",
-            pre_norms=False,
-            post_norms=True,
-            rope_fraction=0.0,
-            recurrent_norms="before",
-            linear_num_key_heads=30,
-            linear_num_value_heads=30,
-            linear_key_head_dim=96,
-            linear_value_head_dim=192,
-            linear_allow_neg_eigval=True,
-            linear_norm_eps=1e-5,
-            conv_kernel_size=4,
-            vocab_size=100352,
-            norm_eps=1e-6,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=8192),
         train=TrainConfig(num_steps=1000, global_batch_size=32),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

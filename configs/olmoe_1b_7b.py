@@ -4,34 +4,43 @@ Each GPU gathers a layer's experts (docs/experts.md).
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
+    Router,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        rope=Rope(theta=10_000.0),
+        qk_norm=QkNorm(over="all"),
+    )
+    experts = Experts(
+        expert=Glu(1024), num_experts=64, experts_per_token=8, router=Router(normalize=False)
+    )
+    layer = Layer("layers", attention, experts)
+    model = Model(
+        d_model=2048,
+        vocab_size=50_304,
+        layers=[layer] * 16,
+    )
     return Config(
         run=RunConfig(dir="runs/olmoe_1b_7b"),
-        model=ModelConfig(
-            num_layers=16,
-            d_model=2048,
-            num_heads=16,
-            num_kv_heads=16,
-            head_dim=128,
-            d_ff=1024,
-            num_experts=64,
-            experts_per_token=8,
-            normalize_experts=False,
-            vocab_size=50304,
-            rope_theta=10_000.0,
-            qk_norm=True,
-            qk_norm_over="all",
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(
             num_steps=1000, global_batch_size=32, balance_loss=1e-2, router_z_loss=1e-3

@@ -5,31 +5,31 @@ published weights (docs/convert.md).
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=40,
-    d_model=5120,
-    num_heads=40,
-    num_kv_heads=10,
-    head_dim=128,
-    d_ff=17920,
-    vocab_size=100352,
-    rope_theta=250_000.0,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(num_heads=40, num_kv_heads=10, head_dim=128, rope=Rope(theta=250_000.0))
+    layer = Layer("layers", attention, Glu(17_920))
+    model = Model(
+        d_model=5120,
+        vocab_size=100_352,
+        layers=[layer] * 40,
+    )
     return Config(
         run=RunConfig(dir="runs/phi_4"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=4096),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),

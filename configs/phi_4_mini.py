@@ -5,11 +5,15 @@ LongRoPE beyond 4,096 tokens. --run.init-from takes the published weights (docs/
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
@@ -25,31 +29,34 @@ LONG_FACTORS = (
     "32.71,32.93,32.97,33.28,33.49,33.5,44.16,47.77"
 )
 
-MODEL = ModelConfig(
-    num_layers=32,
-    d_model=3072,
-    num_heads=24,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=8192,
-    vocab_size=200064,
-    rope_theta=10_000.0,
-    rope_fraction=0.75,
-    tie_embeddings=True,
-    rope_scaling=RopeScaling(
-        kind="longrope",
-        factor=32.0,
-        original_max_position=4096,
-        short_factors=",".join(["1.0"] * 48),
-        long_factors=LONG_FACTORS,
-    ),
-)
-
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=Rope(
+            theta=10_000.0,
+            scaling=RopeScaling(
+                kind="longrope",
+                factor=32.0,
+                original_max_position=4096,
+                short_factors=",".join(["1.0"] * 48),
+                long_factors=LONG_FACTORS,
+            ),
+            fraction=0.75,
+        ),
+    )
+    layer = Layer("layers", attention, Glu(8192))
+    model = Model(
+        d_model=3072,
+        vocab_size=200_064,
+        layers=[layer] * 32,
+        tie_embeddings=True,
+    )
     return Config(
         run=RunConfig(dir="runs/phi_4_mini"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=4096),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

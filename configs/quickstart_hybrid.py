@@ -5,41 +5,51 @@ place of attention (docs/hybrid.md).
 """
 
 from jaxpar.config import (
+    Attention,
     CheckpointConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     EvaluationConfig,
-    ModelConfig,
+    GatedDeltaNet,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    delta_net = GatedDeltaNet(
+        num_key_heads=4, num_value_heads=8, key_head_dim=16, value_head_dim=16
+    )
+    attention = Attention(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rope=Rope(fraction=0.25),
+        qk_norm=QkNorm(),
+        gate=True,
+    )
+    feed_forward = Glu(384)
+    delta = Layer("delta_layers", delta_net, feed_forward)
+    attends = Layer("layers", attention, feed_forward)
+    model = Model(
+        d_model=128,
+        vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
+        layers=[delta] * 3 + [attends],
+        tie_embeddings=True,
+        norm_offset=True,
+    )
     return Config(
         run=RunConfig(dir="runs/quickstart_hybrid"),
-        model=ModelConfig(
-            num_layers=4,
-            layer_pattern="GGG*",
-            d_model=128,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            d_ff=384,
-            linear_num_key_heads=4,
-            linear_num_value_heads=8,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            attention_gate=True,
-            norm_offset=True,
-            qk_norm=True,
-            rope_fraction=0.25,
-            vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
-            tie_embeddings=True,
-            dtype="float32",
-        ),
+        model=model,
+        compute=ComputeConfig(dtype="float32"),
         data=DataConfig(path="data/stdlib-bytes", seq_len=64),
         train=TrainConfig(num_steps=200, global_batch_size=32, log_every=10),
         parallel=ParallelConfig(data=-1),

@@ -5,33 +5,37 @@ Pre-training 30.5B parameters takes 489 GB of weights, gradients and moments: at
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    attention = Attention(
+        num_heads=32, num_kv_heads=4, head_dim=128, rope=Rope(theta=1_000_000.0), qk_norm=QkNorm()
+    )
+    experts = Experts(expert=Glu(768), num_experts=128, experts_per_token=8)
+    layer = Layer("layers", attention, experts)
+    model = Model(
+        d_model=2048,
+        vocab_size=151_936,
+        layers=[layer] * 48,
+        norm_eps=1e-06,
+    )
     return Config(
         run=RunConfig(dir="runs/qwen3_30b_a3b"),
-        model=ModelConfig(
-            num_layers=48,
-            d_model=2048,
-            num_heads=32,
-            num_kv_heads=4,
-            head_dim=128,
-            d_ff=768,
-            num_experts=128,
-            experts_per_token=8,
-            vocab_size=151936,
-            rope_theta=1_000_000.0,
-            norm_eps=1e-6,
-            qk_norm=True,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-3),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

@@ -6,44 +6,54 @@ least sixteen H200.
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Experts,
+    GatedDeltaNet,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
 
 def get_config() -> Config:
+    delta_net = GatedDeltaNet(
+        norm_eps=1e-06, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128
+    )
+    attention = Attention(
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        rope=Rope(theta=10_000_000.0, fraction=0.25),
+        qk_norm=QkNorm(),
+        gate=True,
+    )
+    experts = Experts(
+        expert=Glu(512),
+        num_experts=512,
+        experts_per_token=10,
+        num_shared_experts=1,
+        shared_expert_gate=True,
+    )
+    delta = Layer("delta_layers", delta_net, experts)
+    attends = Layer("layers", attention, experts)
+    model = Model(
+        d_model=2048,
+        vocab_size=151_936,
+        layers=([delta] * 3 + [attends]) * 12,
+        norm_eps=1e-06,
+        norm_offset=True,
+    )
     return Config(
         run=RunConfig(dir="runs/qwen3_next_80b_a3b"),
-        model=ModelConfig(
-            num_layers=48,
-            layer_pattern="GGG*",
-            d_model=2048,
-            num_heads=16,
-            num_kv_heads=2,
-            head_dim=256,
-            rope_fraction=0.25,
-            rope_theta=10_000_000.0,
-            attention_gate=True,
-            qk_norm=True,
-            linear_num_key_heads=16,
-            linear_num_value_heads=32,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            conv_kernel_size=4,
-            num_experts=512,
-            experts_per_token=10,
-            d_ff=512,
-            num_shared_experts=1,
-            shared_expert_gate=True,
-            vocab_size=151_936,
-            norm_eps=1e-6,
-            norm_offset=True,
-        ),
+        model=model,
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(num_steps=1000, global_batch_size=64, balance_loss=1e-3),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

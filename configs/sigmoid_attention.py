@@ -1,4 +1,4 @@
-"""A model of your own in one file: sigmoid attention, and a focal loss. docs/extending.md.
+"""A model of your own in one file: sigmoid attention, and a focal loss. docs/extend/components.md.
 
 python -m jaxpar.train configs/sigmoid_attention.py --run.cpu-devices 2 --parallel.tensor 2
 

@@ -66,8 +66,9 @@ def get_config():
         data=DataConfig(path={data!r}, seq_len=16),
         model=ModelConfig(
             num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=32,
-            vocab_size=272, dtype="float32",
+            vocab_size=272,
         ),
+        compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(num_steps=40, global_batch_size=8, log_every=1),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10),
         checkpoint=CheckpointConfig(every=5),

@@ -5,43 +5,50 @@ capped, and every second layer has a window. --run.init-from takes the published
 (docs/convert.md).
 """
 
+import dataclasses
+
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=46,
-    d_model=4608,
-    num_heads=32,
-    num_kv_heads=16,
-    head_dim=128,
-    d_ff=36864,
-    vocab_size=256000,
-    rope_theta=10_000.0,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    sliding_window=4096,
-    global_every=2,
-    activation="gelu",
-    post_norms=True,
-    norm_offset=True,
-    embed_scale=True,
-    query_scale_dim=144,
-    attention_softcap=50.0,
-    logits_softcap=30.0,
-)
-
 
 def get_config() -> Config:
+    local = Attention(
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        rope=Rope(theta=10_000.0),
+        window=4096,
+        scale_dim=144,
+        softcap=50.0,
+    )
+    everywhere = dataclasses.replace(local, window=None)
+    feed_forward = Glu(36_864, activation="gelu")
+    local_layer = Layer("layers", local, feed_forward, norms="around")
+    wide = Layer("global_layers", everywhere, feed_forward, norms="around")
+    model = Model(
+        d_model=4608,
+        vocab_size=256_000,
+        layers=[local_layer, wide] * 23,
+        tie_embeddings=True,
+        norm_eps=1e-06,
+        norm_offset=True,
+        embed_scale=True,
+        logits_softcap=30.0,
+    )
     return Config(
         run=RunConfig(dir="runs/gemma_2_27b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=8192),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),

@@ -5,49 +5,53 @@ of six layers have a window. --run.init-from takes weights of the class Gemma3Fo
 (docs/convert.md).
 """
 
+import dataclasses
+
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=48,
-    d_model=3840,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=256,
-    d_ff=15360,
-    vocab_size=262208,
-    rope_theta=1_000_000.0,
-    local_rope_theta=10_000.0,
-    local_rope_scaling=False,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    qk_norm=True,
-    sliding_window=1024,
-    global_every=6,
-    activation="gelu",
-    post_norms=True,
-    norm_offset=True,
-    embed_scale=True,
-    query_scale_dim=256,
-    rope_scaling=RopeScaling(
-        kind="linear",
-        factor=8.0,
-    ),
-)
-
 
 def get_config() -> Config:
+    local = Attention(
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        rope=Rope(theta=10_000.0),
+        window=1024,
+        qk_norm=QkNorm(),
+        scale_dim=256,
+    )
+    everywhere = dataclasses.replace(
+        local, rope=Rope(theta=1_000_000.0, scaling=RopeScaling(kind="linear")), window=None
+    )
+    feed_forward = Glu(15_360, activation="gelu")
+    local_layer = Layer("layers", local, feed_forward, norms="around")
+    wide = Layer("global_layers", everywhere, feed_forward, norms="around")
+    model = Model(
+        d_model=3840,
+        vocab_size=262_208,
+        layers=([local_layer] * 5 + [wide]) * 8,
+        tie_embeddings=True,
+        norm_eps=1e-06,
+        norm_offset=True,
+        embed_scale=True,
+    )
     return Config(
         run=RunConfig(dir="runs/gemma_3_12b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=8192),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),

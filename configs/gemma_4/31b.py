@@ -6,50 +6,60 @@ of the class Gemma4ForCausalLM (docs/convert.md).
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    QkNorm,
+    Rope,
     RopeScaling,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=60,
-    layer_pattern="*****A",
-    d_model=5376,
-    num_heads=32,
-    num_kv_heads=16,
-    head_dim=256,
-    global_head_dim=512,
-    global_num_kv_heads=4,
-    global_keys_as_values=True,
-    d_ff=21504,
-    vocab_size=262144,
-    rope_theta=1_000_000.0,
-    rope_scaling=RopeScaling(kind="proportional", factor=1.0, turning=0.25),
-    local_rope_theta=10_000.0,
-    local_rope_scaling=False,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    qk_norm=True,
-    value_norm=True,
-    sliding_window=1024,
-    activation="gelu",
-    post_norms=True,
-    layer_scale=True,
-    embed_scale=True,
-    attention_multiplier=1.0,
-    logits_softcap=30.0,
-)
-
 
 def get_config() -> Config:
+    local = Attention(
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=256,
+        rope=Rope(theta=10_000.0),
+        window=1024,
+        qk_norm=QkNorm(),
+        value_norm=True,
+        scale=1.0,
+    )
+    everywhere = Attention(
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=512,
+        rope=Rope(
+            theta=1_000_000.0, scaling=RopeScaling(kind="proportional", factor=1.0, turning=0.25)
+        ),
+        qk_norm=QkNorm(),
+        value_norm=True,
+        keys_as_values=True,
+        scale=1.0,
+    )
+    feed_forward = Glu(21_504, activation="gelu")
+    local_layer = Layer("layers", local, feed_forward, norms="around", scaled=True)
+    wide = Layer("global_layers", everywhere, feed_forward, norms="around", scaled=True)
+    model = Model(
+        d_model=5376,
+        vocab_size=262_144,
+        layers=([local_layer] * 5 + [wide]) * 10,
+        tie_embeddings=True,
+        norm_eps=1e-06,
+        embed_scale=True,
+        logits_softcap=30.0,
+    )
     return Config(
         run=RunConfig(dir="runs/gemma_4_31b"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=8192),
         train=TrainConfig(num_steps=100_000, global_batch_size=256),
         parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),

@@ -5,36 +5,36 @@ llama_1b_long/32k, with a larger base of the rotary embedding. Never run at full
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
+    Rope,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=16,
-    d_model=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    d_ff=8192,
-    vocab_size=128256,
-    rope_theta=16_000_000.0,
-    tie_embeddings=True,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(num_heads=32, num_kv_heads=8, head_dim=64, rope=Rope(theta=16_000_000.0))
+    layer = Layer("layers", attention, Glu(8192))
+    model = Model(
+        d_model=2048,
+        vocab_size=128_256,
+        layers=[layer] * 16,
+        tie_embeddings=True,
+    )
     return Config(
         run=RunConfig(
             dir="runs/llama_1b_long_128k",
             init_from="runs/llama_1b_long_32k",
             init_changes="rope_theta",
         ),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=131072),
         train=TrainConfig(num_steps=1000, global_batch_size=8),
         parallel=ParallelConfig(data=-1, sequence=8, remat="attn_out", layer_loop="unroll"),

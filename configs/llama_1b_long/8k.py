@@ -4,32 +4,31 @@ The first of three stages to a context of 128k (docs/long_context.md). Never run
 """
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
 
-MODEL = ModelConfig(
-    num_layers=16,
-    d_model=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    d_ff=8192,
-    vocab_size=128256,
-    rope_theta=500_000.0,
-    tie_embeddings=True,
-)
-
 
 def get_config() -> Config:
+    attention = Attention(num_heads=32, num_kv_heads=8, head_dim=64)
+    layer = Layer("layers", attention, Glu(8192))
+    model = Model(
+        d_model=2048,
+        vocab_size=128_256,
+        layers=[layer] * 16,
+        tie_embeddings=True,
+    )
     return Config(
         run=RunConfig(dir="runs/llama_1b_long_8k"),
-        model=MODEL,
+        model=model,
         data=DataConfig(seq_len=8192),
         train=TrainConfig(num_steps=20000, global_batch_size=64),
         parallel=ParallelConfig(data=-1, layer_loop="unroll"),

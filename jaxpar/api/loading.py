@@ -33,7 +33,7 @@ def load_config(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     overrides, fix = {} if overrides is None else overrides, 'overrides={"train.num_steps": 100}'
     require_type("overrides", overrides, Mapping, "values by field", fix)
     texts([*overrides, *map(str, overrides.values())], "overrides", fix)
-    own = {path: value for path, value in overrides.items() if path in FIELDS}
+    own = {n: v for n, v in overrides.items() if n in FIELDS and not isinstance(v, str)}
     args = [f"--{path}={value}" for path, value in overrides.items() if path not in own]
     cfg = parse_overrides(config_file.load_config(str(name)), args, model_from=model_from)
     cfg = with_paths(with_vocabulary(replace(cfg, **own)))

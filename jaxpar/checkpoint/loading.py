@@ -1,6 +1,5 @@
 """Loads a checkpoint onto any mesh, if the run may resume from it; verifies fingerprints."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,11 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint import integrity, of_replicas
+from jaxpar.checkpoint import by_place, integrity, of_replicas, stored_arrays
+from jaxpar.checkpoint.by_place import LayerPlaces, Load, ShapeOf
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     LORA_FIELDS,
-    MODEL_FIELDS,
     NO_DATASET,
     STORAGE_FIELDS,
     Saved,
@@ -46,25 +45,39 @@ from jaxpar.step.state import (
     to_running,
 )
 
-#: Fields that may not change during a run: the meaning of the moments, and the order of the data.
-RUN_FIELDS = ("optimizer.name", "train.seed", "data.seq_len")
+#: Fields that may not change during a run: the meaning of the moments, the order of the data, and
+#: roundings to 8 bits.
+RUN_FIELDS = (
+    *("optimizer.name", "train.seed", "data.seq_len"),
+    *("compute.matmul_dtype", "compute.float8_scaling"),
+)
 
 #: Fields that decide the sizes of steps. A run may change them for steps to come.
 SIZE_FIELDS = ("train.global_batch_size", BATCHES, LENGTHS, "data.length_keeps")
 
 
-def check_resumable(cfg: Config, saved: Saved) -> None:
+def check_resumable(cfg: Config, saved: Saved, shape_of: ShapeOf | None = None) -> None:
     """Refuse another model, optimizer or order of the data. The mesh and all else may change.
 
+    Layers may change if their weights have the same shapes, place by place (`by_place.py`).
+
+    Args:     shape_of: returns the shape of a saved array. None: of the run's checkpoint.
     Raises:   ConfigError that names the first field that differs; also for imported weights.
     """
     if saved.dataset == NO_DATASET:
         rule = f"contains imported weights in {saved}, without an optimizer state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
-    fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
+    fixed = LORA_FIELDS + RUN_FIELDS
     if not (cfg.train.batch_schedule or saved.config["train"].get("batch_schedule")):
         fixed += ("train.global_batch_size",)
-    check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
+    fix = "use a new run.dir, or set it back"
+    places = check_model(cfg, saved, cfg.run.dir, fix, shape_of)
+    before, number = map(len, places.names)
+    if before != number:
+        rule = f"{saved} has {before} layers, and a run that continues has as many"
+        fix_number = f"set it back to {before}, or use a new run.dir with run.init_from"
+        raise ConfigError("model.num_layers", number, rule, fix_number)
+    check_fields(cfg, saved, fixed, fix)
     _check_sizes(cfg, saved)
     now = fingerprint(cfg)
     if now != saved.dataset:
@@ -74,6 +87,28 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         fix = f"use a new run.dir, or set it back to {then}"
         raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
     _check_stages(cfg, saved)
+
+
+def check_model(
+    cfg: Config,
+    saved: Saved,
+    run_dir: str | Path,
+    fix: str,
+    shape_of: ShapeOf | None = None,
+) -> LayerPlaces:
+    """Check that a model can have the weights of a checkpoint. Returns the places of its layers.
+
+    Args:     shape_of: as for `check_resumable`; None: of the checkpoint in `run_dir`.
+    Raises:   ConfigError for the first field that differs, or weight of another shape.
+    """
+    places = LayerPlaces.of(cfg, saved.config)
+    check_fields(cfg, saved, places.fixed_fields, fix)
+    places.check_changes(str(saved), fix)
+    if places.moved:
+        stored = folder(run_dir) / str(saved.step)
+        shape_of = shape_of or (lambda name: stored_arrays.open_array(stored, name).shape)
+        by_place.check_shapes(cfg, places, saved.fingerprints, shape_of, str(saved))
+    return places
 
 
 def _check_sizes(cfg: Config, saved: Saved) -> None:
@@ -175,16 +210,18 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 
 
 def restore_from(
-    cfg: Config, mesh: Mesh, saved: Saved, load: Callable[[Any, bool], Any]
+    cfg: Config, mesh: Mesh, saved: Saved, load: Load, shape_of: ShapeOf | None = None
 ) -> TrainState:
     """`restore`, wherever the arrays are.
 
     Args:     load: returns the arrays, verified, that a tree of abstract arrays with shardings
-              describes; its second argument tells that there may be others.
+              describes; its second argument tells that there may be others. shape_of: as for
+              `check_resumable`.
     """
     require_code(cfg, OF_STEPS)
-    check_resumable(cfg, saved)
+    check_resumable(cfg, saved, shape_of)
     stored = _with_saved_dtypes(cfg, saved)
+    saved, load = by_place.by_place(stored, saved, load)
     target = of_replicas.abstract_saved(stored, mesh, saved).saved
     begins = [name for name in target if name in _own_extra(stored) and not _has(saved, name)]
     for name in begins:
@@ -207,7 +244,7 @@ def restore_from(
     others = of_replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = of_replicas.adapted(loaded.get("feedback", {}), errors, saved, cfg)
-    if (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+    if (by_path(saved.config).get("compute.dtype") == "float16") != loss_scale.scales_loss(cfg):
         to = jax.tree.map(lambda a: a.sharding, scalars)
         fresh = jax.device_put(of_replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
@@ -253,12 +290,15 @@ def restore_params(
               saved.
     """
     saved = read_saved(run_dir, step)
-    check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
+    check_model(cfg, saved, run_dir, "set it back")
+    check_fields(cfg, saved, LORA_FIELDS, "set it back")
     require_weights(run_dir, saved, weights)
     with_average = replace(cfg, optimizer=cfg.optimizer.averaging(weights == AVERAGED))
     with_average = replace(with_average, **{"optimizer.offload_masters": False})
-    target = abstract_weights(_with_saved_dtypes(with_average, saved), mesh)
-    loaded = {"params": {}} | _load_whole(run_dir, saved, target, partial=True)
+    stored = _with_saved_dtypes(with_average, saved)
+    load = lambda target, partial: _load_whole(run_dir, saved, target, partial)  # noqa: E731
+    _, load_by_place = by_place.by_place(stored, saved, load)
+    loaded = {"params": {}} | load_by_place(abstract_weights(stored, mesh), True)
     state = to_running(TrainState.of(loaded), cfg)
     return state.params if weights == TRAINED else averaged(state, cfg)
 

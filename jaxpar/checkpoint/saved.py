@@ -30,15 +30,7 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.terminal import warn
 
 #: Fields of the model that may change when a run resumes.
-FREE_MODEL_FIELDS = {
-    "init_std",
-    "dtype",
-    "matmul_precision",
-    "logits_dtype",
-    "attention_backend",
-    "attention_deterministic",
-    "recurrent_backend",
-}
+FREE_MODEL_FIELDS = {"init_std"}
 
 #: All other fields: a new value would change shapes, or the function of the model.
 MODEL_FIELDS = tuple(

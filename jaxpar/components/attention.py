@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
+from jaxpar.components.ranges import Count, Range, Reals, Size
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
 
@@ -29,21 +30,21 @@ class QueryGrowth(Component):
     """Queries times 1 + beta * log(1 + floor((position + 1) / span)) (Llama 4)."""
 
     beta: float
-    span: int = 8192
+    span: Count = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Mixer):
     """Softmax attention: num_heads queries share num_kv_heads keys and values."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
     rope: Rope | None = Rope()  # noqa: RUF009
     """None: no rotary embedding (NoPE)."""
-    window: int | None = None
+    window: Annotated[int | None, Range(2)] = None
     """Latest keys that a query attends to, its own included. None: all."""
-    chunk: int | None = None
+    chunk: Annotated[int | None, Range(2)] = None
     """Attend within chunks of this many tokens of a document (Llama 4). None: no chunks."""
     bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
@@ -58,11 +59,11 @@ class Attention(Mixer):
     """A learned score per head in the softmax's denominator, without a value (gpt-oss)."""
     keys_as_values: bool = False
     """Values are the projected keys, before their norm and rotary embedding (Gemma 4)."""
-    scale: float | None = None
+    scale: Annotated[float | None, Reals(0, above=True)] = None
     """Factor of the scores, in place of 1 / sqrt(head_dim) (Granite)."""
-    scale_dim: int | None = None
+    scale_dim: Annotated[int | None, Range(1)] = None
     """Divide the scores by the square root of this, in place of head_dim (Gemma)."""
-    softcap: float | None = None
+    softcap: Annotated[float | None, Reals(0, above=True)] = None
     """Cap the magnitude of the scores (Gemma 2: 50)."""
     growth: QueryGrowth | None = None
     """Of queries, in layers without a rotary embedding."""

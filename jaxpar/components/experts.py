@@ -7,12 +7,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from jaxpar.components.component import Component, FeedForward, NormForm
 from jaxpar.components.dims import DimRule, SmallSizes
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Model
+from jaxpar.components.ranges import Positive, Range, Size
 from jaxpar.components.weight import Weight, matrix, vector
 
 
@@ -29,10 +30,10 @@ class Router(Component):
     balancing_bias: bool = False
     """A bias on the scores by which experts are chosen, which a step changes by the experts' loads
     (DeepSeek-V3)."""
-    groups: int = 1
+    groups: Size = 1
     """Groups of neighboring experts; a token uses groups_per_token of them (DeepSeek-V3)."""
-    groups_per_token: int = 1
-    scale: float = 1.0
+    groups_per_token: Size = 1
+    scale: Positive = 1.0
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
     scales_input: bool = False
     """Multiply the input of a token's expert by its weight, in place of the output (Llama 4)."""
@@ -44,10 +45,10 @@ class Experts(FeedForward):
 
     expert: Glu
     """One expert: a `Glu` or an `Mlp`."""
-    num_experts: int
-    experts_per_token: int
+    num_experts: Size
+    experts_per_token: Size
     router: Router = Router()
-    num_shared_experts: int = 0
+    num_shared_experts: Annotated[int, Range(0, 1 << 16)] = 0
     """Experts that every token uses: one feed-forward of this many times the width."""
     shared_expert_gate: bool = False
     """Multiply their output by the sigmoid of a number for each token (Qwen3-Next)."""
@@ -73,9 +74,9 @@ class Experts(FeedForward):
                 gate = vector((D,), ("norm",), "normal", readout=True)
                 found["w_shared_router"] = dataclasses.replace(gate, decay=True)
         for n in into:
-            found[f"w_{n}"] = matrix((E, D, F), axes, adapter=f"{n}_proj", **late)
+            found[f"w_{n}"] = matrix((E, D, F), axes, **late)
         down = ("experts", "mlp", "expert_embed")
-        found["w_down"] = matrix((E, F, D), down, to_stream=True, adapter="down_proj", **late)
+        found["w_down"] = matrix((E, F, D), down, to_stream=True, **late)
         if self.expert.bias:
             found |= {f"b_{n}": vector((E, F), ("experts", "mlp")) for n in into}
             # Every device adds those of its tokens, whichever device has the experts.

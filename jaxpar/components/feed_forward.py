@@ -4,10 +4,11 @@ Source:   Shazeer 2020 (2002.05202), equation 5; Vaswani et al. 2017 (1706.03762
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxpar.components.component import Component, FeedForward, NormForm
 from jaxpar.components.model import Model
+from jaxpar.components.ranges import Positive, Range
 from jaxpar.components.weight import Weight, matrix, vector
 
 type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
@@ -17,15 +18,15 @@ type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
 class ClampedSwiglu(Component):
     """gate * sigmoid(alpha * gate) * (up + 1), both clamped to limit (gpt-oss)."""
 
-    limit: float = 7.0
-    alpha: float = 1.702
+    limit: Positive = 7.0
+    alpha: Positive = 1.702
 
 
 @dataclass(frozen=True)
 class Glu(FeedForward):
     """act(h W_gate) * (h W_up), times W_down."""
 
-    d_ff: int
+    d_ff: Annotated[int, Range(1, 1 << 24, 1024)]
     activation: Activation | ClampedSwiglu = "silu"
     """gelu: the tanh approximation, as in GeGLU (Gemma)."""
     bias: bool = False

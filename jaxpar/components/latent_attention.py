@@ -6,13 +6,14 @@ Source:   DeepSeek-AI 2024 (2405.04434), section 2.1.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from jaxpar.components.attention import num_pairs, over_sequence
 from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
+from jaxpar.components.ranges import Positive, Range, Size, Width
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
 
@@ -22,24 +23,24 @@ class LatentAttention(Mixer):
     """Attention whose keys and values are computed from a latent. The fields have the names of
     published configs."""
 
-    num_heads: int
-    qk_nope_head_dim: int
+    num_heads: Size
+    qk_nope_head_dim: Size
     """Dims of a query or key that are not rotated."""
-    qk_rope_head_dim: int
+    qk_rope_head_dim: Size
     """Dims that are, after the others. Their key is shared by all heads."""
-    v_head_dim: int
+    v_head_dim: Size
     """Width of a head's values."""
-    kv_lora_rank: int
+    kv_lora_rank: Width
     """Width of the latent of keys and values (DeepSeek: 512)."""
-    q_lora_rank: int | None = None
+    q_lora_rank: Annotated[int | None, Range(1, 1 << 20)] = None
     """Width of the latent of queries (DeepSeek-V3: 1536). None: queries are projections of the
     residual stream (DeepSeek-V2-Lite)."""
     rope: Rope | None = Rope()  # noqa: RUF009
-    window: int | None = None
+    window: Annotated[int | None, Range(2)] = None
     """Latest keys that a query attends to, its own included. None: all."""
-    chunk: int | None = None
+    chunk: Annotated[int | None, Range(2)] = None
     """Attend within chunks of this many tokens of a document. None: no chunks."""
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
     """Added to the mean square in the RMSNorms of both latents."""
 
     points: ClassVar[tuple[str, ...]] = ("queries",)

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxpar.components.component import Component, FeedForward, Mixer, NormForm
 from jaxpar.components.dims import DimRule, SmallSizes, division, ways_of
@@ -66,6 +66,21 @@ class Layer:
     """Both branches read the same stream (GPT-NeoX); with one norm for both (GPT-J)."""
     scaled: bool = False
     """Multiply the stream after the layer by a trained number (Gemma 4)."""
+
+    def __str__(self) -> str:
+        terms = (str(term) for term in (self.mixer, self.feed_forward) if term)
+        return f"{self.name}: {', '.join(terms)}"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Models of a hundred layers are keys of caches that a plan reads thousands of times.
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)).__hash__()
+
+    def __getstate__(self) -> dict[str, Any]:  # hashes of texts differ between processes
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def weights(self, model: "Model") -> dict[str, Weight]:
         """Declare the weights of the layer, with its norms."""
@@ -160,8 +175,13 @@ class Model:
         for field, axis in axes.items():
             if (size := getattr(self, field)) and ways_of(axis, parallel) > 1:
                 yield division(field, size, size, axis, parallel)
-        for layer in dict.fromkeys(self.layers):
+        for layer in self.distinct:
             yield from layer.rules(self, parallel)
+
+    @functools.cached_property
+    def distinct(self) -> tuple[Layer, ...]:
+        """The different layers, in the order of the first of each."""
+        return tuple(dict.fromkeys(self.layers))
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Layer, ...]]:
@@ -178,15 +198,71 @@ class Model:
         return tuple((layer.name, next(at[layer.name])) for layer in self.layers)
 
     @functools.cached_property
+    def repetition(self) -> "Repetition":
+        """How the layers repeat."""
+        return repetition(self.layers)
+
+    @functools.cached_property
+    def leading_stacks(self) -> tuple[str, ...]:
+        """The names of which all layers come before those that repeat."""
+        names = dict.fromkeys(layer.name for layer in self.layers[: self.repetition.start])
+        later = {layer.name for layer in self.layers[self.repetition.start :]}
+        return tuple(name for name in names if name not in later)
+
+    @property
+    def stage_stacks(self) -> tuple[str, ...]:
+        """The other names: of the layers that a pipeline splits into stages."""
+        return tuple(name for name in self.stacks if name not in self.leading_stacks)
+
+    @functools.cached_property
     def norm_forms(self) -> frozenset[NormForm]:
         """The forms in which every component can read the norm of its input."""
         branches = (one for layer in self.layers for one in (layer.mixer, layer.feed_forward))
         return frozenset.intersection(*(frozenset(one.norm_forms) for one in branches if one))
 
 
-def period_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Return the shortest start of which layers are repetitions, the last perhaps in part."""
-    for n in range(1, len(layers)):
-        if all(layers[i] == layers[i % n] for i in range(n, len(layers))):
-            return layers[:n]
-    return layers
+class Repetition(NamedTuple):
+    """How layers repeat: those from `start` on are repetitions of `period` layers."""
+
+    start: int
+    """Number of layers before them, such as the dense layers of DeepSeek-V3."""
+    period: int
+
+
+@functools.lru_cache(maxsize=512)
+def repetition(layers: tuple[Layer, ...]) -> Repetition:
+    """Return how layers repeat, the last time perhaps in part: with as few layers as possible
+    before, and then as short a period. If none repeat, all are one period."""
+    kinds = list(map(list(dict.fromkeys(layers)).index, layers))
+    for start in range(len(kinds) - 1):
+        rest = kinds[start:]
+        for period in range(1, len(rest)):
+            if rest[period:] == rest[:-period]:
+                return Repetition(start, period)
+    return Repetition(0, len(kinds))
+
+
+def with_length(layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
+    """Return layers with more or fewer repetitions, the last perhaps in part: `repetition`."""
+    beginning, period = _parts(layers)
+    return tuple(itertools.islice(itertools.chain(beginning, itertools.cycle(period)), number))
+
+
+def in_words(layers: tuple[Layer, ...]) -> str:
+    """Return layers by name: "dense_layers, layers x 58", or "(linear x 3, full) x 12"."""
+    beginning, period = _parts(layers)
+    times, rest = divmod(len(layers) - len(beginning), len(period))
+    repeated = _runs(period * times)
+    if "," in _runs(period) and times > 1:
+        repeated = f"({_runs(period)}) x {times}"
+    return ", ".join(filter(None, (_runs(beginning), repeated, _runs(period[:rest]))))
+
+
+def _parts(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    start, n = repetition(layers)
+    return layers[:start], layers[start : start + n]
+
+
+def _runs(layers: tuple[Layer, ...]) -> str:
+    runs = ((name, len(list(of))) for name, of in itertools.groupby(x.name for x in layers))
+    return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in runs)

@@ -11,11 +11,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
+from jaxpar.components.ranges import NotNegative, Positive, Range, Size
 from jaxpar.components.weight import Weight, conv_kernel, matrix, vector
 
 _BY_HEAD = ("heads", "head_dim")
@@ -27,11 +28,11 @@ class Recurrent(Mixer):
 
     uses_products: ClassVar[bool] = True
 
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the mean square in the RMSNorm of the output, or of each head's."""
-    conv_kernel_size: int = 4
+    conv_kernel_size: Annotated[int, Range(2, 1 << 10)] = 4
     """Tokens of the convolution, the latest included; at least 2."""
-    chunk: int = 64
+    chunk: Annotated[int, Range(1, 1 << 12)] = 64
     """Tokens that are processed at a time, in matmuls. It does not change what is computed."""
 
     def shrunk(self, sizes: SmallSizes) -> Self:
@@ -100,12 +101,12 @@ class Recurrent(Mixer):
 class GatedDeltaNet(Recurrent):
     """The gated delta rule, with a decay for each head (Yang et al. 2024, 2412.06464)."""
 
-    num_key_heads: int
+    num_key_heads: Size
     """Heads of queries and keys. They serve equal numbers of value heads."""
-    num_value_heads: int
+    num_value_heads: Size
     """Heads of values, each with a state [key_head_dim, value_head_dim]."""
-    key_head_dim: int
-    value_head_dim: int
+    key_head_dim: Size
+    value_head_dim: Size
     allow_neg_eigval: bool = False
     """Rates of a write of up to 2 instead of 1, so that a state may change its sign along a key
     (OLMo Hybrid)."""
@@ -148,9 +149,9 @@ class GatedDeltaNet(Recurrent):
 class KimiDeltaAttention(Recurrent):
     """A delta rule with a decay for each channel of a key (Kimi Team 2025, 2510.26692)."""
 
-    num_heads: int
-    key_head_dim: int
-    value_head_dim: int
+    num_heads: Size
+    key_head_dim: Size
+    value_head_dim: Size
     """Width of a value, and of the two latents of decays and output gates."""
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"kda_{n}" for n in "qkv")
@@ -198,15 +199,15 @@ class KimiDeltaAttention(Recurrent):
 class Mamba2(Recurrent):
     """A state space model. Published code calls values x, keys B and queries C."""
 
-    num_heads: int
+    num_heads: Size
     """Heads, each with a state [state_size, head_dim]."""
-    head_dim: int
+    head_dim: Size
     """Width of a value."""
-    state_size: int
+    state_size: Size
     """Width of a query or key."""
-    num_groups: int = 1
+    num_groups: Size = 1
     """Groups of heads, which share queries and keys, and the norm of the output."""
-    min_step: float = 0.0
+    min_step: NotNegative = 0.0
     """The least time step (Nemotron-H: 0.001)."""
 
     inputs: ClassVar[tuple[str, ...]] = tuple(f"mamba_{n}" for n in ("z", "x", "b", "c", "dt"))

@@ -2,10 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxpar.components.component import Component
 from jaxpar.components.dims import SmallSizes
+from jaxpar.components.ranges import Positive, Reals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,11 @@ class RopeScaling:
 class Rope(Component):
     """A rotary position embedding."""
 
-    theta: float = 500_000.0
+    theta: Positive = 500_000.0
     """Base of the frequencies."""
     scaling: RopeScaling | None = None
     """Scaling of the frequencies to a longer context."""
-    fraction: float = 1.0
+    fraction: Annotated[float, Reals(0, 1, above=True)] = 1.0
     """Share of each head's dims that are rotated, the first ones (GLM-4.5: 0.5)."""
     layout: Literal["halves", "interleaved"] = "halves"
     """Which dims are rotated together. halves: one of the first half with one of the second.

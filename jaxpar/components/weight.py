@@ -7,6 +7,7 @@ float8, gradient buffers, LoRA, µP, Muon     the fields below
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class Weight:
     """What a matrix multiplies. shards: the shards of the sequence that a tensor rank receives.
     own_tokens: this rank's own. sequence: the whole sequence at once."""
     float8: bool = True
-    """Whether `model.matmul_dtype` applies to a matrix."""
+    """Whether `compute.matmul_dtype` applies to a matrix."""
     converts_late: bool = False
     """Whether a gradient that needs no sum over devices is converted to float32 at the end of the
     backward, by whatever reads it. Of matrices that are most of a layer."""
@@ -60,6 +61,16 @@ class Weight:
     def is_matrix(self) -> bool:
         """Whether `linear.products` multiplies by it, and so the step may round it."""
         return self.columns > 0 and self.in_products
+
+    @property
+    def num_inputs(self) -> int:
+        """Inputs of a matrix: the product of all dims but the outputs."""
+        return math.prod(self.shape[: -self.columns])
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of a matrix."""
+        return math.prod(self.shape[-self.columns :])
 
     @property
     def of_experts(self) -> bool:

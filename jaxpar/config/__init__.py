@@ -4,13 +4,19 @@
 (`command_line.py`), `validate.py` checks it once, and the run saves it as JSON.
 """
 
-from jaxpar.components.model import MupConfig
-from jaxpar.components.rope import RopeScaling
+from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
+from jaxpar.components.experts import Experts, Router
+from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.model import Layer, MupConfig
+from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
+    ComputeConfig,
     Config,
     DataConfig,
     DilocoConfig,
@@ -23,12 +29,15 @@ from jaxpar.config.schema import (
     TrainConfig,
 )
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.model import ModelConfig
+from jaxpar.config.schema.model import Model, ModelConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
+    "Attention",
     "CheckpointConfig",
+    "ClampedSwiglu",
     "ClusterConfig",
+    "ComputeConfig",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -36,15 +45,28 @@ __all__ = [
     "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
+    "Experts",
+    "GatedDeltaNet",
+    "Glu",
     "GuardConfig",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "Layer",
     "LoraConfig",
+    "Mamba2",
     "MetricsConfig",
+    "Mlp",
+    "Model",
     "ModelConfig",
     "MupConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
+    "QkNorm",
+    "QueryGrowth",
+    "Rope",
     "RopeScaling",
+    "Router",
     "RunConfig",
     "TrainConfig",
     "default_of",

@@ -1,19 +1,20 @@
 """Addresses of a composed model's fields on a command line: --model.block.mixer.num-heads 8.
 
 An address begins with the name of a layer, or with a star for each; a star stands for any one name.
-`--model.num-layers N` repeats or cuts the list, at whole periods.
+`--model.num-layers N` repeats or cuts the list, at whole periods after a beginning
+(`components.model.repetition`).
 """
 
 import dataclasses
 import difflib
-import typing
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.model import period_of
+from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
+from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.schema import Config
 
 _LENGTH = "model.num_layers"
@@ -42,42 +43,38 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
     if len(path.split(".")) == 2:
         rule = "describes the layers of a model without model.layers, which are composed here"
         name = path.rpartition(".")[2]
-        near = [one for one in all_paths(layers) if one.endswith(f".{name}")] or all_paths(layers)
+        every = {one.rpartition(".")[2]: one for one in reversed(all_paths(layers))}
+        alike = difflib.get_close_matches(name, every, n=1, cutoff=0.3) or [*every][-1:]
+        near = [every[one] for one in alike]
         raise ConfigError(path, read(str), rule, f"use {flag(near[0], read(str))}")
     if not found:
-        near = difflib.get_close_matches(path, all_paths(layers), n=3, cutoff=0.3)
-        ways = " or ".join(map(flag, near)) or "a field of one of the layers"
-        raise ConfigError(path, "", "is no field of the model's layers", f"use {ways}")
+        raise unknown_address(cfg, path, read(str))
     for at, old in found:
         hint = type_at(layers, at)
         value = read(hint)
-        if dataclasses.is_dataclass(old) or (isinstance(value, str) and not _takes(hint, value)):
-            rule = f"must be {_words(hint)}"
-            fix = f"use {flag(at, old)}" if not dataclasses.is_dataclass(old) else "address a field"
-            raise ConfigError(at, value, rule, fix)
+        if not fits(value, hint) or (dataclasses.is_dataclass(old) and value is not None):
+            inner = [one for one in all_paths(layers) if one.startswith(f"{at}.")]
+            fix = f"use {flag(at, old)}" if not inner else f"use {flag(inner[0])}"
+            raise ConfigError(at, value, f"must be {describe(hint)}", fix)
         layers = with_value(layers, at, value)
     return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
 
 
-def _takes(hint: Any, value: str) -> bool:
-    options = typing.get_args(getattr(hint, "__value__", hint)) or (hint,)
-    return str in options or any(value == one or _takes_one(one, value) for one in options)
-
-
-def _takes_one(option: Any, value: str) -> bool:
-    inner = typing.get_args(getattr(option, "__value__", option))
-    return bool(inner) and any(value == one or _takes_one(one, value) for one in inner)
-
-
-def _words(hint: Any) -> str:
-    return f"a value of the type {getattr(hint, '__name__', str(hint))}"
+def unknown_address(cfg: Config, path: str, text: str) -> ConfigError:
+    """Return the error for an address of no field, with the most similar ones."""
+    every = all_paths(cfg.model.layers)
+    near = difflib.get_close_matches(path, every, n=2, cutoff=0.6) or [every[0]]
+    ways = ", or ".join(flag(one, text) for one in near)
+    return ConfigError(path, text, "is not a field of the model's layers", f"use {ways}")
 
 
 def _of_length(cfg: Config, length: Any) -> Config:
-    layers, period = cfg.model.layers, period_of(cfg.model.layers)
-    if not isinstance(length, int) or length < 1 or length % len(period):
-        near = max(round(length / len(period)), 1) * len(period) if isinstance(length, int) else 0
-        rule = f"must be a multiple of {len(period)}: the layers repeat after {len(period)}"
-        raise ConfigError(_LENGTH, length, rule, f"use {flag(_LENGTH, near or len(layers))}")
-    times = length // len(period)
-    return dataclasses.replace(cfg, model=cfg.model.with_layers(period * times))
+    """Return the config with more or fewer layers: whole periods after those that do not repeat."""
+    layers, (first, each) = cfg.model.layers, repetition(cfg.model.layers)
+    times, rest = divmod(length - first, each) if isinstance(length, int) else (0, 1)
+    if times < 1 or rest:
+        near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]
+        rule = f"must be {f'{first} plus ' if first else ''}a multiple of {each}, for the layers "
+        ways = ", or ".join(flag(_LENGTH, number) for number in near)
+        raise ConfigError(_LENGTH, length, rule + in_words(layers), f"use {ways}")
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))

@@ -17,9 +17,10 @@ from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.addresses import addresses_layers, with_addressed
+from jaxpar.config.addresses import addresses_layers, unknown_address, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.numerals import number, whole_number
@@ -66,7 +67,7 @@ class ConfigArguments:
         Raises:   ConfigError for an unknown field, or a number that is not in its range.
         """
         made = cls("", tuple(overrides))
-        numbers(made.asked())
+        collected((numbers,), made.asked())
         return made
 
     @functools.cached_property
@@ -204,6 +205,8 @@ def _pairs(args: Sequence[str], cfg: Config) -> Iterator[tuple[str, str]]:
             if f"--{name}" in _NOT_OPTIONS and _is_config(text):
                 rule = f"is CONFIG, the first argument, and no value of --{name}"
                 raise ConfigError("command line", text, rule, f"use {text} in place of CONFIG")
+            if cfg.model.layers and path.count(".") > 1 and path.startswith("model."):
+                raise unknown_address(cfg, path, "" if missing else text)
             raise unknown_field(path, "" if missing else text, flag)
         if missing and path not in field_types():
             raise ConfigError(path, "", "needs a value", f"use {flag(path)} VALUE")

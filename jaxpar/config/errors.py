@@ -1,5 +1,6 @@
 """The error for an invalid config value."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config.printable import printable
@@ -15,6 +16,16 @@ class ConfigError(ValueError):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         field, shown, rule, fix = map(_short, (field, repr(value), rule, fix))
         super().__init__(printable(f"{field} = {shown}: {rule}. Fix: {fix}."))
+
+
+class ConfigErrors(ConfigError):
+    """Several invalid values. Its field, value, rule and fix are those of the first."""
+
+    def __init__(self, errors: Sequence[ConfigError]):
+        self.errors, first = tuple(errors), errors[0]
+        super().__init__(first.field, first.value, first.rule, first.fix)
+        lines = (f"\n{number}. {error}" for number, error in enumerate(errors, 1))
+        self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
 
 
 def _short(text: str) -> str:

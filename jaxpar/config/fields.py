@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config
 
@@ -36,6 +37,16 @@ def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
 def leaf_paths() -> list[str]:
     """Return the paths of all fields that are not sections, with those of optional sections."""
     return [path for path, hint in field_types().items() if section_of(hint) is None]
+
+
+@functools.cache
+def range_of(path: str) -> Range | Reals | None:
+    """Return the range that a field declares."""
+    section: Any = Config
+    *sections, name = path.split(".")
+    for key in sections:
+        section = section_of(typing.get_type_hints(section)[key])
+    return declared_range(typing.get_type_hints(section, include_extras=True)[name])
 
 
 @functools.cache
@@ -76,19 +87,25 @@ def value_of(cfg: "Config", path: str) -> Any:
 
 
 def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
-    """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes.
+    """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes."""
+    if not ok:
+        raise refused(path, value_of(cfg, path), rule, *ways)
+
+
+def refused(path: str, value: Any, rule: str, *ways: str) -> ConfigError:
+    """Return the error of a field, with `ways` as alternative fixes.
 
     The field's default comes before all that turns something on, which could be refused in turn:
     following first fixes never leads in a circle.
     """
-    if not ok:
-        default = flag(path, default_of(path))
-        if default in ways:
-            others = [way for way in ways if way != default]
-            before = len(list(itertools.takewhile(_is_default, others)))
-            at = min(before, ways.index(default))
-            ways = (*others[:at], default, *others[at:])
-        raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
+    default = flag(path, default_of(path)) if path in field_types() else ""
+    if default in ways:
+        others = [way for way in ways if way != default]
+        before = len(list(itertools.takewhile(_is_default, others)))
+        at = min(before, ways.index(default))
+        ways = (*others[:at], default, *others[at:])
+    fix = "use " + ", or ".join(ways) if ways else "use other layers in model.layers"
+    return ConfigError(path, value, rule, fix)
 
 
 def _is_default(way: str) -> bool:

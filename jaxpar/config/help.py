@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import shutil
 import textwrap
 import typing
@@ -14,6 +15,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
+from jaxpar.config.layers import BESIDE, FIELD, all_paths, type_at
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import Value
@@ -104,7 +106,12 @@ def _parts(
         for section in SECTIONS if topic == ALL else (topic,):
             title = f"{section}: {' '.join(meaning_of_section(section).split())}"
             paths = (path for path in field_types() if path.startswith(f"{section}."))
-            yield _listed(title, _rows(cfg, paths))
+            if section == "model" and cfg.model.layers:
+                paths = (path for path in paths if path.split(".")[1] in BESIDE)
+                yield _listed(title, _rows(cfg, (path for path in paths if path != FIELD)))
+                yield from _of_layers(cfg)
+            else:
+                yield _listed(title, _rows(cfg, paths))
         return
     arguments = [one for one in declared(form) if one.argument]
     only = only_fields(form)
@@ -184,6 +191,25 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
 
 
+def _of_layers(cfg: Config) -> Iterator[str]:
+    """Yield the fields of a composed model's layers, by their addresses."""
+    layers = cfg.model.layers
+    for layer in dict.fromkeys(layers):
+        rows = []
+        for path in all_paths((layer,)):
+            *parents, name = path.split(".")[2:]
+            value = functools.reduce(getattr, parents, layer)
+            texts: dict[str, str] = {}
+            for cls in reversed(type(value).__mro__[:-1]):
+                texts |= meanings(cls) if dataclasses.is_dataclass(cls) else {}
+            text = f"{texts.get(name, '')} (default: {getattr(value, name)})".strip()
+            hint = type_at(layers, path)
+            metavar = "(in Python)" if section_of(hint) is not None else _metavar(hint)
+            rows.append((f"{flag(path)} {metavar}", text))
+        number = sum(one == layer for one in layers)
+        yield _listed(f"{layer.name}: {number} of {len(layers)} layers", rows)
+
+
 def _value(cfg: Config, path: str) -> Any:
     """Return a field's value, or its default in an optional section that is None."""
     section = path.rpartition(".")[0]
@@ -197,6 +223,8 @@ def _metavar(hint: Any) -> str:
     if section_of(hint) is not None:
         return "None"
     options = typing.get_args(hint) or (hint,)
+    if typing.get_origin(options[0]) is typing.Literal:
+        return _metavar(options[0])
     if Value in options or Layer in options:
         return "(in Python)"
     return "|".join("None" if one is NoneType else one.__name__.upper() for one in options)

@@ -14,16 +14,16 @@ from typing import Any
 from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer
+from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
 
 FIELD = "model.layers"
 
 #: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std dtype matmul_dtype matmul_precision float8_scaling
-logits_dtype attention_backend recurrent_backend attention_deterministic tie_embeddings norm
-norm_eps norm_offset embed_scale embedding_multiplier residual_multiplier logits_scaling
-logits_softcap mup layers num_layers""".split()
+BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
+embedding_multiplier residual_multiplier logits_scaling logits_softcap mup mtp_depth layers
+num_layers max_positions""".split()
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -59,24 +59,41 @@ def to_values(layers: Sequence[Layer]) -> Any:
     return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
 
 
-def _values(node: Any) -> Any:
+def _values(node: Any, *, every: bool = False) -> Any:
+    """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
+    of = functools.partial(_values, every=every)
     if isinstance(node, SavedComponent):
-        return {CLASS: node.name, **{name: _values(value) for name, value in node.fields}}
-    if isinstance(node, Component):
-        named = OURS.get(type(node).__name__) is type(node)
-        return {CLASS: type(node).__name__ if named else name_of(type(node)), **_fields(node)}
+        return {CLASS: node.name, **{name: of(value) for name, value in node.fields}}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return _fields(node)
-    return list(map(_values, node)) if isinstance(node, tuple) else node
+        fields = [(field, getattr(node, field.name)) for field in dataclasses.fields(node)]
+        said = {f.name: of(v) for f, v in fields if every or v != f.default}
+        return {CLASS: _class_name(node), **said} if isinstance(node, Component) else said
+    return list(map(of, node)) if isinstance(node, tuple) else node
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    found = {}
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _values(value)
-    return found
+def _class_name(node: Component) -> str:
+    named = OURS.get(type(node).__name__) is type(node)
+    return type(node).__name__ if named else name_of(type(node))
+
+
+def as_read_by(now: Sequence[Layer], saved: Sequence[Layer]) -> tuple[list[Any], list[Any]]:
+    """Return layers and saved ones with every field as JSON's types, to be compared.
+
+    Saved components whose code is not loaded get the classes of `now`, by name.
+    """
+    found: dict[str, type] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Component):
+            found[_class_name(node)] = type(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                walk(getattr(node, field.name))
+
+    for layer in dict.fromkeys(now):
+        walk(layer)
+    then = with_classes(saved, found.get)
+    return [_values(x, every=True) for x in now], [_values(x, every=True) for x in then]
 
 
 def from_values(values: Any) -> tuple[Layer, ...]:
@@ -140,6 +157,22 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
     return tuple(map(loaded, layers))
 
 
+def with_classes_of(m: Any, other: Any) -> Any:
+    """Return a composed model with the components whose classes another model has."""
+    classes: dict[str, Any] = {}
+
+    def note(node: Any) -> None:
+        if dataclasses.is_dataclass(node):
+            classes[name_of(type(node))] = type(node)
+            for field in dataclasses.fields(node):
+                note(getattr(node, field.name))
+
+    for layer in dict.fromkeys(other.layers):
+        note(layer)
+    layers = with_classes(m.layers, classes.get)
+    return m if layers == m.layers else m.with_layers(layers)
+
+
 def _again(value: Any) -> Any:
     """Return the object that `_built` made a tuple of, for want of its class."""
     if not isinstance(value, tuple) or not value:
@@ -185,9 +218,7 @@ def check_layers(layers: Any) -> None:
 
 
 #: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
-_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "positions", "mtp", "top"} - {
-    "layers"
-}
+_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"} - {"layers"}
 
 
 # ----------------------------------------------------------------------------------- addresses
@@ -209,7 +240,23 @@ def _found(node: Any, keys: Sequence[str], path: str) -> Iterator[tuple[str, Any
     elif dataclasses.is_dataclass(node):
         names = [f.name for f in dataclasses.fields(node) if f.name != "name"]
         for name in names if keys[0] == "*" else [keys[0]] * (keys[0] in names):
-            yield from _found(getattr(node, name), keys[1:], f"{path}.{name}")
+            inner = _section(node, name) if len(keys) > 1 else getattr(node, name)
+            yield from _found(inner, keys[1:], f"{path}.{name}")
+
+
+def _section(node: Any, name: str) -> Any:
+    """Return a field's component; where it is None, the one that setting a field of it makes."""
+    if (value := getattr(node, name)) is not None:
+        return value
+    options = typing.get_args(typing.get_type_hints(type(node))[name])
+    made = (one for one in options if dataclasses.is_dataclass(one) and not _required(one))
+    return next((one() for one in made if isinstance(one, type)), None)
+
+
+def _required(cls: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
 
 
 def type_at(layers: Sequence[Layer], path: str) -> Any:
@@ -217,7 +264,7 @@ def type_at(layers: Sequence[Layer], path: str) -> Any:
     _, name, *keys = path.split(".")
     node: Any = next(layer for layer in layers if layer.name == name)
     for key in keys[:-1]:
-        node = getattr(node, key)
+        node = _section(node, key)
     return typing.get_type_hints(type(node))[keys[-1]]
 
 
@@ -226,7 +273,7 @@ def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, .
     _, name, *keys = path.split(".")
 
     def put(node: Any, keys: Sequence[str]) -> Any:
-        inner = value if len(keys) == 1 else put(getattr(node, keys[0]), keys[1:])
+        inner = value if len(keys) == 1 else put(_section(node, keys[0]), keys[1:])
         return dataclasses.replace(node, **{keys[0]: inner})
 
     return tuple(put(layer, keys) if layer.name == name else layer for layer in layers)
@@ -247,6 +294,34 @@ def all_paths(layers: Sequence[Layer]) -> list[str]:
     for layer in dict.fromkeys(layers):
         walk(layer, f"model.{layer.name}")
     return found
+
+
+@functools.cache
+def _ranges_of(component: Any) -> dict[str, Range | Reals | None]:
+    hints = typing.get_type_hints(component, include_extras=True)
+    return {name: declared_range(hint) for name, hint in hints.items()}
+
+
+def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+    """Yield each number of components whose field declares a range.
+
+    Returns:  its address, its value, the range, and the field's default or another good value.
+    """
+
+    def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+        ranges = _ranges_of(type(node))  # type: ignore[arg-type]
+        for field in dataclasses.fields(node):
+            value, inner = getattr(node, field.name), f"{path}.{field.name}"
+            allowed = ranges[field.name]
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                yield from walk(value, inner)
+            elif allowed is not None:
+                good = getattr(allowed, "good", None) or allowed.least
+                default = field.default if field.default is not dataclasses.MISSING else good
+                yield inner, value, allowed, default
+
+    for layer in dict.fromkeys(layers):
+        yield from walk(layer, f"model.{layer.name}")
 
 
 # ------------------------------------------------------------------------------------- summary

@@ -26,10 +26,11 @@ The functions have these signatures:
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from jaxpar.config import ConfigError
 from jaxpar.config.fields import field_types
+from jaxpar.config.values import Value
 
 #: What an update rule has to see of the parameters.
 type Needs = Literal["elements", "matrices"]
@@ -50,7 +51,7 @@ def add(path: str, name: str, function: Callable[..., Any], *, needs: Needs = "e
     if path not in _ADDED:
         fix = f"use one of {', '.join(_ADDED)}"
         raise ConfigError("registry.add", path, "does not accept registered functions", fix)
-    if name in get_args(field_types()[path]):
+    if name in _built_in(path):
         raise ConfigError(path, name, "is a built-in name", "choose another name")
     if not callable(function):
         fix = "pass a function"
@@ -64,12 +65,18 @@ def add(path: str, name: str, function: Callable[..., Any], *, needs: Needs = "e
         _NEEDS[name] = needs
 
 
-def needs(name: str) -> Needs:
-    """Return what a registered update rule needs."""
-    return _NEEDS[name]
+def needs(name: Any) -> Needs:
+    """Return what an update rule from outside needs."""
+    return getattr(name, "needs", None) or _NEEDS[name]
 
 
-def _checked(path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _built_in(path: str) -> tuple[str, ...]:
+    hint = field_types()[path]
+    names = hint if get_origin(hint) is Literal else get_args(hint)[0]
+    return get_args(names)
+
+
+def _checked(path: str, name: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to raise a ConfigError if it returns a wrong result."""
 
     @functools.wraps(function)
@@ -95,12 +102,16 @@ def _of_attention(made: Any, q: Any) -> tuple[str, bool]:
     return f"one array like q, {q.dtype} {q.shape}", fits
 
 
-def function(path: str, name: str) -> Callable[..., Any] | None:
-    """Return the function registered for a field under a name; None for a built-in name.
+def function(path: str, name: Any) -> Callable[..., Any] | None:
+    """Return the function of a field: a value of a user's class, or what is registered under a
+    name; None for a built-in name.
 
     Raises:   ConfigError if there is none.
     """
-    if name in get_args(field_types()[path]):
+    if isinstance(name, Value):
+        own: Any = name
+        return _checked(path, name, own)
+    if name in _built_in(path):
         return None
     if name not in _ADDED[path]:
         raise ConfigError(path, name, "is not registered", f'call registry.add("{path}", ...)')

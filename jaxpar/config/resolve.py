@@ -61,12 +61,11 @@ def cast_once(cfg: Config) -> Config:
 
 
 def fill_deterministic(cfg: Config) -> Config:
-    """Set `model.attention_deterministic` if `run.deterministic` is set."""
+    """Set `compute.attention_deterministic` if `run.deterministic` is set."""
     if not cfg.run.deterministic:
         return cfg
-    return dataclasses.replace(
-        cfg, model=dataclasses.replace(cfg.model, attention_deterministic=True)
-    )
+    compute = dataclasses.replace(cfg.compute, attention_deterministic=True)
+    return dataclasses.replace(cfg, compute=compute)
 
 
 def fill_microbatches(cfg: Config) -> Config:

@@ -8,7 +8,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, layers
 from jaxpar.config.fields import section_of, unknown_field
 from jaxpar.config.json_reader import read_json
-from jaxpar.config.values import Value, from_saved, to_values
+from jaxpar.config.values import OR_NAMES, Value, from_saved, to_values
 
 
 def to_json(cfg: Config) -> str:
@@ -50,7 +50,8 @@ def _built(hint: Any, value: Any, path: str) -> Any:
     if Layer in options:
         return layers.from_values(value)
     if Value in options:
-        return None if value is None else from_saved(value, path)
+        named = value is None or (path in OR_NAMES and isinstance(value, str))
+        return value if named else from_saved(value, path)
     section = section_of(hint)
     if section is None or (value is None and section is not hint):
         return value

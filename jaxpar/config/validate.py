@@ -1,13 +1,15 @@
 """Check a config against every rule, before any device or file is used.
 
-`check` applies the rules that need no device; `resolve` applies all rules. Both raise `ConfigError`
-for the first broken rule. Its fix is a command-line option, or alternatives joined by ", or", each
-of which satisfies the rule. Rules are small functions, one per topic; the divisibility rules are
-one table, `rules/divisibility.py`.
+`check` applies the rules that need no device; `resolve` applies all rules. Both raise one
+`ConfigError` for all broken rules. A fix is a command-line option, or alternatives joined by
+", or", each of which was tried (`explain.py`). Rules are small functions, one per topic;
+combinations are one table, `incompatible.py`, and so is divisibility, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
+from jaxpar.config.explain import Rule, collected, explained
 from jaxpar.config.features import of_features
+from jaxpar.config.incompatible import combinations
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
@@ -29,21 +31,18 @@ from jaxpar.config.rules.layout import (
     compressed_sums,
     interleaving,
     layers,
-    turns,
 )
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import (
     blocks_of_moments,
     moments,
     offloaded_masters,
-    offloaded_moments,
     remat,
 )
-from jaxpar.config.rules.metrics import metrics_of_layers, sinks
+from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     activation,
     attention,
-    attention_function,
     block,
     factors,
     float8_matmuls,
@@ -57,7 +56,7 @@ from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.parallel.diloco import diloco
-from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches, zero_bubble
+from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches
 from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
     best,
@@ -71,81 +70,91 @@ from jaxpar.config.rules.run import (
 from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.rules.values import own_values
 
+#: Rules that the others build on: they are checked first.
+_BASIC = (
+    vocabulary,
+    places,
+    initial_weights,
+    data,
+    schedules,
+    schedule,
+    moments,
+    offloaded_masters,
+    latent_attention,
+    rope,
+    model,
+    activation,
+    block,
+    factors,
+    float8_matmuls,
+    attention,
+    composed,
+    layer_pattern,
+    layers,
+)
+_RULES: tuple[Rule, ...] = (
+    combinations,
+    *(remat, saving, guards, profile, sinks, interleaving, automatic, compressed_sums),
+    *(experts, layer_kinds, lora, mup, multi_token_prediction),
+    *(evaluation, best, dpo, distillation, of_features, diloco, own_values),
+)
+_OF_MESH = (components_divide, divisibility, blocks_of_moments, enough_microbatches)
 
-def resolve(cfg: Config, num_devices: int) -> Config:
+
+def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
     """Check every rule and fill in `train.global_batch_size` for `train.global_batch_tokens`,
     `train.num_steps` for `train.num_tokens`, `parallel.data = -1`, ZeRO-1 if weights are not
     sharded, and the number of microbatches for `train.micro_batch_size`; deterministic attention
     for `run.deterministic`; and the shares of steps in a learning rate by tokens.
 
-    Args:     num_devices: devices in the mesh, over all processes.
+    Args:
+        num_devices: devices in the mesh, over all processes.
+        explain: collect all broken rules. False: raise the first one, without trying its fixes, for
+            programs that try many configs.
     Returns:  a config whose mesh axes multiply to num_devices.
-    Raises:   ConfigError for the first broken rule.
+    Raises:   ConfigError for the broken rules.
     """
     check_types(cfg)
-    cfg = fill_steps(fill_batch(cfg))
-    _each_rule(cfg)
-    cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
-    _divides(cfg)
-    sizes_of_steps(cfg, _every_rule)
-    cfg = fill_shares(cfg)
-    return cast_once(cfg)
+    if not explain:
+        return _resolved(cfg, num_devices)
+    return explained(_resolved, cfg, num_devices)
 
 
 def check(cfg: Config) -> None:
     """Check every rule that needs no device, so that programs can fail before JAX starts.
 
-    Raises:   ConfigError for the first broken rule.
+    Raises:   ConfigError for the broken rules.
     """
     check_types(cfg)
+    explained(_checked, cfg, 0)
+
+
+def _resolved(cfg: Config, num_devices: int) -> Config:
+    cfg = fill_steps(fill_batch(cfg))
+    _each_rule(cfg)
+    cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
+    collected(_OF_MESH, cfg)
+    sizes_of_steps(cfg, _every_rule)
+    cfg = fill_shares(cfg)
+    return cast_once(cfg)
+
+
+def _checked(cfg: Config, _: int) -> Config:
     cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
-        return
-    _divides(cfg)
+        return cfg
+    collected(_OF_MESH, cfg)
     if not cfg.parallel.auto:  # otherwise the planner does
         sizes_of_steps(cfg, _every_rule)
+    return cfg
 
 
 def _every_rule(cfg: Config) -> None:
     _each_rule(cfg)
-    _divides(cfg)
-
-
-def _divides(cfg: Config) -> None:
-    components_divide(cfg)
-    divisibility(cfg)
-    blocks_of_moments(cfg)
-    enough_microbatches(cfg)
+    collected(_OF_MESH, cfg)
 
 
 def _each_rule(cfg: Config) -> None:
-    first = (
-        numbers,
-        vocabulary,
-        places,
-        initial_weights,
-        data,
-        schedules,
-        schedule,
-        moments,
-        offloaded_moments,
-        offloaded_masters,
-        latent_attention,
-        rope,
-        model,
-        activation,
-        block,
-        factors,
-        float8_matmuls,
-        attention,
-        composed,
-        layer_pattern,
-        layers,
-    )
-    others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
-    of_links = (compressed_sums, metrics_of_layers)
-    of_models = (experts, layer_kinds, attention_function, lora, mup, multi_token_prediction)
-    objectives = (evaluation, best, dpo, distillation, of_features, diloco, own_values)
-    for rule in first + others + of_links + of_models + objectives:
-        rule(cfg)
+    for stage in ((numbers,), _BASIC, _RULES):
+        collected(stage, cfg)

@@ -23,10 +23,23 @@ FIELDS = {
     "train.probes": ("Probe", True),
     "train.post_updates": ("PostUpdate", True),
     "train.callbacks": ("Callback", True),
+    "optimizer.name": ("UpdateRule", False),
+    "optimizer.schedule": ("Schedule", False),
+    "data.source": ("DataSource", False),
+    "metrics.sinks": ("MetricSink", True),
 }
 
-#: Those of them that are part of a step.
-OF_STEPS = ("train.loss", "train.probes", "train.post_updates")
+#: Those that hold the name of one of jaxpar's in place of a value.
+OR_NAMES = ("optimizer.name", "optimizer.schedule")
+
+#: Those that are part of a step.
+OF_STEPS = (
+    "train.loss",
+    "train.probes",
+    "train.post_updates",
+    "optimizer.name",
+    "optimizer.schedule",
+)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -43,8 +56,6 @@ class Value:
     reads: ClassVar[tuple[str, ...]] = ()
     """What it reads of a batch beside tokens and labels: "source" is the index of each token's
     source in a mixture."""
-    refuses: ClassVar[dict[str, str]] = {}
-    """Fields of the config that must have their defaults with it, and why."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -146,7 +157,7 @@ def check_values(path: str, given: Any) -> None:
             rule = f"is a class, not a value of it: must be a jaxpar.{kind}"
             raise ConfigError(path, value.__name__, rule, f"use a value, {value.__name__}()")
         if not isinstance(value, SavedValue) and getattr(value, "kind", None) != kind:
-            what = "" if several else " or None"
+            what = " or a name" if path in OR_NAMES else "" if several else " or None"
             raise ConfigError(path, value, f"must be a jaxpar.{kind}{what}", fix)
         for field in dataclasses.fields(value):
             where = f"{path}: {type(value).__name__}.{field.name}"

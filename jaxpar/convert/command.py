@@ -16,7 +16,6 @@ from jaxpar.convert.megatron import importing as megatron_import
 from jaxpar.convert.options import FromHf, FromMegatron, FromPeft, Options, ToHf, ToPeft, ToTorch
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
-from jaxpar.convert.torch_names import PLAIN
 from jaxpar.runtime import exit_codes
 from jaxpar.stores.folders import new_folder_at
 from jaxpar.stores.reading import with_local_runs
@@ -95,9 +94,10 @@ def to_peft(options: ToPeft, step: int) -> None:
 
 def to_torch(options: ToTorch, step: int) -> None:
     """Run `to-torch` on a checkpoint."""
-    torch_file.require_torch()
-    export = exporting.open_export(options.run, step, options.dtype, PLAIN, options.weights)
-    torch_file.to_torch(export, Path(options.file), log)
+    file = Path(options.file)
+    torch_file.check_file(file)
+    export = torch_file.open_export(options.run, step, options.dtype, options.weights, options.code)
+    torch_file.to_torch(export, file, log, options.limit)
     log(f"{options.file}: {export.dtype}, of step {export.step}")
 
 

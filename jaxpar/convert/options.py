@@ -112,13 +112,16 @@ class ToPeft(Checking, _OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToTorch(_OfRun):
-    """Convert a checkpoint to a PyTorch state_dict, which jaxpar/convert/torch_model.py loads."""
+class ToTorch(Checking, _OfRun):
+    """Convert a checkpoint to PyTorch tensors, which jaxpar/convert/torch_model.py loads."""
 
-    file: Annotated[str, Argument("FILE.pt")]
-    """File to write, along with a .json file of the model's fields; both must be new."""
+    file: Annotated[str, Argument("FILE")]
+    """File to write, FILE.pt or FILE.safetensors, along with FILE.json, the model's layers; both
+    must be new."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
+    code: tuple[str, ...] = ()
+    """Files with the classes of a model's own components (docs/extending.md)."""
 
 
 type Options = FromHf | FromPeft | FromMegatron | ToHf | ToPeft | ToTorch

@@ -19,7 +19,7 @@ from jaxpar.components.model import Layer, Model
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.folder import Tensors
-from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
+from jaxpar.convert.hf.tensor_layout import Entry, read_box
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model.flops import num_params
@@ -65,7 +65,7 @@ def check_conversion(
     tokens = random_tokens(m)
     ours = logits(run, m, tokens)
     compare(logits(published, m, tokens), ours, what, tolerance, log)
-    left_out = why_no_transformers(m)
+    left_out = why_not_in_torch(m, "transformers")
     if left_out is None:
         theirs = transformers_logits(folder, tokens)
         compare(theirs, ours, "transformers", tolerance, log)
@@ -75,7 +75,7 @@ def check_conversion(
 
 def random_tokens(m: ModelConfig) -> np.ndarray:
     """Make the tokens for the comparison, int32 [1, NUM_TOKENS] or as many as have positions."""
-    shape = (1, min(NUM_TOKENS, m.max_positions or NUM_TOKENS))
+    shape = (1, min(NUM_TOKENS, model_of(m).max_positions or NUM_TOKENS))
     return np.random.default_rng(0).integers(0, m.vocab_size, shape, dtype=np.int32)
 
 
@@ -124,15 +124,15 @@ def logits(
     checking = stage("computing logits for the self-check")
     with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
-        learned = {"positions": whole("positions")} if m.positions == "learned" else {}
+        learned = {"positions": whole("positions")} if model.max_positions else {}
         x = decoder.first_stream({"embed": embed} | learned, tokens, positions, model)
-        if not m.tie_embeddings:
+        if not model.tie_embeddings:
             del embed
-        for i in range(m.num_layers):
-            now.at(f"layer {i + 1} of {m.num_layers}")
-            x = _block(model.layers[i], model)(x, layer(i), positions, segments)
+        for i, of in enumerate(model.layers):
+            now.at(f"layer {i + 1} of {len(model.layers)}")
+            x = _block(of, model)(x, layer(i), positions, segments)
         top = {path: whole(path) for path in shapes if path.startswith("final_norm")}
-        top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
+        top |= {"embed": embed} if model.tie_embeddings else {"head": whole("head")}
         return np.asarray(jax.jit(lambda x, top: decoder.output(x, top, model))(x, top))
 
 
@@ -142,10 +142,10 @@ def _block(of: Layer, model: Model) -> Callable:
     return jax.jit(lambda x, w, place, segments: decoder.block(x, w, of, place, segments, model))
 
 
-def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:
+def published_reader(entries: list[Entry], tensors: Tensors) -> Read:
     """Make a function that reads a published folder as jaxpar's parameters."""
     by_path = {entry.path: entry for entry in entries}
-    return lambda path, box: read_box(by_path[path], sizes, box, tensors.open)
+    return lambda path, box: read_box(by_path[path], box, tensors.open)
 
 
 def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
@@ -156,10 +156,10 @@ def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
     """
     kept: dict[str, np.ndarray] = {}
     fits = 4 * num_params(m) < host_memory() / 2
+    exact = {path for path, spec in flat(param_specs(m)).items() if not spec.trainable}
 
     def rounded(a: np.ndarray, path: str) -> np.ndarray:
-        exact = path.endswith("/router_bias")  # `folder.FLOAT32`
-        return a if exact else a.astype(DTYPES[NAMES[dtype]]).astype(np.float32)
+        return a if path in exact else a.astype(DTYPES[NAMES[dtype]]).astype(np.float32)
 
     def read(path: str, box: Box) -> np.ndarray:
         shape, chunk = arrays.shape(path), arrays.chunk(path)
@@ -175,9 +175,9 @@ def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
 # --------------------------------------------------------------------------------- transformers
 
 
-def why_no_transformers(m: ModelConfig) -> str | None:
-    """Return why `transformers` cannot compute the logits here; None if it can."""
-    for name in ("torch", "transformers"):
+def why_not_in_torch(m: ModelConfig, *packages: str) -> str | None:
+    """Return why torch, with some packages, cannot compute the logits here; None if it can."""
+    for name in ("torch", *packages):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     needed, there = 5 * num_params(m), host_memory()

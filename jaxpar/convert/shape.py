@@ -7,9 +7,17 @@ change the model.
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
-from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert.hf.config import FREE_MODEL_FIELDS, family_of, model_of, named_family
+from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.layout.composition import model_of as composition_of
+from jaxpar.convert.hf.config import (
+    FREE_MODEL_FIELDS,
+    dtype_of,
+    family_of,
+    model_of,
+    named_family,
+)
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys.known import unknown
@@ -22,7 +30,7 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
 
     Args:     named: folder, or name on the Hugging Face Hub. family: `model_type` that it must
               have; None for any. like: model with the fields that config.json does not determine,
-              such as the compute dtype.
+              such as init_std.
     Raises:   ConfigError that names the key or the option that is wrong or not supported.
     """
     rule = "is not a folder"
@@ -31,31 +39,41 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     values = read_config_json(Path(found.folder))
     table = family_of(values)
     kind = table.model_type
-    if family is not None and named_family(family, like, "model.family").model_type != kind:
+    if family is not None and named_family(family, "model.family").model_type != kind:
         rule = f"is not the family of {named}, which is {kind}"
         raise ConfigError("model.family", family, rule, f"use --model.family {kind}")
     _refuse_unknown(values, table)
+    dtype_of(values)
     published = model_of(values, table)
-    free = {name: getattr(like, name) for name in sorted(_OF_COMPUTATION)}
+    free = {name: getattr(like, name) for name in sorted(FREE_MODEL_FIELDS)}
     model = dataclasses.replace(published, **free)
     print(in_words(found.name, table, model), file=sys.stderr, flush=True)
     return model
 
 
-#: The fields of `FREE_MODEL_FIELDS` that say how the model is computed, and begins.
-_OF_COMPUTATION = FREE_MODEL_FIELDS - {"experts_per_token", "normalize_experts"}
-
-
 def in_words(name: str, family: Family, model: ModelConfig) -> str:
-    """Describe a model's fields that are not the defaults, in one line."""
-    shown = []
-    for field in dataclasses.fields(ModelConfig):
-        value = getattr(model, field.name)
-        if value != field.default and field.name not in FREE_MODEL_FIELDS:
-            words = value.kind if isinstance(value, RopeScaling) else value
-            shown.append(f"{field.name} {words}")
+    """Describe a model's fields that are not the defaults, and its layers, in one line."""
+    of = composition_of(model)
+    shown = [f"num_layers {len(of.layers)}"]
+    for field in dataclasses.fields(of):
+        value = getattr(of, field.name)
+        if value != field.default and field.name not in ("layers", "norm", "init_std"):
+            shown.append(f"{field.name} {value}")
+    shown.append(f"norm {_words(of.norm)}")
+    for stack, layers in of.stacks.items():
+        terms = filter(None, (layers[0].mixer, layers[0].feed_forward))
+        shown.append(f"{len(layers)} {stack}: {' and '.join(map(_words, terms))}")
     size = f"{num_params(model):,} parameters"
     return f"model from {name} (family {family.model_type}): {size}; {', '.join(shown)}"
+
+
+def _words(node: Any) -> Any:
+    """Describe a component by its class and the fields that are not the defaults."""
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        return node
+    values = ((f.name, getattr(node, f.name), f.default) for f in dataclasses.fields(node))
+    fields = (f"{name} {_words(value)}" for name, value, default in values if value != default)
+    return " ".join([type(node).__name__, *fields])
 
 
 def _refuse_unknown(values: Values, family: Family) -> None:

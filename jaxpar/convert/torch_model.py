@@ -1,89 +1,131 @@
-"""The model in plain PyTorch, for files of `python -m jaxpar.convert to-torch RUN FILE.pt`.
+"""The model in plain PyTorch, for files of `python -m jaxpar.convert to-torch RUN FILE`.
 
     from torch_model import load
     model = load("FILE.pt")                 # float32; .to(torch.bfloat16) or .cuda() as you like
     logits = model(torch.tensor([[1, 2, 3]]))
 
-This file needs only torch, so you can copy it anywhere. FILE.json, next to FILE.pt, has the
-fields. Recurrent layers go from token to token, as their papers write them.
+FILE may end in .pt or .safetensors. This file needs only torch, so you can copy it anywhere.
+FILE.json, next to FILE, is the model: its layers, and their components with their fields and the
+names and shapes of their weights. `layers.7.wq` is the weight wq of layer 7, counted from 0.
+
+A component of your own needs a class here, which gets its fields as attributes:
+
+    class Sigmoid(torch_model.TorchAttention):
+        def heads(self, q, k, v, seen): ...
+
+    class Mean(torch_model.TorchComponent):
+        def forward(self, x, weights, positions, segments): ...
+
+    load("FILE.pt", components={"mine.py:Sigmoid": Sigmoid, "mine.py:Mean": Mean})
+
+Recurrent layers go from token to token, as their papers write them.
 """
 
 import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm with mean and bias over the last dim, in float32."""
-
-    def __init__(self, width: int, m: SimpleNamespace):
-        super().__init__(width, eps=m.norm_eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape, w = self.normalized_shape, (self.weight.float(), self.bias.float())
-        return F.layer_norm(x.float(), shape, *w, self.eps).to(x.dtype)
+Weights = dict[str, Any]
 
 
-class TorchNorm(nn.Module):
-    """Root-mean-square norm over the last dim, in float32."""
+class TorchComponent:
+    """A mixer or a feed-forward: its fields, and `model`, the fields of the model."""
 
-    def __init__(self, width: int, m: SimpleNamespace):
-        super().__init__()
-        self.weight, self.m = nn.Parameter(torch.empty(width)), m
+    def __init__(self, fields: dict[str, Any], model: SimpleNamespace):
+        vars(self).update(fields)
+        self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.float() + self.m.norm_offset
-        return F.rms_norm(x.float(), gain.shape, gain, self.m.norm_eps).to(x.dtype)
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no field {name}")
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        """Compute what the component adds to the residual stream, [B, T, D].
+
+        Args:     x: the normalized stream, [B, T, D]. weights: by name, with their declared shapes.
+                  positions: of tokens in their documents, [B, T]. segments: their documents.
+        """
+        raise NotImplementedError
+
+
+def times(x: Tensor, w: Weights, name: str, dims: int = 1) -> Tensor:
+    """x times a matrix. Args:     dims: last dims of x that are the matrix's inputs."""
+    return torch.tensordot(x, w[name], dims)
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Soft cap of scores or logits."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+# -------------------------------------------------------------------------------- Norms, in float32
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square over the last dim."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def rms_norm(x: Tensor, gain: Tensor, model: SimpleNamespace, eps: float | None = None) -> Tensor:
+    """Root-mean-square norm over the last dim."""
+    gain = gain.float() + 1 if model.norm.offset else gain.float()
+    return F.rms_norm(x.float(), gain.shape, gain, model.norm.eps if eps is None else eps).to(x)
+
+
+def norm_of_stream(x: Tensor, w: Weights, name: str, model: SimpleNamespace) -> Tensor:
+    """The norm of the residual stream that has a name: RMSNorm, or LayerNorm."""
+    if model.norm.kind == "rms":
+        return rms_norm(x, w[name], model)
+    gain, bias = w[name].float(), w[name + "_bias"].float()
+    return F.layer_norm(x.float(), gain.shape, gain, bias, model.norm.eps).to(x)
 
 
 # ----------------------------------- Rotary embeddings: their frequencies, and how heads are turned
 
 
-def frequencies(m: SimpleNamespace, theta: float, scaled: bool, length: int) -> Tensor:
-    """Angle per position of each pair of the rotated dims, scaled as the model says."""
-    rotated = m.qk_rope_head_dim if m.kv_lora_rank else int(m.head_dim * m.rope_fraction)
-    angle = theta ** -(torch.arange(0, rotated, 2).float() / rotated)
-    if m.rope_scaling is None or not scaled:
-        return angle
-    s = SimpleNamespace(**m.rope_scaling)
+def frequencies(rope: SimpleNamespace, half: int, length: int) -> Tensor:
+    """Angle per position of each pair of the rotated dims, float32 [half]."""
+    s, pair = rope.scaling, torch.arange(half, dtype=torch.float64)
+    angle = rope.theta ** -(pair / half)
+    if s is None:
+        return angle.float()
     if s.kind == "linear":
-        return angle / s.factor
+        return (angle / s.factor).float()
     if s.kind == "proportional":
-        return torch.where(
-            torch.arange(len(angle)) < int(s.turning * len(angle)), angle / s.factor, 0
-        )
+        return torch.where(pair < int(s.turning * half), angle / s.factor, 0).float()
     if s.kind == "longrope":
         factors = s.long_factors if length > s.original_max_position else s.short_factors
-        return angle / torch.tensor([float(factor) for factor in factors.split(",")])
+        return (angle / torch.tensor([float(one) for one in factors.split(",")])).float()
     if s.kind == "yarn":
-        keep = 1 - yarn_ramp(s, theta, rotated)
+        keep = 1 - yarn_ramp(rope, half)
     else:
         turns = s.original_max_position * angle / (2 * math.pi)
         if s.low_freq_factor == s.high_freq_factor:
-            return torch.where(turns > s.low_freq_factor, angle, angle / s.factor)
+            return torch.where(turns > s.low_freq_factor, angle, angle / s.factor).float()
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
-    return angle * (keep + (1 - keep) / s.factor)
+    return (angle * (keep + (1 - keep) / s.factor)).float()
 
 
-def yarn_ramp(s: SimpleNamespace, theta: float, rotated: int) -> Tensor:
+def yarn_ramp(rope: SimpleNamespace, half: int) -> Tensor:
     """Which pairs YaRN scales: 0 for those that turn often in the original context, else 1."""
+    s = rope.scaling
     once = s.original_max_position / (2 * math.pi)
-    first, last = (rotated * math.log(once / n, theta) / 2 for n in (s.beta_fast, s.beta_slow))
+    first, last = (half * math.log(once / n, rope.theta) for n in (s.beta_fast, s.beta_slow))
     if s.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rotated - 1)
-    return ((torch.arange(rotated // 2) - first) / ((last - first) or 1e-3)).clamp(0, 1)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    pair = torch.arange(half, dtype=torch.float64)
+    return ((pair - first) / ((last - first) or 1e-3)).clamp(0, 1)
 
 
-def rotary_factor(m: SimpleNamespace) -> float:
+def rotary_factor(s: SimpleNamespace | None) -> float:
     """Factor of cosine and sine."""
-    s = SimpleNamespace(**(m.rope_scaling or {"kind": None}))
-    if s.kind not in ("yarn", "longrope"):
+    if s is None or s.kind not in ("yarn", "longrope"):
         return 1.0
     if s.attention_factor is not None:
         return s.attention_factor
@@ -92,334 +134,155 @@ def rotary_factor(m: SimpleNamespace) -> float:
     return math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
 
 
-def query_scale(m: SimpleNamespace, length: int, rotated: bool) -> Tensor:
-    """Factor of the queries of every place, [T], in a layer with RoPE or without."""
-    if m.nope_query_beta and not rotated:
-        turns = (torch.arange(length) + 1).div(m.nope_query_span, rounding_mode="floor")
-        return 1 + m.nope_query_beta * torch.log1p(turns.float())
-    s = SimpleNamespace(**(m.rope_scaling or {"query_beta": 0.0, "original_max_position": 1}))
-    turns = torch.arange(length).div(s.original_max_position, rounding_mode="floor")
-    return 1 + s.query_beta * torch.log1p(turns.float())
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Apply RoPE to the first dims of each head, in pairs from two halves or of neighbors.
-
-    Args:     x: [B, T, H, K]. cos, sin: [T, 1, R / 2], for the first R dims.
-    """
-    rotated, rest = x[..., : 2 * cos.shape[-1]].float(), x[..., 2 * cos.shape[-1] :]
-    if layout == "interleaved":
-        a, b = rotated[..., ::2], rotated[..., 1::2]
+def rotated(x: Tensor, positions: Tensor, rope: SimpleNamespace | None) -> Tensor:
+    """Apply RoPE to the first dims of each head [B, T, H, K], in pairs from two halves or of
+    neighbors."""
+    if rope is None:
+        return x
+    half = int(x.shape[-1] * rope.fraction) // 2
+    angle = positions[..., None, None] * frequencies(rope, half, x.shape[1]).to(x.device)
+    cos, sin = (f(angle) * rotary_factor(rope.scaling) for f in (torch.cos, torch.sin))
+    first, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    if rope.layout == "interleaved":
+        a, b = first[..., ::2], first[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     else:
-        a, b = rotated.chunk(2, -1)
+        a, b = first.chunk(2, -1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
 
 
-# ---------------------------------------------------- Feed-forwards: dense, or a mixture of experts
+# ----------------------------------------------------------------------- Attention, also of latents
 
 
-def gated(gate: Tensor, up: Tensor, m: SimpleNamespace) -> Tensor:
-    """Hidden values of a feed-forward: SwiGLU, GeGLU, or gpt-oss's SwiGLU of clamped values."""
-    if m.activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=m.swiglu_limit), up.clamp(-m.swiglu_limit, m.swiglu_limit)
-        return gate * (m.swiglu_alpha * gate).sigmoid() * (up + 1)
-    return up * activated(gate, m.activation)
+def seen_keys(a: Any, positions: Tensor, segments: Tensor) -> Tensor:
+    """Which keys a query sees, [B, T, S]: those of its document that are not later, and of its
+    window or chunk."""
+    back = positions[:, :, None] - positions[:, None]
+    seen = (back >= 0) & (segments[:, :, None] == segments[:, None])
+    if a.window is not None:
+        seen &= back < a.window
+    if a.chunk is not None:
+        seen &= positions[:, :, None] // a.chunk == positions[:, None] // a.chunk
+    return seen
 
 
-def activated(x: Tensor, kind: str) -> Tensor:
-    """The activation of a feed-forward."""
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu_squared":
-        return F.relu(x).square()
-    return F.gelu(x, approximate="none" if kind == "gelu_exact" else "tanh")
+class TorchAttention(TorchComponent):
+    """Softmax attention with grouped queries. A subclass may have other `heads`."""
 
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, eps = weights, self.model.norm.eps
+        of = {"q": "wq", "k": "wk", "v": "wk" if self.keys_as_values else "wv"}
+        q, k, v = (times(x, w, name) + w.get("b" + n, 0) for n, name in of.items())
+        if self.value_norm:
+            v = unit_rms(v, eps)
+        if self.qk_norm and self.qk_norm.gain:
+            q, k = self.normalized(q, w["q_norm"]), self.normalized(k, w["k_norm"])
+        q, k = (rotated(one, positions, self.rope) for one in (q, k))
+        if self.qk_norm and not self.qk_norm.gain and self.rope:
+            q, k = unit_rms(q, eps), unit_rms(k, eps)
+        q = q * (self.growth_at(positions)[..., None, None] * self.factor()).to(q)
+        sinks = {"sinks": w["sinks"]} if self.sinks else {}
+        out = self.heads(q, k, v, seen_keys(self, positions, segments), **sinks)
+        if self.gate:
+            out = out * times(x, w, "w_attn_gate").sigmoid()
+        return times(out, w, "wo", 2) + w.get("bo", 0)
 
-class TorchFeedForward(nn.Module):
-    """The feed-forward: a gated linear unit, or two matrices without a gate."""
+    def heads(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend, [B, T, H, K].
 
-    def __init__(self, m: SimpleNamespace):
-        super().__init__()
-        self.m = m
-        self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
-        if not m.mlp_gate:
-            self.gate = None
-        self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
-
-    def forward(self, h: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(activated(self.up(h), self.m.activation))
-        return self.down(gated(self.gate(h), self.up(h), self.m))
-
-
-class TorchExperts(nn.Module):
-    """Mixture of experts: each token uses the experts to which the router gives most."""
-
-    def __init__(self, m: SimpleNamespace):
-        super().__init__()
-        self.m = m
-        self.router = nn.Linear(m.d_model, m.num_experts, bias=m.router_linear_bias)
-        expert = SimpleNamespace(**vars(m) | {"mlp_bias": m.expert_bias})
-        self.experts = nn.ModuleList(TorchFeedForward(expert) for _ in range(m.num_experts))
-        if m.router_bias:
-            self.router_bias = nn.Parameter(torch.empty(m.num_experts))
-        if m.num_shared_experts:
-            wide = vars(m) | {"d_ff": m.num_shared_experts * m.d_ff}
-            self.shared = TorchFeedForward(SimpleNamespace(**wide))
-        if m.shared_expert_gate:
-            self.shared_gate = nn.Linear(m.d_model, 1, bias=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        m, logits = self.m, self.router(h).float()
-        scores = logits.sigmoid() if m.router_score == "sigmoid" else logits.softmax(-1)
-        which = self.choose(scores + self.router_bias if m.router_bias else scores)
-        given = scores.gather(-1, which)
-        given = F.normalize(given, p=1, dim=-1) if m.normalize_experts else given
-        weights = torch.zeros_like(scores).scatter(-1, which, given * m.router_scale).to(h.dtype)
-        by_expert = zip(weights.unsqueeze(-2).unbind(-1), self.experts, strict=True)
-        if m.router_scales_input:
-            out = sum((w != 0) * f(w * h) for w, f in by_expert)
-        else:
-            out = sum(w * f(h) for w, f in by_expert)
-        if not m.num_shared_experts:
-            return out
-        shared = self.shared(h)
-        return out + (shared * self.shared_gate(h).sigmoid() if m.shared_expert_gate else shared)
-
-    def choose(self, scores: Tensor) -> Tensor:
-        """Return the k best experts of the best groups, by a group's two best scores."""
-        m = self.m
-        if m.router_groups > 1:
-            groups = scores.unflatten(-1, (m.router_groups, -1))
-            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
-            chosen = best.topk(m.router_groups_per_token, -1).indices
-            others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
-            scores = groups.masked_fill(others[..., None], -math.inf).flatten(-2)
-        return scores.topk(m.experts_per_token, -1).indices
-
-
-# --------- What layers of every kind have in common: norms, the residual stream, and a feed-forward
-
-
-#: Cosine and sine; None without positions.
-Rope = tuple[Tensor, Tensor] | None
-
-
-class TorchLayer(nn.Module):
-    """One block: a mixer of tokens, then a feed-forward. A subclass has the mixer's weights."""
-
-    mixes = True
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__()
-        self.m = m
-        stream = LayerNorm if m.norm == "layer" else TorchNorm
-        before = lambda: stream(m.d_model, m) if m.pre_norms else nn.Identity()  # noqa: E731
-        after = lambda: TorchNorm(m.d_model, m) if m.post_norms else nn.Identity()  # noqa: E731
-        self.mlp: nn.Module | None = None
-        if self.mixes:
-            self.attn_norm, self.attn_post_norm = before(), after()
-        if feeds_forward:
-            self.mlp_norm, self.mlp_post_norm = None if m.shared_norm else before(), after()
-            self.mlp = TorchExperts(m) if m.num_experts else TorchFeedForward(m)
-        if m.layer_scale:
-            self.layer_scale = nn.Parameter(torch.empty(1))
-
-    def forward(self, x: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        by, before = self.m.residual_multiplier, x
-        if self.mixes:
-            x = x + by * self.attn_post_norm(self.mix(self.attn_norm(x), rope, seen))
-        if self.mlp is None:
-            return x
-        h = (self.mlp_norm or self.attn_norm)(before if self.m.parallel_block else x)
-        x = x + by * self.mlp_post_norm(self.mlp(h))
-        return x * self.layer_scale if self.m.layer_scale else x
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        """Mix tokens.
-
-        Args:     h: [B, T, D]. rope: cosine and sine of every place, [T, 1, R / 2]; None for a
-                  layer without. seen: [T, T], which keys a query sees.
+        Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. seen: which keys a query sees, [B, T, S].
+                  sinks: the learned score of each head, if `self.sinks`.
         """
-        raise NotImplementedError
+        q, k, v, seen = (*(one.transpose(1, 2) for one in (q, k, v)), seen[:, None])
+        if sinks is None and self.softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+            return out.transpose(1, 2)
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        scores = (q @ k.transpose(-2, -1)).float() * self.head_dim**-0.5
+        scores = capped(scores, self.softcap).masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            of_head = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, of_head), -1)
+        return (scores.softmax(-1)[..., : seen.shape[-1]].to(v.dtype) @ v).transpose(1, 2)
+
+    def normalized(self, x: Tensor, gain: Tensor) -> Tensor:
+        """The norm of each head, or of the heads of a token together."""
+        if self.qk_norm.over == "head":
+            return rms_norm(x, gain, self.model)
+        return rms_norm(x.flatten(-2), gain.flatten(), self.model).view_as(x)
+
+    def factor(self) -> float:
+        """Factor of queries, for scores over the square root of head_dim in `heads`."""
+        if self.scale is None and self.scale_dim is None:
+            return 1.0
+        scale = self.scale_dim**-0.5 if self.scale is None else self.scale
+        return scale * math.sqrt(self.head_dim)
+
+    def growth_at(self, positions: Tensor) -> Tensor:
+        """Factor of the queries of every place, [B, T]."""
+        s = self.rope.scaling if self.rope else None
+        if self.growth and self.rope is None:
+            turns = (positions + 1).div(self.growth.span, rounding_mode="floor")
+            return 1 + self.growth.beta * torch.log1p(turns.float())
+        if s is None:
+            return torch.ones_like(positions, dtype=torch.float32)
+        turns = positions.div(s.original_max_position, rounding_mode="floor")
+        return 1 + s.query_beta * torch.log1p(turns.float())
 
 
-class FeedForwardLayer(TorchLayer):
-    """A layer with a feed-forward alone."""
+class TorchLatentAttention(TorchComponent):
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1)."""
 
-    mixes = False
-
-
-# ---------------------- The layer with attention whose keys and values are projections of its input
-
-
-def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Soft cap of scores or logits."""
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
-class AttentionLayer(TorchLayer):
-    """A layer with attention."""
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__(m, feeds_forward)
-        D, heads, kv = m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        wide = (heads, kv) if m.qk_norm_over == "all" else (m.head_dim, m.head_dim)
-        gains = m.qk_norm and m.qk_norm_gain
-        norms = (TorchNorm(width, m) if gains else nn.Identity() for width in wide)
-        self.q_norm, self.k_norm = norms
-        self.q = nn.Linear(D, heads, bias=m.qkv_bias)
-        self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
-        if m.global_keys_as_values:
-            self.v = None
-        self.o = nn.Linear(heads, D, bias=m.out_bias)
-        if m.attention_sinks:
-            self.sinks = nn.Parameter(torch.empty(m.num_heads))
-        if m.attention_gate:
-            self.gate = nn.Linear(D, heads, bias=False)
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        q, k = self.q(h), self.k(h)
-        v = k if self.v is None else self.v(h)
-        if self.m.qk_norm_over == "all":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (a.unflatten(-1, (-1, self.m.head_dim)) for a in (q, k, v))
-        if self.m.value_norm:
-            v = F.rms_norm(v.float(), v.shape[-1:], eps=self.m.norm_eps).to(v.dtype)
-        if self.m.qk_norm_over == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (rotate(a, *rope, self.m.rope_layout) for a in (q, k))
-            if self.m.qk_norm and not self.m.qk_norm_gain:
-                q, k = (F.rms_norm(a, a.shape[-1:], eps=self.m.norm_eps) for a in (q, k))
-        q = q * query_scale(self.m, q.shape[1], rope is not None).to(q)[:, None, None]
-        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        scale = self.m.attention_multiplier
-        scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5 if scale is None else scale
-        if self.m.attention_sinks or self.m.attention_softcap is not None:
-            out = self.by_scores(q * scale, k, v, seen)
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, sizes = weights, (self.qk_nope_head_dim, self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
+            q = times(x, w, "wq")
         else:
-            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-        out = out.transpose(1, 2).flatten(2)
-        return self.o(out * self.gate(h).sigmoid() if self.m.attention_gate else out)
+            latent = rms_norm(times(x, w, "wq_a"), w["q_a_norm"], self.model, self.norm_eps)
+            q = times(latent, w, "wq_b")
+        latent, shared = times(x, w, "wkv_a").split((self.kv_lora_rank, sizes[1]), -1)
+        latent = rms_norm(latent, w["kv_a_norm"], self.model, self.norm_eps)
+        k, v = times(latent, w, "wkv_b").split((sizes[0], self.v_head_dim), -1)
+        q, of_q = q.split(sizes, -1)
+        of_q, of_k = (rotated(one, positions, self.rope) for one in (of_q, shared[:, :, None]))
+        q, k = torch.cat((q, of_q), -1), torch.cat((k, of_k.expand_as(of_q)), -1)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        seen = seen_keys(self, positions, segments)[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, seen, scale=self.scale())
+        return times(out.transpose(1, 2), w, "wo", 2)
 
-    def by_scores(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Attention with capped scores, or a learned one per head; q, k, v [B, H, T, K]."""
-        k, v = (a.repeat_interleave(q.shape[1] // k.shape[1], 1) for a in (k, v))
-        scores = capped((q @ k.transpose(-2, -1)).float(), self.m.attention_softcap)
-        scores = scores.masked_fill(~seen, -math.inf)
-        if not self.m.attention_sinks:
-            return scores.softmax(-1).to(v.dtype) @ v
-        sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+    def scale(self) -> float:
+        """Factor of scores; with YaRN's `mscale_all_dim`, it grows with the context."""
+        s = self.rope.scaling if self.rope else None
+        grown = 0.1 * s.mscale_all_dim * math.log(s.factor) + 1 if s else 1.0
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * grown**2
 
 
-# ---------------- The layer with multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1)
+# --------------------------------------- Mixers that carry a state of each head from token to token
 
 
-class LatentAttentionLayer(TorchLayer):
-    """A layer whose keys and values are projections of a latent, and queries too if they have one.
+def begins_of(segments: Tensor) -> Tensor:
+    """Which tokens are the first of their documents, [B, T]."""
+    before = F.pad(segments[:, :-1], (1, 0))
+    first = torch.arange(segments.shape[1], device=segments.device) == 0
+    return first | (segments != before)
 
-    The last dims of each head are rotated. Their key is shared by all heads.
+
+def convolved(x: Tensor, w: Weights, name: str, begins: Tensor) -> Tensor:
+    """Convolution of each channel with its latest tokens of the document.
+
+    Args:     x: [B, T, H, K]. name: of the kernel [H, K, W].
     """
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__(m, feeds_forward)
-        of_latents = SimpleNamespace(**vars(m) | {"norm_eps": m.latent_norm_eps})
-        linear = lambda width, out: nn.Linear(width, out, bias=False)  # noqa: E731
-        H, self.nope = m.num_heads, m.head_dim - m.qk_rope_head_dim
-        if m.q_lora_rank is None:
-            self.q = linear(m.d_model, H * m.head_dim)
-        else:
-            self.q_a = linear(m.d_model, m.q_lora_rank)
-            self.q_a_norm = TorchNorm(m.q_lora_rank, of_latents)
-            self.q_b = linear(m.q_lora_rank, H * m.head_dim)
-        self.kv_a = linear(m.d_model, m.kv_lora_rank + m.qk_rope_head_dim)
-        self.kv_a_norm = TorchNorm(m.kv_lora_rank, of_latents)
-        self.kv_b = linear(m.kv_lora_rank, H * (self.nope + m.v_head_dim))
-        self.o = linear(H * m.v_head_dim, m.d_model)
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        m, sizes = self.m, (self.nope, self.m.qk_rope_head_dim)
-        q = self.q(h) if m.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(h)))
-        latent, shared = self.kv_a(h).split((m.kv_lora_rank, sizes[1]), -1)
-        kv = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (m.num_heads, -1))
-        k, v = kv.split((self.nope, m.v_head_dim), -1)
-        q, q_rope = q.unflatten(-1, (m.num_heads, -1)).split(sizes, -1)
-        k_rope = shared[:, :, None]
-        if rope is not None:
-            q_rope, k_rope = (rotate(a, *rope, m.rope_layout) for a in (q_rope, k_rope))
-        q = torch.cat((q, q_rope), -1)
-        k = torch.cat((k, k_rope.expand_as(q_rope)), -1)
-        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, seen, scale=score_scale(m))
-        return self.o(out.transpose(1, 2).flatten(2))
-
-
-def score_scale(m: SimpleNamespace) -> float:
-    """Factor of attention scores; one with YaRN's `mscale_all_dim` grows with the context."""
-    scale = m.attention_multiplier
-    scale = (m.query_scale_dim or m.head_dim) ** -0.5 if scale is None else scale
-    if m.rope_scaling is None:
-        return scale
-    s = SimpleNamespace(**m.rope_scaling)
-    return scale * (0.1 * s.mscale_all_dim * math.log(s.factor) + 1) ** 2
-
-
-# --------------------------------------------------- The short convolution in front of a recurrence
-
-
-class CausalConvolution(nn.Conv1d):
-    """Convolution of each channel with its latest tokens, [B, T, C] to [B, T, C]."""
-
-    def __init__(self, channels: int, width: int, bias: bool):
-        super().__init__(channels, channels, width, groups=channels, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        padded = F.pad(x.transpose(1, 2), (self.kernel_size[0] - 1, 0))
-        return super().forward(padded).transpose(1, 2)
-
-
-# ------------------------------------- The layer with Gated DeltaNet (Yang et al. 2024, 2412.06464)
-
-
-class DeltaNetLayer(TorchLayer):
-    """A layer whose heads each carry a state [K, V] from token to token."""
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__(m, feeds_forward)
-        H, width = m.linear_num_value_heads, m.conv_kernel_size
-        keys, values = m.linear_num_key_heads * m.linear_key_head_dim, H * m.linear_value_head_dim
-        linear = lambda out: nn.Linear(m.d_model, out, bias=False)  # noqa: E731
-        self.q, self.k, self.v, self.z = map(linear, (keys, keys, values, values))
-        self.a, self.b = linear(H), linear(H)
-        convolutions = (CausalConvolution(n, width, bias=False) for n in (keys, keys, values))
-        self.conv_q, self.conv_k, self.conv_v = convolutions
-        self.a_log, self.dt_bias = (nn.Parameter(torch.empty(H)) for _ in range(2))
-        self.norm = nn.Parameter(torch.empty(m.linear_value_head_dim))
-        self.o = nn.Linear(values, m.d_model, bias=False)
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        m = self.m
-        q, k, v = (
-            F.silu(convolve(project(h))).unflatten(-1, (-1, dim)).float()
-            for project, convolve, dim in (
-                (self.q, self.conv_q, m.linear_key_head_dim),
-                (self.k, self.conv_k, m.linear_key_head_dim),
-                (self.v, self.conv_v, m.linear_value_head_dim),
-            )
-        )
-        per_key_head = m.linear_num_value_heads // m.linear_num_key_heads
-        q, k = (unit(a).repeat_interleave(per_key_head, 2) for a in (q, k))
-        step = F.softplus(self.a(h).float() + self.dt_bias.float())
-        decay = (-self.a_log.float().exp() * step).exp()
-        rate = (2 if m.linear_allow_neg_eigval else 1) * self.b(h).float().sigmoid()
-        out = delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate)
-        out = F.rms_norm(out, self.norm.shape, self.norm.float(), m.linear_norm_eps or m.norm_eps)
-        out = out * F.silu(self.z(h).float().unflatten(-1, out.shape[-2:]))
-        return self.o(out.flatten(2).to(h.dtype))
+    length, width, document = x.shape[1], w[name].shape[-1], begins.cumsum(1)
+    out = torch.zeros_like(x)
+    for back in range(min(width, length)):
+        same = (F.pad(document, (back, 0))[:, :length] == document)[..., None, None]
+        earlier = F.pad(x, (0, 0, 0, 0, back, 0))[:, :length]
+        out = out + torch.where(same, earlier, 0) * w[name][..., width - 1 - back]
+    return out
 
 
 def unit(x: Tensor) -> Tensor:
@@ -427,13 +290,16 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, begins: Tensor
+) -> Tensor:
     """Let the state forget, correct what it knows of each key, and read it: [B, T, H, V].
 
     Args:     q, k: [B, T, H, K]. v: [B, T, H, V]. decay, rate: [B, T, H]. decay may be
-              [B, T, H, K], of each channel.
+              [B, T, H, K], of each channel. begins: [B, T].
     """
     decay = decay[..., None] if decay.ndim == 3 else decay
+    decay = torch.where(begins[..., None, None], 0, decay)
     state = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1])
     out = []
     for t in range(v.shape[1]):
@@ -445,94 +311,12 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> 
     return torch.stack(out, 1)
 
 
-# --------------------------------- The layer with Kimi Delta Attention (Kimi Team 2025, 2510.26692)
-
-
-class KimiDeltaLayer(TorchLayer):
-    """A layer whose heads each carry a state [K, V], which decays by a number for each channel."""
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__(m, feeds_forward)
-        H, width, latent = m.linear_num_key_heads, m.conv_kernel_size, m.linear_value_head_dim
-        keys, values = H * m.linear_key_head_dim, H * latent
-        linear = lambda n, out: nn.Linear(n, out, bias=False)  # noqa: E731
-        self.q, self.k, self.v = (linear(m.d_model, n) for n in (keys, keys, values))
-        self.f_a, self.f_b = linear(m.d_model, latent), linear(latent, keys)
-        self.g_a, self.g_b = linear(m.d_model, latent), linear(latent, values)
-        self.b = linear(m.d_model, H)
-        convolutions = (CausalConvolution(n, width, bias=False) for n in (keys, keys, values))
-        self.conv_q, self.conv_k, self.conv_v = convolutions
-        self.a_log, self.dt_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(keys))
-        self.norm = nn.Parameter(torch.empty(latent))
-        self.o = linear(values, m.d_model)
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        m, H = self.m, self.m.linear_num_key_heads
-        q, k, v = (
-            F.silu(convolve(project(h))).unflatten(-1, (H, -1)).float()
-            for project, convolve in (
-                (self.q, self.conv_q),
-                (self.k, self.conv_k),
-                (self.v, self.conv_v),
-            )
-        )
-        step = F.softplus(self.f_b(self.f_a(h)).float() + self.dt_bias.float())
-        step = step.unflatten(-1, (H, -1))
-        decay = (-self.a_log.float().exp()[:, None] * step).exp()
-        rate = self.b(h).float().sigmoid()
-        out = delta_rule(unit(q) * q.shape[-1] ** -0.5, unit(k), v, decay, rate)
-        out = F.rms_norm(out, self.norm.shape, self.norm.float(), m.linear_norm_eps or m.norm_eps)
-        out = out * self.g_b(self.g_a(h)).float().unflatten(-1, (H, -1)).sigmoid()
-        return self.o(out.flatten(2).to(h.dtype))
-
-
-# ----------------------------------------------- The layer with Mamba-2 (Dao & Gu 2024, 2405.21060)
-
-
-class MambaLayer(TorchLayer):
-    """A layer whose heads each carry a state [N, P] from token to token.
-
-    The paper calls values x, keys B and queries C.
-    """
-
-    def __init__(self, m: SimpleNamespace, feeds_forward: bool = True):
-        super().__init__(m, feeds_forward)
-        H, width = m.mamba_num_heads, m.conv_kernel_size
-        values, keys = H * m.mamba_head_dim, m.mamba_num_groups * m.mamba_state_size
-        linear = lambda out: nn.Linear(m.d_model, out, bias=False)  # noqa: E731
-        self.z, self.x, self.b, self.c = map(linear, (values, values, keys, keys))
-        self.dt = linear(H)
-        convolutions = (CausalConvolution(n, width, bias=True) for n in (values, keys, keys))
-        self.conv_x, self.conv_b, self.conv_c = convolutions
-        self.a_log, self.dt_bias, self.d = (nn.Parameter(torch.empty(H)) for _ in range(3))
-        self.norm = nn.Parameter(torch.empty(values))
-        self.o = nn.Linear(values, m.d_model, bias=False)
-
-    def mix(self, h: Tensor, rope: Rope, seen: Tensor) -> Tensor:
-        m = self.m
-        x, b, c = (
-            F.silu(convolve(project(h))).unflatten(-1, (-1, dim)).float()
-            for project, convolve, dim in (
-                (self.x, self.conv_x, m.mamba_head_dim),
-                (self.b, self.conv_b, m.mamba_state_size),
-                (self.c, self.conv_c, m.mamba_state_size),
-            )
-        )
-        per_group = m.mamba_num_heads // m.mamba_num_groups
-        b, c = (a.repeat_interleave(per_group, 2) for a in (b, c))
-        step = F.softplus(self.dt(h).float() + self.dt_bias.float()).clamp(min=m.mamba_min_step)
-        decay = (-self.a_log.float().exp() * step).exp()
-        out = state_space(c, b, step[..., None] * x, decay) + self.d.float()[:, None] * x
-        out = (out.flatten(2) * F.silu(self.z(h).float())).unflatten(-1, (m.mamba_num_groups, -1))
-        out = F.rms_norm(out, out.shape[-1:], eps=m.norm_eps).flatten(2) * self.norm.float()
-        return self.o(out.to(h.dtype))
-
-
-def state_space(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+def state_space(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, begins: Tensor) -> Tensor:
     """Let the state forget, write each value under its key, and read it: [B, T, H, P].
 
-    Args:     q, k: [B, T, H, N]. v: [B, T, H, P]. decay: [B, T, H].
+    Args:     q, k: [B, T, H, N]. v: [B, T, H, P]. decay: [B, T, H]. begins: [B, T].
     """
+    decay = torch.where(begins[..., None], 0, decay)
     state = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1])
     out = []
     for t in range(v.shape[1]):
@@ -542,98 +326,301 @@ def state_space(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-# --------------------------------------------------------- The complete model, and how it is loaded
+def decay_of(step: Tensor, w: Weights, name: str) -> Tensor:
+    """exp(-exp(a) * step). Args:     step: [B, T, H, ...]. name: of the logarithm a of each head's
+    rate."""
+    rate = w[name].float().exp()
+    return (-rate.view(-1, *[1] * (step.ndim - 3)) * step).exp()
 
 
-def load(file: str | Path) -> "Decoder":
-    """Load the model of a file, in float32. Only tensors are unpickled."""
-    m = SimpleNamespace(**json.loads(Path(file).with_suffix(".json").read_text()))
+class TorchGatedDeltaNet(TorchComponent):
+    """Heads with a state [K, V] each (Yang et al. 2024, 2412.06464)."""
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, begins, H = weights, begins_of(segments), self.num_value_heads
+        q, k, v = (
+            F.silu(convolved(times(x, w, f"delta_{n}"), w, f"delta_conv_{n}", begins)).float()
+            for n in "qkv"
+        )
+        q, k = (unit(one).repeat_interleave(H // self.num_key_heads, 2) for one in (q, k))
+        of_heads = lambda n: times(x, w, f"delta_{n}").float().flatten(2).unflatten(2, (H, -1))  # noqa: E731
+        step = F.softplus(of_heads("a")[..., 0] + w["delta_dt_bias"].float())
+        rate = (2 if self.allow_neg_eigval else 1) * of_heads("b")[..., 0].sigmoid()
+        v = v.flatten(2).unflatten(2, (H, -1))
+        decay = decay_of(step, w, "delta_a_log")
+        out = delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate, begins)
+        out = unit_rms(out, self.norm_eps) * w["delta_norm"].float() * F.silu(of_heads("z"))
+        return times(out.to(x.dtype), w, "delta_out", 2)
+
+
+class TorchKimiDeltaAttention(TorchComponent):
+    """Heads with a state [K, V] each, which decays by a number for each channel (Kimi Team 2025,
+    2510.26692)."""
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, begins = weights, begins_of(segments)
+        q, k, v = (
+            F.silu(convolved(times(x, w, f"kda_{n}"), w, f"kda_conv_{n}", begins)).float()
+            for n in "qkv"
+        )
+        step, gate = (times(times(x, w, f"kda_{n}_a"), w, f"kda_{n}_b").float() for n in "fg")
+        step = F.softplus(step + w["kda_dt_bias"].float())
+        rate, decay = times(x, w, "kda_b").float().sigmoid(), decay_of(step, w, "kda_a_log")
+        out = delta_rule(unit(q) * q.shape[-1] ** -0.5, unit(k), v, decay, rate, begins)
+        out = unit_rms(out, self.norm_eps) * w["kda_norm"].float() * gate.sigmoid()
+        return times(out.to(x.dtype), w, "kda_out", 2)
+
+
+class TorchMamba2(TorchComponent):
+    """Heads with a state [N, P] each (Dao & Gu 2024, 2405.21060).
+
+    The paper calls values x, keys B and queries C.
+    """
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, begins = weights, begins_of(segments)
+        v, k, q = (
+            F.silu(
+                convolved(times(x, w, f"mamba_{n}"), w, f"mamba_conv_{n}", begins)
+                + w[f"mamba_bias_{n}"]
+            ).float()
+            for n in "xbc"
+        )
+        q, k = (one.repeat_interleave(self.num_heads // self.num_groups, 2) for one in (q, k))
+        step = F.softplus(times(x, w, "mamba_dt").float() + w["mamba_dt_bias"].float())
+        step = step.clamp(min=self.min_step)
+        out = state_space(q, k, step[..., None] * v, decay_of(step, w, "mamba_a_log"), begins)
+        out = out + w["mamba_d"].float()[:, None] * v
+        out = out * F.silu(times(x, w, "mamba_z").float())
+        groups = out.flatten(2).unflatten(2, (self.num_groups, -1))
+        out = unit_rms(groups, self.norm_eps).reshape(out.shape) * w["mamba_norm"].float()
+        return times(out.to(x.dtype), w, "mamba_out", 2)
+
+
+# ---------------------------------------------------- Feed-forwards: dense, or a mixture of experts
+
+
+def activated(x: Tensor, kind: str) -> Tensor:
+    """An activation."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "relu_squared":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="none" if kind == "gelu_exact" else "tanh")
+
+
+def feed_forward(x: Tensor, w: Weights, activation: Any, of: str = "") -> Tensor:
+    """A gated linear unit, or two matrices if there is no gate. Args:     of: "shared_"."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return times(x, w, f"w_{of}{name}") + w.get(f"b_{of}{name}", 0)
+
+    up = linear(x, "up")
+    if f"w_{of}gate" not in w:
+        return linear(activated(up, activation), "down")
+    gate = linear(x, "gate")
+    if isinstance(activation, str):
+        return linear(activated(gate, activation) * up, "down")
+    limit = activation.limit  # ClampedSwiglu
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return linear(gate * (activation.alpha * gate).sigmoid() * (up + 1), "down")
+
+
+class TorchGlu(TorchComponent):
+    """A dense feed-forward."""
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        return feed_forward(x, weights, self.activation)
+
+
+class TorchMlp(TorchGlu):
+    """A dense feed-forward of two matrices."""
+
+
+class TorchExperts(TorchComponent):
+    """Mixture of experts: each token uses the experts to which the router gives most."""
+
+    def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
+        w, router, activation = weights, self.router, self.expert.activation
+        logits = (times(x, w, "router") + w.get("b_router", 0)).float()
+        scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
+        which = self.choose(scores + w.get("router_bias", 0))
+        given = scores.gather(-1, which)
+        given = F.normalize(given, p=1, dim=-1) if router.normalize else given
+        shares = torch.zeros_like(scores).scatter(-1, which, given * router.scale).to(x.dtype)
+        out = torch.zeros_like(x)
+        by_expert = [name for name in w if name in EXPERT]
+        for e, share in enumerate(shares.unsqueeze(-2).unbind(-1)):
+            one = {name: w[name][e] for name in by_expert}
+            if router.scales_input:
+                out = out + (share != 0) * feed_forward(share * x, one, activation)
+            else:
+                out = out + share * feed_forward(x, one, activation)
+        if not self.num_shared_experts:
+            return out
+        shared = feed_forward(x, w, activation, "shared_")
+        if self.shared_expert_gate:
+            shared = shared * times(x, w, "w_shared_router").sigmoid()[..., None]
+        return out + shared
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the k best experts of the best groups, by a group's two best scores."""
+        router = self.router
+        if router.groups > 1:
+            groups = scores.unflatten(-1, (router.groups, -1))
+            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+            chosen = best.topk(router.groups_per_token, -1).indices
+            others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+            scores = groups.masked_fill(others[..., None], -math.inf).flatten(-2)
+        return scores.topk(self.experts_per_token, -1).indices
+
+
+#: Weights of which each expert has its own.
+EXPERT = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+
+
+# ------------------------------------------------------------- A layer, and the model of its layers
+
+
+#: The components of jaxpar.
+COMPONENTS: tuple[type[TorchComponent], ...] = (
+    *(TorchAttention, TorchLatentAttention, TorchGatedDeltaNet, TorchKimiDeltaAttention),
+    *(TorchMamba2, TorchGlu, TorchMlp, TorchExperts),
+)
+
+#: Classes of components by name.
+Classes = dict[str, Any]
+
+
+class WithWeights(nn.Module):
+    """A module with parameters of given names and shapes."""
+
+    def __init__(self, shapes: dict[str, list[int]]):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    @property
+    def weights(self) -> Weights:
+        """Its parameters by name."""
+        return self._parameters
+
+
+class TorchLayer(WithWeights):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)). Either may be absent."""
+
+    def __init__(self, of: dict[str, Any], model: SimpleNamespace, classes: Classes):
+        terms = [of[role] for role in ("mixer", "feed_forward")]
+        shapes = [of["weights"], *(term["weights"] for term in terms if term)]
+        super().__init__({name: shape for part in shapes for name, shape in part.items()})
+        self.norms, self.parallel, self.scaled = of["norms"], of["parallel"], of["scaled"]
+        self.model = model
+        self.mixer, self.feed_forward = (
+            term and classes[term["class"]](namespace(term["fields"]).__dict__, model)
+            for term in terms
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        before, place = x, (positions, segments)
+        if self.mixer:
+            x = x + self.branch(self.mixer, "attn_norm", "attn_post_norm", x, place)
+        if self.feed_forward is None:
+            return x
+        name = "attn_norm" if self.parallel == "one_norm" else "mlp_norm"
+        read = before if self.parallel else x
+        x = x + self.branch(self.feed_forward, name, "mlp_post_norm", read, place)
+        return x * self.weights["layer_scale"] if self.scaled else x
+
+    def branch(
+        self, term: TorchComponent, before: str, after: str, x: Tensor, place: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """What a component adds to the residual stream. Args:     before, after: its norms."""
+        w, model = self.weights, self.model
+        h = x if self.norms == "after" else norm_of_stream(x, w, before, model)
+        out = term.forward(h, w, *place)
+        out = out if self.norms == "before" else rms_norm(out, w[after], model)
+        return model.residual_multiplier * out
+
+
+class Decoder(WithWeights):
+    """The model: tokens [B, T] to logits [B, T, V]."""
+
+    def __init__(self, about: dict[str, Any], classes: Classes):
+        super().__init__(about["weights"])
+        self.model = namespace(about["model"])
+        of_layers = (about["distinct"][i] for i in about["order"])
+        self.layers = nn.ModuleList(TorchLayer(of, self.model, classes) for of in of_layers)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """Args:     positions, segments: of several documents in a row, [B, T]. None: one each."""
+        m, w = self.model, self.weights
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        segments = torch.zeros_like(tokens) if segments is None else segments
+        x = F.embedding(tokens, w["embed"]) * m.embedding_multiplier
+        x = x * math.sqrt(m.d_model) if m.embed_scale else x
+        if m.max_positions:
+            x = x + F.embedding(positions, w["positions"])
+        for layer in self.layers:
+            x = layer(x, positions, segments)
+        x = norm_of_stream(x, w, "final_norm", m)
+        logits = F.linear(x, w["embed"]) if m.tie_embeddings else times(x, w, "head")
+        return capped(logits / m.logits_scaling, m.logits_softcap)
+
+
+def namespace(value: Any) -> Any:
+    """JSON with attributes in place of keys."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{name: namespace(one) for name, one in value.items()})
+    return tuple(map(namespace, value)) if isinstance(value, list) else value
+
+
+def classes_of(about: dict[str, Any], yours: Classes) -> Classes:
+    """Return the class of each component of a model.
+
+    Raises:   NotImplementedError that says which code is missing; ValueError for a name that the
+              model does not have.
+    """
+    terms = [of[role] for of in about["distinct"] for role in ("mixer", "feed_forward")]
+    terms = [term for term in terms if term]
+    if unknown := set(yours) - {term["class"] for term in terms}:
+        raise ValueError(f"the model has no component {', '.join(sorted(unknown))}")
+    missing = [needs for name, needs in about["needs"].items() if name not in yours]
+    if missing:
+        raise NotImplementedError("\n".join(missing))
+    ours = {one.__name__.removeprefix("Torch"): one for one in COMPONENTS}
+    return {term["class"]: ours.get(term["base"]) for term in terms} | yours
+
+
+def load(file: str | Path, components: Classes | None = None) -> Decoder:
+    """Load the model of a file, in float32. Only tensors are unpickled.
+
+    Args:     components: your classes, by the names that FILE.json has.
+    """
+    about = json.loads(Path(file).with_suffix(".json").read_text())
     with torch.device("meta"):
-        model = Decoder(m)
-    state = torch.load(file, weights_only=True, mmap=True)
+        model = Decoder(about, classes_of(about, components or {}))
+    if Path(file).suffix == ".safetensors":
+        state = read_safetensors(Path(file))
+    else:
+        state = torch.load(file, weights_only=True, mmap=True)
     model.load_state_dict({name: w.float() for name, w in state.items()}, assign=True)
     return model.eval()
 
 
-def letter_of(m: SimpleNamespace, i: int) -> str:
-    """Letter of layer i."""
-    pattern = m.layer_pattern or "*"
-    return pattern[i % len(pattern)]
-
-
-def with_heads(m: SimpleNamespace, letter: str) -> SimpleNamespace:
-    """Model with the heads of its layers of a letter: global ones (A) have their own."""
-    own = {"global_keys_as_values": letter == "A" and m.global_keys_as_values}
-    if letter == "A":
-        own["head_dim"] = m.global_head_dim or m.head_dim
-        own["num_kv_heads"] = m.global_num_kv_heads or m.num_kv_heads
-    return SimpleNamespace(**vars(m) | own)
-
-
-def layer(m: SimpleNamespace, i: int) -> TorchLayer:
-    """Layer i of the model. In a model with experts, the first or some between may be dense."""
-    letter = letter_of(m, i)
-    is_dense = (i + 1) % m.moe_every > 0 if m.moe_every > 1 else i < m.dense_layers
-    if is_dense or letter in "-k":
-        dense = {"num_experts": 0, "d_ff": m.dense_d_ff or m.d_ff}
-        m = SimpleNamespace(**vars(m) | dense)
-    if letter in "GMKk" and m.recurrent_norms == "before":
-        m = SimpleNamespace(**vars(m) | {"pre_norms": True, "post_norms": False})
-    m = with_heads(m, letter)
-    kinds = {
-        "*": LatentAttentionLayer if m.kv_lora_rank else AttentionLayer,
-        "A": AttentionLayer,
-        "G": DeltaNetLayer,
-        "M": MambaLayer,
-        "K": KimiDeltaLayer,
-        "k": KimiDeltaLayer,
-        "-": FeedForwardLayer,
-        "E": FeedForwardLayer,
-    }
-    feeds_forward = letter in "-E" or set("-E").isdisjoint(m.layer_pattern)
-    return kinds[letter](m, feeds_forward=feeds_forward)
-
-
-class Decoder(nn.Module):
-    """The model: tokens [B, T] to logits [B, T, V]."""
-
-    def __init__(self, m: SimpleNamespace):
-        super().__init__()
-        self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
-        self.layers = nn.ModuleList(layer(m, i) for i in range(m.num_layers))
-        self.norm = (LayerNorm if m.norm == "layer" else TorchNorm)(m.d_model, m)
-        learned = m.positions == "learned"
-        self.positions = nn.Embedding(m.max_positions, m.d_model) if learned else None
-        self.head = None if m.tie_embeddings else nn.Linear(m.d_model, m.vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
-        x = x * m.embedding_multiplier
-        if self.positions is not None:
-            x = x + self.positions(place)
-        for i, layer in enumerate(self.layers, 1):
-            letter = letter_of(m, i - 1)
-            is_global = letter == "A" or (m.global_every and i % m.global_every == 0)
-            window = None if is_global else m.sliding_window
-            without = m.positions == "learned" or (m.nope_every and i % m.nope_every == 0)
-            rope = None if without or not m.rope_fraction else self.rope(place, letter, is_global)
-            x = layer(x, rope, self.seen(place, window, None if is_global else m.attention_chunk))
-        logits = F.linear(self.norm(x), (self.head or self.embed).weight) / m.logits_scaling
-        return capped(logits, m.logits_softcap)
-
-    def seen(self, place: Tensor, window: int | None, chunk: int | None) -> Tensor:
-        """Which keys a query sees, [T, T]: of a window, of its chunk, or all that are not later."""
-        back = place[:, None] - place
-        seen = (back >= 0) & (back < (window or len(place)))
-        return seen & (place[:, None] // chunk == place // chunk) if chunk else seen
-
-    def rope(self, place: Tensor, letter: str, is_global: bool) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every place, [T, 1, R / 2], in global layers or in the others."""
-        m = with_heads(self.m, letter)
-        local = (m.global_every or "A" in m.layer_pattern) and not is_global
-        theta = m.local_rope_theta if local and m.local_rope_theta else m.rope_theta
-        scaled = m.local_rope_scaling or not local
-        angles = place[:, None] * frequencies(m, theta, scaled, len(place)).to(place.device)
-        factor = rotary_factor(m) if scaled else 1.0
-        return angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file: the length of a header, the header in JSON, and the values."""
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    raw = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    first = 8 + int.from_bytes(raw[:8].numpy().tobytes(), "little")
+    header = json.loads(raw[8:first].numpy().tobytes())
+    found = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = (first + at for at in about["data_offsets"])
+            # A copy begins at a multiple of the dtype's size.
+            values = raw[begin:end].clone().view(dtypes[about["dtype"]])
+            found[name] = values.reshape(about["shape"])
+    return found

@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import chex
 import jax
@@ -22,9 +23,11 @@ from jaxpar.config.lists.step_sizes import (
     step_sizes,
     without_schedules,
 )
+from jaxpar.config.values import require_code
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import BLOCK, StagedMixture
+from jaxpar.data.own import checked
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
@@ -68,6 +71,8 @@ class Loader:
         self.sources = open_sources(cfg, split)
         self.split = split
         self._cfg = cfg if split == TRAIN else without_schedules(cfg)
+        self._own: Any = cfg.data.source if split == TRAIN else None
+        require_code(cfg, ["data.source"])
         self._sharding, self.sizes = NamedSharding(mesh, BATCH_SPEC), step_sizes(self._cfg)
         lengths = sorted({size.length for size in self.sizes.sizes})
         shapes = [(size.rows, size.length) for size in self.sizes.sizes]
@@ -129,6 +134,8 @@ class Loader:
         """An upper bound on the segments in a sequence, rounded up to a power of two."""
         if not self._cfg.data.document_mask:
             return 1
+        if self._own is not None:
+            return 1 << (self._cfg.data.seq_len - 1).bit_length()
         seq_len = self._cfg.data.seq_len
         most = max(
             max_documents(source.dataset.document_offsets, source.dataset.num_tokens, seq_len)
@@ -138,6 +145,8 @@ class Loader:
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Return the epochs of each source in the first num_steps steps, by path."""
+        if self._own is not None:
+            return {}
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
         taken = self._mixture.taken(sequences_before(self._cfg, batches))
         paths = [source.dataset.name for source in self.sources]
@@ -173,6 +182,11 @@ class Loader:
         """
         batch = self.skipped.batch_of(step)
         length = self.sizes.at(batch).length
+        if self._own is not None:
+            shape = self.sizes.at(batch).rows, length
+            made = self._own(self._cfg.train.seed, batch, shape)
+            made = checked(self._own, made, shape, self._cfg)
+            return self._ordered(jax.tree.map(lambda a: a[rows], made), length)
         numbers, pieces = np.divmod(np.asarray(rows, np.int64), self._cfg.data.seq_len // length)
         numbers += sequences_before(self._cfg, batch)
         return self._ordered(self._packed_sequences(numbers, pieces, length), length)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.mixture import Share, shares
 from jaxpar.config.rules.paths import is_address
+from jaxpar.config.values import to_values
 from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.runtime import exit_codes
@@ -232,6 +233,9 @@ def fingerprint(cfg: Config) -> str:
     """
     field = "data.mixture" if cfg.data.mixture else "data.path"
     parts = [(_identity(cfg, field, share.path), share.weight) for share in shares(cfg)]
+    if cfg.data.source is not None:
+        known = json.dumps([parts, to_values(cfg.data.source)])
+        return hashlib.sha256(known.encode()).hexdigest()
     if not cfg.data.mixture:
         return parts[0][0]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

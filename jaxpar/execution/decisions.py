@@ -205,31 +205,31 @@ def _splits_matmuls(cfg: Config, platform: Platform) -> bool:
 
 
 def _fuses_gate_up(cfg: Config) -> bool:
-    m = cfg.model
-    dtype_allows = m.matmul_dtype == "compute" or m.float8_scaling == "tensor"
-    feed_forwards = {layer.feed_forward for layer in model_of(m).layers} - {None}
+    c = cfg.compute
+    dtype_allows = c.matmul_dtype == "compute" or c.float8_scaling == "tensor"
+    feed_forwards = {layer.feed_forward for layer in model_of(cfg.model).layers} - {None}
     allowed = all(one.fuses_gate_up for one in feed_forwards if one) and bool(feed_forwards)
     return dtype_allows and allowed and not cfg.lora.rank and cfg.parallel.row_groups == 1
 
 
 def _norm(cfg: Config, fused_gate_up: bool) -> NormForm:
-    m, model = cfg.model, model_of(cfg.model)
+    c, model = cfg.compute, model_of(cfg.model)
     after = any(layer.norms == "after" for layer in model.layers)
     if cfg.parallel.tensor > 1 or cfg.lora.rank or after or model.norm.kind == "layer":
         return "written"
     forms = model.norm_forms
-    if m.matmul_dtype == "float8":
-        allowed = m.float8_scaling == "tensor" and "in_quantizer" in forms
+    if c.matmul_dtype == "float8":
+        allowed = c.float8_scaling == "tensor" and "in_quantizer" in forms
         return "in_quantizer" if allowed else "written"
     one_pass = fused_gate_up and "deferred_scale" in forms
-    return "deferred_scale" if one_pass and m.dtype != "float16" else "written"
+    return "deferred_scale" if one_pass and c.dtype != "float16" else "written"
 
 
 def _matmuls_sum_gradients(cfg: Config, stage_wide: bool) -> bool:
     p = cfg.parallel
     complete = p.zero == 1 and p.layer_loop == "unroll" and not cfg.lora.rank
     one_place = p.virtual_stages == 1 or not stage_wide
-    return complete and cfg.model.matmul_dtype == "compute" and one_place
+    return complete and cfg.compute.matmul_dtype == "compute" and one_place
 
 
 def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:

@@ -30,7 +30,7 @@ layer's only input, is saved under every policy; it has a name so that it can be
 With `Execution.norm` of deferred_scale, attn_norm and mlp_norm are saved before their rows are
 scaled.
 
-With `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul has the
+With `compute.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul has the
 name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded form, which takes
 half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 

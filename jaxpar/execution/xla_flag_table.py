@@ -24,7 +24,7 @@ def fsdp_alone(ex: Execution) -> bool:
     """16-bit layers communicate only weights and their gradients, over data or expert."""
     p = ex.cfg.parallel
     over_data = p.pipeline == p.sequence == 1 and p.data * p.expert > 1
-    return over_data and gathers_of_16_bits(ex) and ex.cfg.model.matmul_dtype == "compute"
+    return over_data and gathers_of_16_bits(ex) and ex.cfg.compute.matmul_dtype == "compute"
 
 
 def with_tensor(ex: Execution) -> bool:
@@ -70,7 +70,7 @@ def in_row_groups(ex: Execution) -> bool:
 
 def in_float8(ex: Execution) -> bool:
     """8-bit matmuls."""
-    return ex.cfg.model.matmul_dtype == "float8"
+    return ex.cfg.compute.matmul_dtype == "float8"
 
 
 def wide_and_whole(ex: Execution) -> bool:

@@ -1,15 +1,16 @@
-"""What a model of your own is written with. Experimental until version 0.2.
+"""What a user's file is written with. Experimental until version 0.2.
 
-    component            the decorator of a component's class: its fields are options
-    Mixer, FeedForward   the base classes of what a layer is composed of
-    matrix, vector       the declaration of a weight
-    Layer, Model         a model: [Layer(name, mixer, feed_forward), ...]
-    token_loss           a loss of one function
+    component, Mixer, FeedForward    what a layer is composed of, and the decorator of its class
+    matrix, vector                   the declaration of a weight
+    Layer, Model, swap               a model: [Layer(name, mixer, feed_forward), ...]
+    Loss, token_loss, Probe          a loss, a metric of layers
+    PostUpdate, UpdateRule, Schedule what changes weights, and the learning rate
+    DataSource, Callback, MetricSink batches, what acts between steps, where metrics go
+    check                            a conformance test of a component
 
-docs/extending.md shows each with an example.
+docs/extend has an example of each.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,17 +23,24 @@ from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.components.weight import Weight, matrix, vector
-from jaxpar.config import ModelConfig, MupConfig
+from jaxpar.config import Model, MupConfig
+from jaxpar.data.own import DataSource
+from jaxpar.extend.model import swap
+from jaxpar.monitoring.sinks import MetricSink
 from jaxpar.objectives.losses import Loss, Scores
+from jaxpar.optimizer.matrices import Matrices
+from jaxpar.optimizer.own import Schedule, UpdateRule
+from jaxpar.sharding.params import ParamSpec
 from jaxpar.step.features.own_probes import Probe
 from jaxpar.step.features.post_updates import PostUpdate
-from jaxpar.training.callbacks.callback import Callback
+from jaxpar.training.callbacks.callback import Callback, Request
 
 __all__ = [
     "Attention",
     "Callback",
     "ClampedSwiglu",
     "Component",
+    "DataSource",
     "Experts",
     "FeedForward",
     "GatedDeltaNet",
@@ -42,20 +50,27 @@ __all__ = [
     "Layer",
     "Loss",
     "Mamba2",
+    "Matrices",
+    "MetricSink",
     "Mixer",
     "Mlp",
     "Model",
     "MupConfig",
+    "ParamSpec",
     "PostUpdate",
     "Probe",
     "QkNorm",
     "QueryGrowth",
+    "Request",
     "Rope",
     "RopeScaling",
     "Router",
+    "Schedule",
     "Scores",
     "Tokens",
+    "UpdateRule",
     "Weight",
+    "check",
     "component",
     "matrix",
     "swap",
@@ -64,33 +79,18 @@ __all__ = [
 ]
 
 
-MAY_IMPORT = ("components", "config", "objectives", "step", "training")
-
-
-def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
-    """Compose a model. The list is the model: nothing else says what differs between layers.
-
-    Args:     layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are
-              equal, and their weights are stacked. fields: of the section `model` that are not of
-              layers: norm_eps, tie_embeddings, dtype, ...
-    """
-    return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)
-
-
-def swap(model: ModelConfig, name: str, **fields: Any) -> ModelConfig:
-    """Return a composed model in which the layers of a name have another part.
-
-    Args:     name: of the layers. fields: of `Layer`: mixer, feed_forward, norms, parallel, scaled.
-    Raises:   ValueError if no layer has the name.
-    """
-    if name not in {layer.name for layer in model.layers}:
-        names = ", ".join(dict.fromkeys(layer.name for layer in model.layers)) or "none"
-        raise ValueError(f"no layer is named {name}; there are {names}")
-    layers = (
-        dataclasses.replace(layer, **fields) if layer.name == name else layer
-        for layer in model.layers
-    )
-    return model.with_layers(tuple(layers))
+MAY_IMPORT = (
+    "components",
+    "config",
+    "sharding",
+    "optimizer",
+    "objectives",
+    "step",
+    "data",
+    "monitoring",
+    "training",
+    "verification",
+)
 
 
 def token_loss(function: Callable[[Scores, Any], Any]) -> Loss:
@@ -102,3 +102,36 @@ def token_loss(function: Callable[[Scores, Any], Any]) -> Loss:
     for name in ("__module__", "__qualname__", "__doc__"):
         fields[name] = getattr(function, name)
     return type(function.__name__, (Loss,), fields)()
+
+
+def check(
+    part: Mixer | FeedForward | Layer,
+    *,
+    d_model: int = 64,
+    seq_len: int = 32,
+    meshes: Sequence[str] | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    """Check a component in a small model: a conformance test, for pytest.
+
+        def test_sigmoid():
+            check(Sigmoid(num_heads=4, num_kv_heads=2, head_dim=16))
+
+    The weights that it declares are those that it reads. A token depends on no later one, and on no
+    other document. Its gradients on meshes are those of its plain form on one device; a checkpoint
+    is loaded on another mesh bit for bit; text token by token has the logits of a complete one; and
+    gradients in bfloat16 are near. It takes about half a minute, and four devices: without GPUs,
+    JAX simulates them, unless it is already running with fewer.
+
+    Args:
+        part: with sizes that two tensor ranks divide, and four ranks that share experts.
+        d_model: width of the model.
+        seq_len: tokens of its sequences.
+        meshes: in place of its own, as for `python -m jaxpar.verify --mesh`.
+        tolerance: relative to the largest value of an array.
+    Raises:   CheckError, an AssertionError that names what differs, where and by how much;
+              ConfigError for fewer devices.
+    """
+    from jaxpar.verification import conformance
+
+    conformance.check(part, d_model=d_model, seq_len=seq_len, meshes=meshes, tolerance=tolerance)

@@ -80,7 +80,7 @@ def shard_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
 
 def _prepared(step: Callable, cfg: Config, mesh: Mesh) -> Callable:
     """Return a step that takes batches in text order, and multiplies as the config says."""
-    precision = PRECISIONS[cfg.model.matmul_precision]
+    precision = PRECISIONS[cfg.compute.matmul_precision]
 
     def prepared(first: Any, batch: Batch) -> Any:
         chosen = jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()

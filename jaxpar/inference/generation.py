@@ -28,10 +28,12 @@ from jaxpar.config import (
     OptimizerConfig,
     ParallelConfig,
 )
+from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode, fused_weights, transformer
 from jaxpar.model.attention_context import attention_context
+from jaxpar.model.mtp.decode import can_draft
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import state_specs
@@ -42,7 +44,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     """Return a config of the same model in the compute dtype, on a mesh with only tensor ranks."""
     remat = cfg.parallel.remat
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
-    model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
+    compute = dataclasses.replace(cfg.compute, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
     # No optimizer is used, and the run's own may be registered outside the package, unknown here.
     rule = OptimizerConfig(warmup_steps=0)
@@ -52,7 +54,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
         cfg,
         run=run,
         parallel=parallel,
-        model=model,
+        compute=compute,
         optimizer=rule,
         train=train,
         checkpoint=saving,
@@ -207,7 +209,8 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh, *, modules: bool 
     """
 
     def fuse(params):
-        used = {name: a for name, a in params.items() if modules or name != "mtp"}
+        kept = modules and can_draft(cfg.model)
+        used = {name: a for name, a in params.items() if kept or name != STACK_OF_MODULES}
         weights = gather_once(fused_weights.fuse(used, execution_of(cfg)), cfg)
         return jax.tree.map(lambda a: a[None], weights)
 
@@ -224,7 +227,7 @@ def make_programs(
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
-    cache = decode.cache_specs(cfg.model, slots)
+    cache = decode.cache_specs(model_of(cfg.model).layers, slots)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     reread = tokens_to_reread(cfg, slots)
     rows = Rows(cache, plain, plain, plain, plain if reread else None)  # type: ignore[arg-type]
@@ -236,7 +239,7 @@ def make_programs(
 
     def start(weights, tokens, lengths, number):
         weights = own(weights)
-        cache = decode.empty_cache(cfg.model, len(tokens), slots)
+        cache = decode.empty_cache(cfg, len(tokens), slots)
         h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
         token, text = next_token(weights, last, lengths, number), None
@@ -363,7 +366,7 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 def check_positions(cfg: Config, longest: int, max_tokens: int) -> None:
     """Raises:   ConfigError if a text would have more tokens than there are learned positions."""
     most = cfg.model.max_positions
-    if cfg.model.positions == "learned" and longest + max_tokens > most:
+    if 0 < most < longest + max_tokens:
         rule = f"makes texts of up to {longest + max_tokens} tokens, and the model has learned "
         rule += f"{most} positions"
         raise ConfigError("--max-tokens", max_tokens, rule, "use fewer, or shorter prompts")

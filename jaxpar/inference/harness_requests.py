@@ -123,7 +123,7 @@ def make_scores(cfg: Config, mesh: Mesh, vocab_size: int) -> Scores:
         weights = jax.tree.map(lambda a: a[0], weights)
         read, wanted = tokens[:, :-1], tokens[:, 1:]
         # Nothing reads the cache afterwards, so XLA does not compute it.
-        cache = decode.empty_cache(cfg.model, *read.shape)
+        cache = decode.empty_cache(cfg, *read.shape)
         lengths = jnp.full(len(read), read.shape[1], jnp.int32)
         h, _ = decode.prompt(weights, read, lengths, cache, cfg)
         return _in_pieces(weights, h, wanted, cfg.model, vocab_size)

@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):
         """
         super().__init__()
         most = model.cfg.model.max_positions
-        if max_length is not None and model.cfg.model.positions == "learned" and max_length > most:
+        if max_length is not None and 0 < most < max_length:
             rule = f"is more than the model's {most} positions"
             raise ConfigError("--max-length", max_length, rule, f"use --max-length {most}")
         self.model, self.rows, self.seed = model, batch_size, seed

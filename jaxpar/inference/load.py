@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format
@@ -24,7 +25,7 @@ from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
-from jaxpar.model.mtp.decode import as_layers
+from jaxpar.model.mtp.decode import layers_of
 from jaxpar.runtime import hub
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.host_memory import host_memory
@@ -46,9 +47,9 @@ def check_weights(cfg: Config, folder: str) -> None:
     """
     if jax.default_backend() != "cpu":
         return
-    needed, there = num_params(cfg.model) * jnp.dtype(cfg.model.dtype).itemsize, host_memory()
+    needed, there = num_params(cfg.model) * jnp.dtype(cfg.compute.dtype).itemsize, host_memory()
     if needed > there:
-        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.model.dtype}, but this host or "
+        rule = f"has {needed / GIB:,.1f} GiB of weights in {cfg.compute.dtype}, but this host or "
         rule += f"container has {there / GIB:,.1f} GiB of memory"
         raise ConfigError("RUN", folder, rule, "use a GPU, or a host with more memory")
 
@@ -65,8 +66,8 @@ def check_cache(
     Raises:   ConfigError that names --max-tokens.
     """
     tensor = cfg.parallel.tensor
-    models = [cfg.model, *([as_layers(cfg.model)] if modules else [])]
-    needed = sum(cache_bytes(m, rows, slots, tensor) for m in models)
+    stacks = [model_of(cfg.model).layers, *([layers_of(cfg.model)] if modules else [])]
+    needed = sum(cache_bytes(cfg, rows, slots, tensor, layers=layers) for layers in stacks)
     there = _device_memory()
     if needed > there:
         rule = f"needs {needed / GIB:,.1f} GiB per device for the keys and values of {rows:,} x "

@@ -43,7 +43,7 @@ class SampleOptions:
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
     code: tuple[str, ...] = ()
-    """Files with the classes of a model's own components (docs/extending.md)."""
+    """Files with the classes of a model's own components (docs/extend/components.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     speculate: Literal["auto", "off"] = "auto"
@@ -72,7 +72,7 @@ class ChatOptions:
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
     code: tuple[str, ...] = ()
-    """Files with the classes of a model's own components (docs/extending.md)."""
+    """Files with the classes of a model's own components (docs/extend/components.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -99,7 +99,7 @@ class EvaluateOptions:
     weights: Weights = "trained"
     """Weights of a run: those that are trained, or their moving average."""
     code: tuple[str, ...] = ()
-    """Files with the classes of a model's own components (docs/extending.md)."""
+    """Files with the classes of a model's own components (docs/extend/components.md)."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8

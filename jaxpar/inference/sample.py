@@ -16,6 +16,7 @@ from jaxpar.inference import speculative
 from jaxpar.inference.generation import generate, slots_for
 from jaxpar.inference.load import LoadedModel, check_cache, load
 from jaxpar.inference.options import MAX_TOKENS, SampleOptions, Sampling
+from jaxpar.model.mtp.decode import can_draft
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
@@ -70,7 +71,7 @@ def sample(options: SampleOptions) -> None:
     weights, code = options.weights, options.code
     model = load(*where, log, modules=speculate, weights=weights, code=code)
     cfg, tokenizer = model.cfg, model.tokenizer
-    speculate &= cfg.model.mtp_depth > 0
+    speculate &= can_draft(cfg.model)
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.inference.generation import (
     CHUNK,
     chances,
@@ -122,8 +123,8 @@ def make_programs(
     """Make the `SpeculativePrograms` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
     plain = PartitionSpec()
-    cache = decode.cache_specs(cfg.model, slots)
-    of_modules = decode.cache_specs(modules.as_layers(cfg.model), slots)
+    cache = decode.cache_specs(model_of(cfg.model).layers, slots)
+    of_modules = decode.cache_specs(modules.layers_of(cfg.model), slots)
     rows = SpeculativeRows(cache, of_modules, plain, plain, plain, plain, plain)  # type: ignore[arg-type]
     weights = PartitionSpec(TENSOR)
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
@@ -150,13 +151,13 @@ def _started(
     """Read the prompts with the model and its modules."""
     B, T = tokens.shape
     m = cfg.model
-    cache = decode.empty_cache(m, B, slots)
+    cache = decode.empty_cache(cfg, B, slots)
     h, cache = decode.prompt(weights, tokens, lengths, cache, cfg)
     last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
     first = draw(decode.logits(weights, last, m), row_keys(how, lengths), how, vocab_size)
     text = jnp.zeros((B, slots + _window(cfg)), jnp.int32).at[:, :T].set(tokens)
     text = _put(text, first, lengths)
-    held = decode.empty_cache(modules.as_layers(m), B, slots)
+    held = decode.empty_cache(cfg, B, slots, layers=modules.layers_of(m))
     held, zeros = _read_by_modules(weights, h, text, lengths, held, cfg), lengths * 0
     hidden = _slices(h, _first_of_window(lengths, cfg), _window(cfg))
     return SpeculativeRows(cache, held, hidden, text, lengths, zeros, zeros)

@@ -55,6 +55,8 @@ class FoundCopy:
     saved: Saved
     files: dict[str, tuple[int, ...]]
     """The hosts that have a file, by its name."""
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of each array, by its name."""
 
 
 def find(cfg: Config, place: MemoryPlace | None) -> list[FoundCopy]:
@@ -76,8 +78,8 @@ def find(cfg: Config, place: MemoryPlace | None) -> list[FoundCopy]:
 
 
 def _as_found(said: dict) -> FoundCopy:
-    files = {name: tuple(hosts) for name, hosts in said["files"].items()}
-    return FoundCopy(Group(*said["group"]), Saved(**said["saved"]), files)
+    files, shapes = ({k: tuple(v) for k, v in said[name].items()} for name in ("files", "shapes"))
+    return FoundCopy(Group(*said["group"]), Saved(**said["saved"]), files, shapes)
 
 
 class Hosts:
@@ -162,7 +164,9 @@ def _look(cfg: Config, place: MemoryPlace) -> list[FoundCopy]:
             if why := _unfit(cfg, group, indices, saved):
                 warn(f"the copy of step {group.step} in memory is not used: {why}")
                 continue
-            found.append(FoundCopy(group, saved, {name: tuple(names[name]) for name in whole}))
+            shapes = {array.name: tuple(array.shape) for array in indices[0].arrays}
+            hosts_of = {name: tuple(names[name]) for name in whole}
+            found.append(FoundCopy(group, saved, hosts_of, shapes))
     return found
 
 
@@ -217,7 +221,7 @@ def restore(cfg: Config, mesh: Mesh, place: MemoryPlace, found: FoundCopy) -> Tr
     """
     with Hosts(place) as hosts:
         load = lambda target, _: _load(target, found, place, hosts)  # noqa: E731
-        return restore_from(cfg, mesh, found.saved, load)
+        return restore_from(cfg, mesh, found.saved, load, found.shapes.__getitem__)
 
 
 def _load(target: Any, found: FoundCopy, place: MemoryPlace, hosts: Hosts) -> Any:

@@ -19,6 +19,7 @@ from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
 from jaxpar.model.linear import products, row_parallel
+from jaxpar.model.mup.widths import mup_score_factor
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -38,8 +39,8 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,
-        backend=m.attention_backend,
-        deterministic=m.attention_deterministic,
+        backend=ex.cfg.compute.attention_backend,
+        deterministic=ex.cfg.compute.attention_deterministic,
         sinks=w.get("sinks"),
         softcap=a.softcap,
         function=function_of(a),
@@ -132,15 +133,6 @@ def positioned(
     return q, k
 
 
-def mup_score_factor(a: Attention, m: ModelConfig) -> float:
-    """Return µP's factor of attention scores, beside that of the standard parametrization."""
-    if m.mup is None or m.mup.base_head_dim is None:
-        return 1.0
-    narrower = m.mup.base_head_dim / a.head_dim
-    is_constant = a.scale is not None or a.scale_dim is not None
-    return narrower if is_constant else math.sqrt(narrower)
-
-
 # --------------------------------------------------------------------------------- generation
 
 
@@ -162,7 +154,7 @@ def decode(
     q, k = positioned(q, k, w, context, a, m)
     held = write(held[0], k, new.first), write(held[1], v, new.first)
     if new.lengths is not None:
-        out = _attend(q, k, v, context.mask, w, a, m.attention_backend)
+        out = _attend(q, k, v, context.mask, w, a, cfg.compute.attention_backend)
     else:
         keys, values = held
         out = _attend(q, keys, values, mask_of_slots(context, keys), w, a, "reference")

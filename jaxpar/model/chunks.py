@@ -11,14 +11,23 @@ from typing import Any
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import STACK_OF_MODULES, layer_of_modules, model_of
-from jaxpar.config.layout.layer_split import dense_before_stages, slots_per_chunk
+from jaxpar.config.layout.layer_split import layers_before_stages, slots_per_chunk
+
+#: What the prefixes of layers before the stages begin with, before their index.
+BEFORE_STAGES = "dense"
 
 
 @functools.lru_cache(maxsize=256)
 def layers_of_chunk(cfg: Config) -> tuple[Layer, ...]:
     """Return the layer of each slot of a chunk of a stage: the same layers in every chunk."""
-    before = dense_before_stages(cfg.model, cfg.parallel)
+    before = layers_before_stages(cfg.model, cfg.parallel)
     return model_of(cfg.model).layers[before:][: slots_per_chunk(cfg)]
+
+
+def scan_period(layers: tuple[Layer, ...]) -> int:
+    """Return the number of layers of a scan's step: the least of which `layers` are repetitions."""
+    sizes = (n for n in range(1, len(layers)) if len(layers) % n == 0)
+    return next((n for n in sizes if layers[n:] == layers[:-n]), len(layers))
 
 
 def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
@@ -45,4 +54,6 @@ def with_layers(fn: Callable[..., Any], cfg: Config, layers: tuple, *rest: tuple
 
 def layer_outside(prefix: str, m: ModelConfig) -> Layer:
     """Return a layer outside the stages. Args:     prefix: what its flat names begin with."""
-    return layer_of_modules(m) if prefix.startswith(STACK_OF_MODULES) else model_of(m).layers[0]
+    if prefix.startswith(STACK_OF_MODULES):
+        return layer_of_modules(m)
+    return model_of(m).layers[int(prefix.strip(".").removeprefix(BEFORE_STAGES))]

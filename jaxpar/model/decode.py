@@ -10,6 +10,7 @@ longer texts. A row's divisors are those of its present length. When they change
 `step` has to call `prompt` again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
@@ -47,30 +49,33 @@ class Cache:
     """S: tokens for which keys and values have room."""
 
 
-def cache_specs(m: ModelConfig, slots: int) -> Cache:
-    """Return how the arrays of a cache are split over a mesh."""
-    mixers = [layer.mixer for layer in model_of(m).layers]
+def cache_specs(layers: Sequence[Layer], slots: int) -> Cache:
+    """Return how the arrays of a cache of some layers are split over a mesh."""
+    mixers = [layer.mixer for layer in layers]
     return Cache(tuple(mixer and computation(mixer).held_specs for mixer in mixers), slots)
 
 
-def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
-    """Return the bytes of the cache on one device.
+def cache_bytes(
+    cfg: Config, rows: int, slots: int, tensor: int = 1, *, layers: Sequence[Layer] = ()
+) -> int:
+    """Return the bytes of the cache on one device. Args:     layers: as of `empty_cache`.
 
     Keys and values are 2 B S G K / tensor numbers for each layer with attention. In latent
     attention, B S (Rkv + R). The states of recurrent layers do not depend on S.
     """
-    held = jax.eval_shape(lambda: _empty(m, rows, slots, tensor))
+    held = jax.eval_shape(lambda: _empty(cfg, rows, slots, tensor, layers))
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(held))
 
 
-def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
-    """Return this device's shard of a cache of zeros."""
-    return _empty(m, rows, slots, lax.axis_size(TENSOR))
+def empty_cache(cfg: Config, rows: int, slots: int, *, layers: Sequence[Layer] = ()) -> Cache:
+    """Return this device's shard of a cache of zeros. Args:     layers: (): those of the model."""
+    return _empty(cfg, rows, slots, lax.axis_size(TENSOR), layers)
 
 
-def _empty(m: ModelConfig, rows: int, slots: int, tensor: int) -> Cache:
-    size = HeldSize(rows, slots, tensor, jnp.dtype(m.dtype), m.d_model)
-    mixers = [layer.mixer for layer in model_of(m).layers]
+def _empty(cfg: Config, rows: int, slots: int, tensor: int, layers: Sequence[Layer]) -> Cache:
+    model = model_of(cfg.model)
+    size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), model)
+    mixers = [layer.mixer for layer in layers or model.layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
 
 
@@ -127,7 +132,7 @@ def _through(
     if of_text is None:
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, described = context_of(tokens, first, of_text, cache.slots, cfg)
-    x = embed(weights["top"], tokens, positions, cfg.model)
+    x = embed(weights["top"], tokens, positions, cfg)
     (chunk,) = weights["layers"]
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     for i, (w, of) in enumerate(zip(chunk, model_of(cfg.model).layers, strict=True)):
@@ -174,21 +179,23 @@ def context_of(
 
 def last_of_short_angles(m: ModelConfig) -> int | None:
     """Return after how many tokens of a text LongRoPE's angles are others; None without it."""
-    s = m.rope_scaling
-    return s.original_max_position if s is not None and s.kind == "longrope" else None
+    ropes = (getattr(layer.mixer, "rope", None) for layer in model_of(m).layers)
+    scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
+    return next((s.original_max_position for s in scalings if s.kind == "longrope"), None)
 
 
 def _positions(first: jax.Array, count: int) -> jax.Array:
     return first[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
-def embed(top: Tree, tokens: jax.Array, positions: jax.Array, m: ModelConfig) -> jax.Array:
+def embed(top: Tree, tokens: jax.Array, positions: jax.Array, cfg: Config) -> jax.Array:
     """Compute the residual stream before the first layer, [B, T, D].
 
     Communication: an all-reduce over TENSOR.
     """
-    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), m.dtype)  # noqa: E731
+    m, dtype = cfg.model, cfg.compute.dtype
+    look_up = lambda table, rows: embedding.embedding_lookup(table, rows, len(table), dtype)  # noqa: E731
     x = embedding.scaled(lax.psum(look_up(top["embed"], tokens), TENSOR), m)
-    if m.positions == "learned":
+    if m.max_positions:
         x += lax.psum(look_up(top["positions"], positions), TENSOR)
     return x

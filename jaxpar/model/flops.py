@@ -11,7 +11,7 @@ does not depend on T (`components/component.py`).
 
 N counts the parameters used in matmuls: all except the tables of embeddings, which are looked up,
 and the experts to which a token is not routed. Modules of multi-token prediction count as layers,
-and the head once for each. The peak for MFU is that of bfloat16 for any `model.matmul_dtype`, so
+and the head once for each. The peak for MFU is that of bfloat16 for any `compute.matmul_dtype`, so
 that figures stay comparable.
 """
 

@@ -16,19 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.axes import RULES
-from jaxpar.components.model import Layer, Model, period_of
+from jaxpar.components.model import Layer, Model
 from jaxpar.components.weight import Fused, Weight, either_way, fused
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.layout.composition import layer_of_modules, model_of
-from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.float8 import max_magnitude
 from jaxpar.model import lora
 from jaxpar.model.chunks import (
+    BEFORE_STAGES,
     layer_outside,
     layers_of_chunk,
     map_layers,
+    scan_period,
     with_layers,
 )
 from jaxpar.model.mtp import parameters as mtp
@@ -67,7 +69,7 @@ def top_dims(top: Tree, m: ModelConfig) -> gather.Dims:
 
 def dense_prefix(k: int) -> str:
     """Return what the flat names of the k-th layer before the stages begin with."""
-    return f"dense{k}"
+    return f"{BEFORE_STAGES}{k}"
 
 
 def outside_dims(w: Tree, layer: Layer, m: ModelConfig) -> gather.Dims:
@@ -140,10 +142,16 @@ def fuse(params: Tree, ex: Execution) -> Tree:
         for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
             own, layer = _own_of_module(w), layer_of_modules(cfg.model)
             top |= with_prefix(mtp.prefix(k), own | _fuse_layer(w, layer, ex, stacked=False))
-    before = dense_before_stages(cfg.model, cfg.parallel)
-    if before and "dense_layers" in params:
-        for k, w in enumerate(_each_layer(params["dense_layers"], before)):
-            of_layer = _fuse_layer(w, model_of(cfg.model).layers[k], ex, stacked=False)
+    before = layers_before_stages(cfg.model, cfg.parallel)
+    leading = model_of(cfg.model).layers[:before]
+    each = {
+        name: iter(_each_layer(params[name], [layer.name for layer in leading].count(name)))
+        for name in dict.fromkeys(layer.name for layer in leading)
+        if params.get(name)
+    }
+    for k, layer in enumerate(leading):
+        if layer.name in each:
+            of_layer = _fuse_layer(next(each[layer.name]), layer, ex, stacked=False)
             top |= with_prefix(dense_prefix(k), of_layer)
     scan = cfg.parallel.layer_loop == "scan"
     chunks = _chunks(params, cfg)
@@ -160,7 +168,7 @@ def _chunks(params: Tree, cfg: Config) -> tuple[Any, ...]:
     Names without arrays, of the frozen or the trainable ones alone, have layers without any.
     """
     p, layers = cfg.parallel, layers_of_chunk(cfg)
-    scan, period = p.layer_loop == "scan", period_of(layers)
+    scan, period = p.layer_loop == "scan", layers[: scan_period(layers)]
     if scan and len(period) == 1:
         return _split_layers(params[layers[0].name], p.virtual_stages)
     places = period if scan else layers
@@ -268,9 +276,9 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     """
     if cfg.parallel.layer_loop == "scan":
         return tree
-    names = ["layers"] if "layers" in tree else [*model_of(cfg.model).stacks]
+    stacks = ["layers"] if "layers" in tree else model_of(cfg.model).stacks
     found = dict(tree)
-    for name in names:
+    for name in (name for name in stacks if name in tree):
         found[name] = _split_layers(tree[name], next(iter(tree[name].values())).shape[0])
     return found
 
@@ -283,7 +291,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     Communication: `fsdp.float8_scales`: one all-reduce for all layers.
     """
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
-    if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
+    if cfg.compute.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
     model = model_of(cfg.model)
 
@@ -292,7 +300,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
         """All experts of a layer share a scale, so that each is rounded alike on every mesh."""
         matrices = {n: of for n, of in matrices_of(layer, model).items() if of.float8 and n in w}
         dims = {n: (-3, -2, -1) if of.of_experts else (-2, -1) for n, of in matrices.items()}
-        return {n: max_magnitude(w[n].astype(cfg.model.dtype), d) for n, d in dims.items()}
+        return {n: max_magnitude(w[n].astype(cfg.compute.dtype), d) for n, d in dims.items()}
 
     scales = gather.float8_scales(with_layers(largest, cfg, shards["layers"]))
 

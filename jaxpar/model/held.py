@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpar.components.model import Model
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.sharding.axes import TENSOR
@@ -35,7 +36,7 @@ class HeldSize(NamedTuple):
     """Devices of the tensor axis."""
     dtype: Any
     """The compute dtype."""
-    d_model: int
+    model: Model
 
 
 #: How keys and values, [B, S, G/tensor, K] each, are split over a mesh.

@@ -246,12 +246,14 @@ _COMPUTATIONS: dict[type[Term], Computation] = {
 def computation(component: Term) -> Computation:
     """Return how a component computes: as its class or the nearest base, or by its own method."""
     for cls in type(component).__mro__:
+        if "compute" in vars(cls):
+            break
         if cls in _COMPUTATIONS:
             return _COMPUTATIONS[cls]
     own = type(component).__name__.lower()
     if isinstance(component, Mixer):
-        how = own_components.decode, own_components.held, own_components.INPUTS
-        return Computation(own, own_components.mixer, *how)
+        decode, held, specs = own_components.decoding(component)
+        return Computation(own, own_components.mixer, decode, held, specs)
     feed_forward = own_components.feed_forward
     return Computation(own, feed_forward, _of_whole(feed_forward))
 

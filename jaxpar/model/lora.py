@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.components.model import Model
 from jaxpar.components.weight import Weight
 from jaxpar.config import LoraConfig
-from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.config.lists.lora_targets import adapted
 from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]
@@ -40,21 +41,18 @@ def dims_of(name: str, weight: Weight) -> dict[str, int | None]:
     return {name + A: down, name + B: up}
 
 
-def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
+def with_adapters(specs: Tree, model: Model, lora: LoraConfig) -> Tree:
     """Add adapters to a model's specs. Only the adapters are trainable.
-
-    Every stack of layers has those of its matrices.
 
     A is initialized from a normal distribution with the variance of PEFT's uniform distribution,
     1 / (3 in), and B with 0.
     """
     specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
-    names = [name for target in lora.targets.split(",") for name in TARGETS[target]]
     found = dict(specs)
-    for stack in sorted(name for name in specs if _may_have_adapters(specs, name)):
-        blocks = specs[stack]
-        pairs = (_pair(name, blocks[name], lora.rank) for name in names if name in blocks)
-        found[stack] = functools.reduce(operator.or_, pairs, blocks)
+    for stack, (layer, *_) in model.stacks.items():
+        names = adapted(layer, model, lora.targets.split(","))
+        pairs = (_pair(name, specs[stack][name], lora.rank) for name in names)
+        found[stack] = functools.reduce(operator.or_, pairs, specs[stack])
     return found
 
 
@@ -137,13 +135,7 @@ def merge(params: Tree, factor: float) -> Tree:
 
     Args:     params: float32, with adapters: global arrays, or one device's shards of them.
     """
-    merged = {n: _merged(w, factor) for n, w in params.items() if _may_have_adapters(params, n)}
-    return params | merged
-
-
-def _may_have_adapters(tree: Tree, name: str) -> bool:
-    """Return whether an entry is a stack of layers: not an array, and not the modules (MTP)."""
-    return isinstance(tree[name], dict) and name != "mtp"
+    return params | {n: _merged(w, factor) for n, w in params.items() if isinstance(w, dict)}
 
 
 def _merged(blocks: Tree, factor: float) -> Tree:

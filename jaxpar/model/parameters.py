@@ -8,7 +8,7 @@ from jaxpar.components import weight
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, LoraConfig, ModelConfig
-from jaxpar.config.layout.composition import DENSE, layer_of_modules, model_of
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.model import lora
 from jaxpar.model.mtp import parameters as mtp
@@ -36,14 +36,14 @@ def param_specs(
     model, top = model_of(m), top_specs(m)
     specs = {"embed": top["embed"]}
     for name, layers in model.stacks.items():
-        axis = "depth" if name == DENSE else "layer"
+        axis = "depth" if name in model.leading_stacks else "layer"
         specs[name] = _stacked(m, layers[0], len(layers), axis, spread=spread)
     specs |= top
     if m.mtp_depth:
         layers_of = _stacked(m, layer_of_modules(m), m.mtp_depth, "depth", spread=spread)
         specs["mtp"] = mtp.specs(m, layers_of)
     specs = scaled(m, specs)
-    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+    return lora.with_adapters(specs, model, adapters) if adapters and adapters.rank else specs
 
 
 def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:

@@ -34,8 +34,9 @@ from jax import lax
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config
-from jaxpar.config.layout.layer_split import dense_before_stages
-from jaxpar.model.chunks import layer_outside, with_layers
+from jaxpar.config.layout.composition import STACK_OF_MODULES
+from jaxpar.config.layout.layer_split import layers_before_stages
+from jaxpar.model.chunks import BEFORE_STAGES, layer_outside, with_layers
 from jaxpar.model.norm import named_norm
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import PIPELINE
@@ -284,7 +285,7 @@ def _probed(key: str, grads: Tree, cfg: Config) -> Probed:
                 places += range(at, at + count)
             at += count
     stage = jnp.concatenate(parts) if parts else None
-    outside = (_of_prefix(key, prefix, grads, cfg) for prefix in ("dense", "mtp"))
+    outside = (_of_prefix(key, prefix, grads, cfg) for prefix in (BEFORE_STAGES, STACK_OF_MODULES))
     return Probed(stage, tuple(places), *outside)
 
 
@@ -315,5 +316,5 @@ def _each(chunk: Any) -> list[Tree]:
 
 
 def num_before(cfg: Config) -> int:
-    """Return the number of dense layers before the stages."""
-    return dense_before_stages(cfg.model, cfg.parallel)
+    """Return the number of layers before the stages."""
+    return layers_before_stages(cfg.model, cfg.parallel)

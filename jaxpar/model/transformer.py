@@ -20,7 +20,7 @@ from jax import lax
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.layout.composition import layer_of_modules, model_of
-from jaxpar.config.layout.layer_split import slots_per_chunk
+from jaxpar.config.layout.layer_split import layers_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
@@ -73,22 +73,22 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
               PIPELINE.
     """
     table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
-    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
+    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.compute.dtype)
     rows = embedding.scaled(rows, cfg.model)
-    if cfg.model.positions == "learned":
+    if cfg.model.max_positions:
         table = gather(only(top, "positions"), TOP_DIMS, cfg)["positions"]
         places = batch.positions
-        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.model.dtype)
+        rows += embedding.embedding_lookup(table, places, table.shape[0], cfg.compute.dtype)
     return sum_over_stages(scatter_sequence(varying(rows)))
 
 
-def embed_and_dense_layers(
+def embed_and_first_layers(
     top: Tree,
     batch: Batch,
     ex: Execution,
     context_of: Callable[[Batch], Contexts],
 ) -> jax.Array:
-    """`embed`, and the first dense layers of a model with experts. With pipeline stages.
+    """`embed`, and the layers before the stages of a pipeline (`layers_before_stages`).
 
     Only the first stage reads the result. The others skip the layers, or compute them too if the
     devices of all stages must enter their collectives.
@@ -99,9 +99,9 @@ def embed_and_dense_layers(
 
     def layers(x: jax.Array) -> jax.Array:
         context = context_of(batch)
-        for k in range(cfg.model.dense_layers):
+        before = layers_before_stages(cfg.model, cfg.parallel)
+        for k, of in enumerate(model_of(cfg.model).layers[:before]):
             w = outside_layer(top, dense_prefix(k))
-            of = model_of(cfg.model).layers[k]
             w = lora.with_frozen_base(gather(w, outside_dims(w, of, cfg.model), cfg))
             x = layer(x, w, context_of_layer(context, of))
         return x
@@ -223,14 +223,14 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
     cfg = replace(
         ex.cfg,
         **{
-            "model.matmul_dtype": "compute",
-            "model.float8_scaling": "tensor",
+            "compute.matmul_dtype": "compute",
+            "compute.float8_scaling": "tensor",
             "parallel.gather_dtype": "compute",
         },
     )
     plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
     names = all_on_device(saved_names(ex.cfg.parallel.remat))
-    block = rematerialize(functools.partial(_one_layer(ex), ex=plain), names, apart=False)
+    block = rematerialize(functools.partial(_one_layer, ex=plain), names, apart=False)
     return lambda x, w, context: block(x, w, context)
 
 
@@ -250,7 +250,7 @@ def token_loss(
         # cast and its communication has started. XLA would delay the cast to the end and keep the
         # gradient in float32 until then. With one chunk, the matmul casts the gradient.
         h, w = lax.optimization_barrier((h, w))
-    logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
+    logits = jnp.float32 if cfg.compute.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
     return cross_entropy(*flat, z_loss, logits, chunks, cfg.model.logits_softcap)
 
@@ -283,12 +283,12 @@ def _layer(
 ) -> tuple[jax.Array, ...]:
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
-        return (_one_layer(ex)(xs[0], w, contexts[0], ex),)
+        return (_one_layer(xs[0], w, contexts[0], ex),)
     return layer_of_row_groups(xs, w, contexts, ex)
 
 
-def _one_layer(ex: Execution) -> Callable[..., jax.Array]:
-    return parallel_layer if ex.cfg.model.parallel_block else layer
+def _one_layer(x: jax.Array, w: Tree, context: AttentionContext, ex: Execution) -> jax.Array:
+    return (parallel_layer if context.layer.parallel else layer)(x, w, context, ex)
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
@@ -350,6 +350,6 @@ def _block(ex: Execution):
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
         dims = layer_dims(w, context.layer, ex.cfg.model)
         w = lora.with_frozen_base(gather(w, dims, ex.cfg))
-        return _one_layer(ex)(x, w, context, ex)
+        return _one_layer(x, w, context, ex)
 
     return block

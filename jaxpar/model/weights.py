@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
@@ -65,7 +66,8 @@ def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
     """
     if not ex.float32_weight_gradients:
         return chunk
-    m, groups, rows = ex.cfg.model, ex.cfg.parallel.row_groups, None
+    model, groups, rows = model_of(ex.cfg.model), ex.cfg.parallel.row_groups, None
+    has_experts = bool(experts_in(model))
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // groups, ex.cfg.data.seq_len
     own = None if rows is None else (rows[0], rows[1] // ex.cfg.parallel.tensor)
@@ -78,8 +80,8 @@ def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
 
     def of_layer(w: Tree, layer: Layer) -> Tree:
         # Products of experts, and of dense layers beside them, sum in float32 by themselves.
-        matrices = matrices_of(layer, model_of(m)).items()
-        attached = [(n, of) for n, of in matrices if not (m.num_experts and of.converts_late)]
+        matrices = matrices_of(layer, model).items()
+        attached = [(n, of) for n, of in matrices if not (has_experts and of.converts_late)]
         for inputs, (count, tokens) in uses.items():
             names = tuple(n for n, of in attached if of.inputs == inputs)
             w = attach_buffers(w, names, count, tokens)
@@ -96,7 +98,7 @@ def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     take memory in addition to them. With ZeRO-2 only the complete weights are kept: a barrier
     around shards would keep these in memory too.
     """
-    m, p = cfg.model, cfg.parallel
+    dtype, p = cfg.compute.dtype, cfg.parallel
     if p.zero == 2:
         w = {n: a for n, a in w.items() if n != COMPLETE} | w[COMPLETE]
     if p.zero != 3 or p.num_microbatches > 1:
@@ -105,8 +107,8 @@ def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
 
     def cast_one(n: str, a: jax.Array) -> jax.Array:
         if n in scales:
-            return fsdp.quantize_shard(a, scales[n], m.dtype)
-        return a if dims.get(n) is None else a.astype(m.dtype)
+            return fsdp.quantize_shard(a, scales[n], dtype)
+        return a if dims.get(n) is None else a.astype(dtype)
 
     return {n: cast_one(n, a) for n, a in w.items()}
 
@@ -118,13 +120,13 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     them, and the gradients are those of the shards. Weights with a scale become `Float8Weight`s,
     rounded before or after the gather.
     """
-    m, p, w = cfg.model, cfg.parallel, reattach_buffers(w)
+    c, p, w = cfg.compute, cfg.parallel, reattach_buffers(w)
     complete = w.pop(COMPLETE, {})
     scales, shards = w.pop("scales", {}), w
     if p.gather_dtype == "float8":
         w = {n: a for n, a in w.items() if n not in scales}
     if p.zero == 3:
-        w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
+        w = fsdp.gather_tree(w, dims, c.dtype, p.grad_reduce)
     for n, whole in complete.items():
         dim = dims[n]
         assert dim is not None
@@ -132,10 +134,10 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     for n, scale in scales.items():
         dim = fsdp.dim_of(dims[n])
         if p.gather_dtype == "float8":
-            values, like = fsdp.gather_float8(shards[n], scale, dims[n], m.dtype, p.grad_reduce)
-            w[n] = float8.Float8Weight(values, scale, like, m.float8_scaling, dim)
+            values, like = fsdp.gather_float8(shards[n], scale, dims[n], c.dtype, p.grad_reduce)
+            w[n] = float8.Float8Weight(values, scale, like, c.float8_scaling, dim)
         else:
-            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)
+            w[n] = float8.quantize_weight(w[n], scale, c.float8_scaling, dim)
     return w
 
 

@@ -338,7 +338,7 @@ def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str
 
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
     """Return a step's metrics as in metrics.jsonl, with null for non-finite values."""
-    hidden = {"never"} if cfg.model.dtype == "float16" else {"never", "float16"}
+    hidden = {"never"} if cfg.compute.dtype == "float16" else {"never", "float16"}
     shown = {k: v for k, v in values.items() if metric_of(k).shown not in hidden}
     finite = {k: v if math.isfinite(v) else None for k, v in shown.items()}
     return finite | {k: int(v) for k, v in shown.items() if metric_of(k).whole}

@@ -14,14 +14,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.packages import require_package
-from jaxpar.config.values import to_values
+from jaxpar.config.values import Value, require_code, to_values
 from jaxpar.monitoring.metric_names import tag
 from jaxpar.runtime.files import atomic, json_lines
 
@@ -264,6 +264,42 @@ class Prometheus:
         self._thread.join()
 
 
+class MetricSink(Value):
+    """A sink of a user: a value of `metrics.sinks`. Its fields are options."""
+
+    kind: ClassVar[str] = "MetricSink"
+
+    def open(self, folder: Path, step: int) -> Any:
+        """Called in process 0 at each start of the run.
+
+        Args:
+            folder: of the run.
+            step: steps done. Steps after it may have been written by an earlier start.
+        Returns:  what `write` and `close` get: a file, a connection.
+        """
+        return None
+
+    def write(self, opened: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics after `step` steps, as `Sink.write`."""
+        raise NotImplementedError
+
+    def close(self, opened: Any) -> None:
+        """Finish writing."""
+
+
+class _Own:
+    """A user's sink, opened."""
+
+    def __init__(self, sink: Any, folder: Path, step: int):
+        self._sink, self._opened = sink, sink.open(folder, step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._sink.write(self._opened, step, metrics)
+
+    def close(self) -> None:
+        self._sink.close(self._opened)
+
+
 class Sink(Protocol):
     """Receives the metrics of a run, in the order of its steps."""
 
@@ -384,6 +420,11 @@ def open_sinks(
     if m.prometheus_port:
         address, port = m.prometheus_address, m.prometheus_port
         ways["Prometheus"] = functools.partial(Prometheus, address, port, run_dir)
+    require_code(cfg, ["metrics.sinks"])
+    for number, sink in enumerate(m.sinks, 1):
+        ways[f"{type(sink).__name__} (sink {number})"] = functools.partial(
+            _Own, sink, run_dir, first_step
+        )
     return Sinks(ways, log)
 
 

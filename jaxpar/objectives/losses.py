@@ -63,12 +63,6 @@ class Loss(Value):
     """
 
     kind: ClassVar[str] = "Loss"
-    refuses: ClassVar[dict[str, str]] = {
-        "dpo.beta": "trains a loss of pairs",
-        "distill.teacher": "trains a loss of its own",
-        "train.z_loss": "is a term of the default loss: add one of scores.logsumexp() to yours",
-        "train.z_loss_schedule": "is a term of the default loss",
-    }
 
     mtp_loss: float = 0.0
     """Weight of the loss of the modules of multi-token prediction."""

@@ -77,7 +77,7 @@ def of_hidden(
     Communication: gather over TENSOR; that of `token_scores`.
     """
     h, w = _gathered(top, h, cfg)
-    dtype = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
+    dtype = jnp.float32 if cfg.compute.logits_dtype == "float32" else w.dtype
     chunks = num_chunks(labels.size, w.shape[1], cfg.parallel.loss_chunks)
     options = Options(wanted, dtype, chunks, cfg.model.logits_softcap)
     found = token_scores(h.reshape(-1, h.shape[-1]), w, labels.ravel(), options)

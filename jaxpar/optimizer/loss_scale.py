@@ -33,7 +33,7 @@ def initial_guard(cfg: Config) -> Guard:
 
 def scales_loss(cfg: Config) -> bool:
     """Return whether the loss is scaled: only in float16, which has a small range of exponents."""
-    return cfg.model.dtype == "float16"
+    return cfg.compute.dtype == "float16"
 
 
 def unscale_gradients(cfg: Config, grads: Any, scale: jax.Array | float) -> Any:

@@ -7,9 +7,10 @@ stochastically rounded bfloat16 or in 8 bits (`optimizer.first_moment_dtype`,
 only one layer's are on the device at a time.
 """
 
+import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ConfigError, OptimizerConfig
-from jaxpar.config.layout.composition import DENSE, model_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.moment_blocks import EIGHT_BITS, uses_blocks
 from jaxpar.optimizer.adafactor import cut_of
 from jaxpar.optimizer.blockwise import (
@@ -148,7 +149,8 @@ def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig, specs: Any) -> Any:
     for field in sorted(set(FIELDS.values()) - fields):
         if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
-            rule = f"has no effect, because {cfg.name} has no moment named {' or '.join(names)}"
+            name = cfg.name if isinstance(cfg.name, str) else type(cfg.name).__name__
+            rule = f"has no effect, because {name} has no moment named {' or '.join(names)}"
             raise ConfigError(path, storage_dtype(field, cfg), rule, f"--{path} float32")
     return found
 
@@ -160,7 +162,7 @@ def update(
     opt_state: Any,
     params: Any,
     step: jax.Array,
-    layers: jax.Array,
+    layers: Mapping[str, jax.Array],
     ok: jax.Array | bool = True,
     rates: jax.Array | None = None,
 ) -> tuple[Any, Any]:
@@ -168,17 +170,16 @@ def update(
 
     Args:     specs: of the trainable parameters. grads: float32, with the structure of the
               parameters. opt_state: with moments as stored. step: int32 scalar. layers: int32, the
-              logical indices of this device's layers. ok: bool scalar; if False, parameters and
-              state are returned unchanged, bit for bit. The selection needs no extra pass over
-              memory. rates: as in `make_optimizer`.
+              logical indices of this device's layers, by their names; names without are in order.
+              ok: bool scalar; if False, parameters and state are returned unchanged, bit for bit.
+              The selection needs no extra pass over memory. rates: as in `make_optimizer`.
     Returns:  (parameters, opt_state), in the dtypes and memory spaces of the inputs.
     """
     rows = rows_of(specs, params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, specs, step, ok, *trees, rates=rates)
-    of_layers = model_of(cfg.model).stacks
-    stacks = [[name] for name in of_layers if name in params and name != DENSE]
+    stacks = [[name] for name in model_of(cfg.model).stage_stacks if name in params]
     top = [name for name in params if [name] not in stacks]
     parts = [
         _in_slices(cfg, specs, step, ok, [_entries(tree, params, names) for tree in trees], rates)
@@ -189,15 +190,21 @@ def update(
     return _merged(params, params, new), _merged(opt_state, params, kept)
 
 
-def rows_of(specs: Any, params: Any, layers: jax.Array) -> Any:
-    """Return the index, in the logical array, of each row of each shard along its first dim."""
+def rows_of(specs: Any, params: Any, layers: Mapping[str, jax.Array]) -> Any:
+    """Return the index, in the logical array, of each row of each shard along its first dim.
 
-    def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        if spec.axes[0] == "layer" and len(param) == len(layers):  # else one of several stacks
-            return layers
+    Args:     layers: as in `update`.
+    """
+
+    def of(name: str, spec: ParamSpec, param: jax.Array) -> jax.Array:
+        if spec.axes[0] == "layer" and name in layers:
+            return layers[name]
         return places(len(param), spec.partition_spec[0])
 
-    return map_specs(of, specs, params)
+    return {
+        name: map_specs(functools.partial(of, name), specs[name], param)
+        for name, param in params.items()
+    }
 
 
 def _update(
@@ -273,7 +280,7 @@ def _in_slices(
     grads, opt_state, params, rows = trees
     moments = [a for a in jax.tree.leaves(opt_state) if a.ndim]
     lengths = math.gcd(*map(len, [*jax.tree.leaves(params), *moments]))
-    most = lengths if params.keys() <= model_of(cfg.model).stacks.keys() - {DENSE} else TOP_SLICES
+    most = lengths if params.keys() <= {*model_of(cfg.model).stage_stacks} else TOP_SLICES
     slices = max(n for n in range(1, most + 1) if lengths % n == 0)
 
     def part(a: jax.Array, i: jax.Array) -> jax.Array:

@@ -48,8 +48,8 @@ class Rule:
         return self.make(cfg, rate, mask, Matrices(specs, sharded))
 
 
-def rule_of(name: str) -> Rule:
-    """Return the rule that `optimizer.name` names, built in or registered.
+def rule_of(name: Any) -> Rule:
+    """Return the rule of `optimizer.name`: built in, registered, or a user's value.
 
     Raises:   ConfigError if there is none.
     """

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.config.lists.shares import STEPS, counted, shares_of_steps
+from jaxpar.optimizer.own import Schedule
 
 #: Share of a run that is its warm-up, if `optimizer.warmup_steps` is longer than the run.
 SHORT_WARM_UP = 0.1
@@ -70,12 +72,15 @@ def _by_steps(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     after = max(num_steps - first_steps, 1)
     decay = cfg.decay_steps or after
     last = min(cfg.decay_steps, after) or max(after // WSD_PARTS, 1)
-    shapes = {
+    shapes: dict[Any, optax.Schedule] = {
         "cosine": optax.cosine_decay_schedule(peak, decay, alpha=cfg.min_lr_ratio),
         "linear": optax.linear_schedule(peak, floor, decay),
         "wsd": optax.linear_schedule(peak, floor, last, transition_begin=after - last),
         "constant": optax.constant_schedule(peak),
     }
+    if isinstance(cfg.schedule, Schedule):
+        own = cfg.schedule
+        shapes[own] = lambda step: peak * own(step, after)
     if first_steps == 0:
         return shapes[cfg.schedule]
     # Step i of the warmup uses (i + 1) / first_steps of the peak, so step 0 is not wasted.

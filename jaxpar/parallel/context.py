@@ -158,7 +158,7 @@ def kernel_request(
     if mask.q_segments is not None:
         whole = replace(whole, q_segments=of_q, kv_segments=of_k)
     q, k = (
-        jax.ShapeDtypeStruct((B, length, heads, head_dim), cfg.model.dtype)
+        jax.ShapeDtypeStruct((B, length, heads, head_dim), cfg.compute.dtype)
         for length, heads in ((T, H), (S, G))
     )
     return q, k, whole

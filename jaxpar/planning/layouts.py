@@ -70,7 +70,8 @@ def legal_layouts(
     policies = _policies(cfg, fixed)
     for values in _candidates(cfg, num_gpus, fixed, coarse):
         try:
-            legal = resolve(with_parallel(cfg, remat=policies[0], **values), num_gpus)
+            one = with_parallel(cfg, remat=policies[0], **values)
+            legal = resolve(one, num_gpus, explain=False)
         except ConfigError as error:
             found.refuse(error)
             continue

@@ -59,16 +59,16 @@ def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) 
 
     Args:     cfg: resolved. imbalance: load of the fullest rank of an expert axis, relative to the
               mean.
-    Raises:   ConfigError if `model.attention_backend` does not support it on this GPU, or if the
+    Raises:   ConfigError if `compute.attention_backend` does not support it on this GPU, or if the
               token order requires the reference implementation.
     """
     try:
         on_reference = attention_runs_on_reference(cfg, cluster.gpu)
     except ValueError as error:
-        name = cfg.model.attention_backend
-        fix = "use --model.attention-backend auto"
+        name = cfg.compute.attention_backend
+        fix = "use --compute.attention-backend auto"
         rule = str(error).partition(": ")[2]
-        raise ConfigError("model.attention_backend", name, rule, fix) from error
+        raise ConfigError("compute.attention_backend", name, rule, fix) from error
     p = cfg.parallel
     if on_reference and p.sequence > 1 and p.context != "ulysses":
         rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "

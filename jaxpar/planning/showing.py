@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console, Group
 
 from jaxpar.components.experts import num_experts
+from jaxpar.components.model import in_words as in_words_of_layers
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
@@ -57,6 +58,8 @@ def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
         f"{legal:,} legal layouts on {hardware_in_words(cluster)}: {fits:,} fit "
         f"{plan.usable / GIB:.1f} GiB per GPU"
     )
+    if layers := next((layout.cfg.model.layers for layout in chosen), ()):
+        console.print(f"layers: {in_words_of_layers(layers)}")
     console.print(_ranking(chosen))
     detail = chosen[:IN_DETAIL]
     console.print(_parts("Peak memory, GiB per GPU", detail, _memory_cells))
@@ -166,7 +169,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
         guesses.append("only unrolled layers were measured")
-    if cfg.model.dtype != "bfloat16":
+    if cfg.compute.dtype != "bfloat16":
         guesses.append("only bfloat16 was measured")
     if there := max((host_bytes(layout.cfg) for layout in chosen), default=0.0):
         of_each = f"{there / GIB:,.1f} GiB per GPU and microbatch"

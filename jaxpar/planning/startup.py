@@ -166,7 +166,7 @@ def alignment_hints(cfg: Config) -> list[str]:
 
     Args:     cfg: resolved, or with axes set.
     """
-    width = 1 if cfg.model.matmul_dtype == "float8" else jnp.dtype(cfg.model.dtype).itemsize
+    width = 1 if cfg.compute.matmul_dtype == "float8" else jnp.dtype(cfg.compute.dtype).itemsize
     needed, fastest = NEEDED_BYTES // width, FASTEST_BYTES // width
     hints = []
     for path, axes in MATMUL_SIZES.items():

@@ -24,7 +24,7 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
     Raises:   ConfigError if it cannot, or if it is too late to simulate devices.
     """
     run = cfg.run
-    if (precision := PRECISIONS[cfg.model.matmul_precision]) is not None:
+    if (precision := PRECISIONS[cfg.compute.matmul_precision]) is not None:
         jax.config.update("jax_default_matmul_precision", precision)
     if run.cpu_devices:
         _simulate(run.cpu_devices)
@@ -61,7 +61,7 @@ def _without_cache(num_processes: int) -> list[str]:
     return ["no compilation cache: programs of several CPU devices are wrong when read back"]
 
 
-#: JAX's name of each `model.matmul_precision`; None leaves JAX's own default.
+#: JAX's name of each `compute.matmul_precision`; None leaves JAX's own default.
 PRECISIONS = {"default": None, "tf32": "tensorfloat32", "float32": "float32"}
 
 #: Files by which JAX 0.11 detects an NVIDIA GPU; the last one is for WSL.

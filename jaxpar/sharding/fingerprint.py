@@ -157,7 +157,12 @@ def _groups(leaves: dict[str, Any]) -> list[dict[str, Any]]:
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by their names in a checkpoint: "opt_state/0/mu/layers/wq"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(str(_key(key)) for key in path): leaf for path, leaf in leaves}
+    return {"/".join(path_names(path)): leaf for path, leaf in leaves}
+
+
+def path_names(path: Any) -> list[str]:
+    """Return the names of a path's keys."""
+    return [str(_key(key)) for key in path]
 
 
 def _key(key: Any) -> Any:

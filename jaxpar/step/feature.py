@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import DENSE, model_of, places_of
+from jaxpar.config.layout.composition import model_of, places_of
 from jaxpar.config.metrics import Metric, Reduction
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
@@ -26,7 +26,7 @@ from jaxpar.parallel.collectives import psum, varying, varying_axes
 from jaxpar.sharding.axes import AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import ParamSpec
-from jaxpar.step.layer_order import EMPTY, layers_here
+from jaxpar.step.layer_order import EMPTY, layers_here, rows_here
 from jaxpar.step.metrics import Step
 
 type Tree = Any
@@ -75,9 +75,9 @@ class TrainStep:
         return self.ex.cfg
 
     @property
-    def layers(self) -> jax.Array:
-        """Logical indices of this device's layers, int32."""
-        return layers_here(self.cfg)
+    def layers(self) -> dict[str, jax.Array]:
+        """Logical indices of this device's layers, by their names, int32."""
+        return rows_here(self.cfg)
 
     def with_metrics(self, **metrics: jax.Array) -> "TrainStep":
         """Add metrics."""
@@ -179,7 +179,7 @@ class TrainStep:
             whole = [psum(squares, over) if over else squares for over, squares in sums.items()]
             here = functools.reduce(jnp.add, whole)
             at = rows_of_stack(stack, len(here), self.cfg)
-            if stack == DENSE:  # on every stage
+            if stack in model_of(self.cfg.model).leading_stacks:  # on every stage
                 here = here * (lax.axis_index(PIPELINE) == 0)
             total = total.at[jnp.where(at == EMPTY, len(total), at)].add(here, mode="drop")
         return psum(total, PIPELINE)
@@ -202,14 +202,14 @@ def _with_absent(values: jax.Array, count: jax.Array, absent: float) -> jax.Arra
 
 def rows_of_stack(stack: str, n: int, cfg: Config) -> jax.Array:
     """Return the model's indices of this device's n layers of a stack, int32; EMPTY for none."""
-    m, p = cfg.model, cfg.parallel
-    places, stacks = jnp.array(places_of(m, stack), jnp.int32), model_of(m).stacks
-    if stack == DENSE or (DENSE in stacks and p.pipeline == 1):
+    model, places = model_of(cfg.model), jnp.array(places_of(cfg.model, stack), jnp.int32)
+    if cfg.parallel.pipeline == 1 or stack in model.leading_stacks:
         return places[:n]
-    if len(stacks.keys() - {DENSE}) > 1:  # stages have the same layers
-        return lax.dynamic_slice_in_dim(places, lax.axis_index(PIPELINE) * n, n)
-    mine = layers_here(cfg)
-    return jnp.where(mine == EMPTY, EMPTY, mine + num_before(cfg))
+    if len(model.stage_stacks) == 1:
+        mine = layers_here(cfg)
+        return jnp.where(mine == EMPTY, EMPTY, mine + num_before(cfg))
+    mine = layers_here(cfg, stack)
+    return jnp.where(mine == EMPTY, EMPTY, places[mine])
 
 
 class Feature:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import DENSE, model_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer.moments import TOP_SLICES
 from jaxpar.parallel.host_offload import Space, in_host_memory
@@ -38,14 +38,14 @@ def weights_on_device(params: Any, cfg: Config) -> Any:
         fetch = lambda spec, x: _fetched(x, _dtype(spec, cfg), slices)  # noqa: E731
         return map_specs(fetch, specs[name], params[name])
 
-    specs, staged = specs_of(cfg), model_of(cfg.model).stacks.keys() - {DENSE}
+    specs, staged = specs_of(cfg), model_of(cfg.model).stage_stacks
     return {name: one(name) for name in params}
 
 
 def _dtype(spec: ParamSpec, cfg: Config) -> Any:
     """Return the dtype of a weight in a step: gathers cast theirs (`parallel/fsdp/gather.py`)."""
     gathered = set(FSDP_AXES) & axes_of(spec.partition_spec)
-    return jnp.dtype(cfg.model.dtype if gathered else jnp.float32)
+    return jnp.dtype(cfg.compute.dtype if gathered else jnp.float32)
 
 
 def _fetched(x: jax.Array, dtype: Any, most: int | None) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import transformer
 from jaxpar.model.attention_context import (
@@ -77,8 +77,8 @@ def staged_model(
         return with_loss_weight(context, weight)
 
     embed = functools.partial(transformer.embed, cfg=cfg)
-    if dense_before_stages(cfg.model, cfg.parallel):
-        embed = functools.partial(transformer.embed_and_dense_layers, ex=ex, context_of=context)
+    if layers_before_stages(cfg.model, cfg.parallel):
+        embed = functools.partial(transformer.embed_and_first_layers, ex=ex, context_of=context)
     of_head = Head(ex, weights, context, max_segments, trains=scale is not None, mean=mean)
     head = head_of(objective_of(cfg), of_head)
     if any(probe.point == HEAD for probe in probes):

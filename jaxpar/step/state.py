@@ -21,7 +21,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.model.parameters import specs_of, trainable_specs
@@ -33,7 +32,7 @@ from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partiti
 from jaxpar.step.conversions import convert_dtype
 from jaxpar.step.diloco import overlap, trainers
 from jaxpar.step.features import features_of
-from jaxpar.step.layer_order import layer_order, with_slots
+from jaxpar.step.layer_order import layer_order, order_of, stack_of, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
 
@@ -78,6 +77,11 @@ def abstract_state(cfg: Config) -> TrainState:
     return _abstract(cfg, with_slots(specs_of(cfg), cfg))
 
 
+def abstract_params(cfg: Config) -> Any:
+    """Return the global shapes and dtypes of the parameters, in a checkpoint's form."""
+    return abstract(specs_of(cfg))
+
+
 def abstract_logical(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes, dtypes and shardings of `to_logical`, those of a checkpoint's arrays."""
     arrays, running = _abstract(cfg, specs_of(cfg)), state_shardings(cfg, mesh)
@@ -99,7 +103,7 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
 
 def _abstract(cfg: Config, specs: Any) -> TrainState:
     params = abstract(specs)
-    opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
+    opt_state = jax.eval_shape(functools.partial(init_opt_state, cfg), params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(step, params, opt_state, abstract(extra_specs(cfg, specs)))
     state = trainers.abstract_replicas(state, trainers.num_trainers(cfg))
@@ -123,7 +127,7 @@ def feedback_of(cfg: Config, specs: Any = None) -> Any:
     return extra_specs(cfg, specs).get("feedback", ())
 
 
-def _init_opt_state(cfg: Config, params: Any) -> Any:
+def init_opt_state(cfg: Config, params: Any) -> Any:
     """Return the initial optax state for the given parameters."""
     trainable, _ = split(params, specs_of(cfg))
     state = optimizer_for(cfg).init(trainable)
@@ -198,7 +202,7 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
               depend on which others are initialized with it.
     """
     to = logical_shardings(abstract(specs), shardings(mesh, partition_specs(specs)), cfg)
-    params = _init_params(specs, cfg.train.seed, to)
+    params = init_arrays(specs, cfg.train.seed, to)
     return to_running(TrainState((), params, ()), cfg).params
 
 
@@ -208,7 +212,7 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     if cfg.optimizer.offload_masters:
         params = jax.device_put(params, to.params)
     own = functools.partial(trainers.for_each, n=replicas)
-    opt_state = jax.jit(lambda p: own(_init_opt_state(cfg, p)), out_shardings=to.opt_state)
+    opt_state = jax.jit(lambda p: own(init_opt_state(cfg, p)), out_shardings=to.opt_state)
     # Created by a program: device_put would compare the values across processes.
     step = jax.jit(lambda: jnp.int32(0), out_shardings=to.step)()
     kept = initial_extra(params, cfg, mesh)
@@ -274,7 +278,7 @@ def compile_averaged(state: TrainState) -> None:
             convert_dtype(x.sharding, full).lower(x).compile()  # JAX keeps it for calls
 
 
-def _init_params(specs: Any, seed: int, to: Any) -> Any:
+def init_arrays(specs: Any, seed: int, to: Any) -> Any:
     """`initial_values.initialize` with one program per array, compiled in parallel.
 
     In a single program, XLA would compile the arrays' generators sequentially on one core. The
@@ -303,13 +307,12 @@ def to_running(state: TrainState, cfg: Config) -> TrainState:
     With unequal stages, the arrays of layers in `state` are deleted one by one, since both forms of
     all arrays would need twice the memory.
     """
-    order = layer_order(cfg)
-    if order is None:
+    if layer_order(cfg) is None:
         return state
     if is_equal(cfg):
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, order), state, cfg)
+        return _of_layers(lambda x, order: _take(x.sharding, x.ndim)(x, order), state, cfg)
 
-    def consume(x: jax.Array) -> jax.Array:
+    def consume(x: jax.Array, order: np.ndarray) -> jax.Array:
         converted = to_slots(x, order)
         x.delete()
         return converted
@@ -322,27 +325,30 @@ def to_logical(state: TrainState, cfg: Config, *, on_host: bool = False) -> Trai
 
     Args:     on_host: with unequal stages, put the converted arrays in pinned host memory.
     """
-    order = layer_order(cfg)
-    if order is None:
+    if layer_order(cfg) is None:
         return state
     if is_equal(cfg):
-        inverse = np.argsort(order)
-        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, inverse), state, cfg)
-    return _of_layers(lambda x: to_layers(x, order, on_host=on_host), state, cfg)
+        back = lambda x, order: _take(x.sharding, x.ndim)(x, np.argsort(order))  # noqa: E731
+        return _of_layers(back, state, cfg)
+    return _of_layers(functools.partial(to_layers, on_host=on_host), state, cfg)
 
 
 def _of_layers(
-    convert: Callable[[jax.Array], jax.Array], state: TrainState, cfg: Config
+    convert: Callable[[jax.Array, np.ndarray], jax.Array], state: TrainState, cfg: Config
 ) -> TrainState:
-    """Convert the layer-stacked arrays of parameters, moments and extra state."""
-    one = lambda path, x: convert(x) if _is_layer(path, cfg) else x  # noqa: E731
+    """Convert the layer-stacked arrays of parameters, moments and extra state, given the order of
+    each (`order_of`)."""
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        order = order_of(path, cfg)
+        return x if order is None else convert(x, order)
+
     return jax.tree_util.tree_map_with_path(one, state)
 
 
 def _is_layer(path: Any, cfg: Config) -> bool:
     """Return whether an array has a row for each slot of the stages."""
-    names = {"layers", *model_of(cfg.model).stacks} - {DENSE}
-    return any(getattr(key, "key", None) in names for key in path)
+    return stack_of(path, cfg) is not None
 
 
 def snapshot(state: TrainState, cfg: Config) -> TrainState:

@@ -31,8 +31,8 @@ def gather_once(shards: Any, cfg: Config) -> Any:
     """Gather every weight in the compute dtype once, for all microbatches (ZeRO-1 and ZeRO-2)."""
 
     def gather(shards: dict, dims: dict) -> dict:
-        whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
-        if cfg.model.matmul_dtype != "compute":
+        whole = fsdp.gather_tree(shards, dims, cfg.compute.dtype, cfg.parallel.grad_reduce)
+        if cfg.compute.matmul_dtype != "compute":
             return whole
         # Materialize each weight once. If there is nothing to gather, XLA would repeat the
         # concatenation of the fused matrices in every matmul that reads them.

@@ -14,13 +14,20 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Saved
+from jaxpar.checkpoint.by_place import LayerPlaces, check_shapes, params_by_place
+from jaxpar.checkpoint.loading import check_model
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.config.layers import with_classes_of
+from jaxpar.config.values import to_values
+from jaxpar.model.parameters import specs_of
 from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
+from jaxpar.sharding.params import flat
 from jaxpar.step import adapters
-from jaxpar.step.state import TrainState, init_state, state_of, to_logical
+from jaxpar.step.adapters import base_config
+from jaxpar.step.state import TrainState, init_state, state_of, to_logical, to_running
 from jaxpar.training import chosen as weights
 from jaxpar.training.chosen import INITIAL, Chosen, folder_of, hash_of
 
@@ -43,6 +50,8 @@ class Origin:
     """The adapters in a run's checkpoint."""
     changes: str = ""
     """The fields of the model that differ, in words; only those of `run.init_changes` may."""
+    moved: bool = False
+    """Whether the layers have other names (`checkpoint/by_place.py`)."""
     named: str = ""
     """The folder of a run as given, which may be an address."""
 
@@ -64,9 +73,14 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
     if chosen.step is not None:
         folder = folder_of(INITIAL, chosen)
         there = checkpoint.load_config(folder, chosen.step)
-        return Origin(folder, chosen.step, None, there.lora, _changes(cfg, there), named)
+        model = with_classes_of(there.model, cfg.model)  # reading a run imports no code
+        there = dataclasses.replace(there, model=model)
+        changes, _ = _changes(cfg, there)
+        saved = checkpoint.read_saved(folder, chosen.step)
+        check_model(_as_there(replace(cfg, lora=there.lora), there), saved, folder, "set it back")
+        return Origin(folder, chosen.step, None, there.lora, changes, named=named)
     from jaxpar.convert.hf.config_file import CONFIG_FILE
-    from jaxpar.convert.hf.importing import open_source
+    from jaxpar.convert.hf.importing import changes_of, open_source
     from jaxpar.stores.reading import run_at
 
     place = run_at(INITIAL, named)
@@ -76,7 +90,14 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError(INITIAL, named, rule, fix)
     source = open_source(named, INITIAL)
-    return Origin(source.folder, None, source, changes=_changes(cfg, source.config))
+    places = LayerPlaces.of(cfg, to_values(source.config))
+    if not places.moved:
+        return Origin(source.folder, None, source, changes=changes_of(cfg, source))
+    changes, _ = _changes(cfg, source.config)
+    specs = flat(specs_of(source.config))
+    shapes = {f"params/{name}": spec.shape for name, spec in specs.items()}
+    check_shapes(base_config(cfg), places, shapes, shapes.__getitem__, source.name)
+    return Origin(source.folder, None, source, changes=changes, moved=True)
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
@@ -94,10 +115,18 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     if origin.source is not None:
         from jaxpar.convert.hf.importing import load_params
 
-        params = load_params(origin.source, _as_there(cfg, origin.source.config), mesh, log)
+        there = base_config(cfg)
+        if origin.moved:
+            there = dataclasses.replace(there, model=origin.source.config.model)
+        params = load_params(origin.source, there, mesh, log)
+        if origin.moved:
+            logical = to_logical(TrainState((), params, ()), there).params
+            logical = params_by_place(base_config(cfg), mesh, there, logical)
+            params = to_running(TrainState((), logical, ()), cfg).params
     else:
         there = replace(cfg, lora=origin.lora)
-        params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
+        read_as = _as_there(there, checkpoint.load_config(origin.folder, origin.step))
+        params = checkpoint.restore_params(origin.folder, read_as, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
@@ -125,20 +154,27 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
 def _as_there(cfg: Config, there: Config) -> Config:
     """Return the config with the fields of `run.init_changes` as the weights' model has them."""
     names = cfg.run.init_changes.split(",") if cfg.run.init_changes else ()
+    if cfg.model.layers:  # which say what changes
+        return cfg
     fields = {name: getattr(there.model, name) for name in names}
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **fields))
 
 
-def _changes(cfg: Config, there: Config) -> str:
+def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
     """Describe the fields of `run.init_changes` that differ from those of the weights.
 
+    Returns:  (the fields in words, the places of the layers).
     Raises:   ConfigError that names every other field that differs, and the flags that fix it.
     """
-    every = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
+    places = LayerPlaces.of(cfg, to_values(there))
+    every = [p for p in places.fixed_fields if value_of(cfg, p) != value_of(there, p)]
     allowed = {f"model.{name}" for name in cfg.run.init_changes.split(",")}
     differing = [path for path in every if path not in allowed]
     if not differing:
-        return ", ".join(f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
+        if places.moved or places.composed:
+            places.check_changes(cfg.run.init_from, "set it back")
+        fields = (f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
+        return ", ".join(fields), places
     short = lambda path: path.removeprefix("model.")  # noqa: E731
     differences = ", ".join(
         f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxpar.components.model import in_words as in_words_of_layers
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.lists.step_sizes import in_words, step_sizes
 from jaxpar.config.serialize import to_json as text_of
+from jaxpar.config.values import class_name
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.mup.widths import in_words as in_words_of_mup
@@ -137,7 +139,8 @@ def write(
     adapters = f"{size:,} parameters of adapters, rank {cfg.lora.rank} on {cfg.lora.targets}"
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
-        ("model", f"{num_params(cfg.model):,} parameters, {cfg.model.dtype}"),
+        ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),
+        ("layers", in_words_of_layers(cfg.model.layers) if cfg.model.layers else ""),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),
@@ -158,6 +161,8 @@ def write(
 
 def _data(run: Run) -> str:
     """Describe each source in one line, with its number of epochs by the end of the run."""
+    if own := run.cfg.data.source:
+        return f"batches of {class_name(own)}"
     sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
     total = sum(source.weight for source in sources)
     lines = [

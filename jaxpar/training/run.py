@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint.by_place import OF_LAYERS
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.composition import model_of
@@ -123,8 +124,13 @@ class Run:
             loader.skipped = read_skipped(folder)
         changed: dict[str, tuple[Any, Any]] = {}
         if saved is not None:
-            checkpoint.check_resumable(cfg, saved)
-            changed = checkpoint.changed_fields(cfg, saved)
+            shape_of = copies[0].shapes.__getitem__ if copies else None
+            checkpoint.check_resumable(cfg, saved, shape_of)
+            changed = {
+                path: values
+                for path, values in checkpoint.changed_fields(cfg, saved).items()
+                if path not in OF_LAYERS  # whose places are printed
+            }
             loader.skipped = loader.skipped.and_also(saved.skipped_batches, saved.rewinds)
             check_steps(cfg, saved.step)
         weights_from = dict(weights.choose(cfg, saved) if chosen is None else chosen)
@@ -182,8 +188,10 @@ class Run:
     @property
     def attention(self) -> str:
         """A description of the attention kernels."""
-        registered = f"{self.cfg.model.attention}, registered outside the package"
-        return "; ".join(dict.fromkeys(map(str, self.kernels))) or registered
+        mixers = [layer.mixer for layer in model_of(self.cfg.model).layers]
+        functions = [getattr(mixer, "function", type(mixer).__name__) for mixer in mixers if mixer]
+        registered = (f"{name}, defined outside the package" for name in functions)
+        return "; ".join(dict.fromkeys(list(map(str, self.kernels)) or registered))
 
     @property
     def content(self) -> str:

@@ -10,6 +10,7 @@ MAY_IMPORT = (
     "optimizer",
     "step",
     "functional",
+    "inference",
     "data",
     "checkpoint",
     "planning",

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jaxpar.components.attention import Attention
+from jaxpar.components.experts import experts_in
+from jaxpar.components.model import in_words
 from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
@@ -59,11 +62,14 @@ def print_conditions(
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
-    changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
+    layers = model_of(m).layers
+    changed = (
+        f" instead of {asked.compute.dtype}" if asked.compute.dtype != cfg.compute.dtype else ""
+    )
     lines = (
         f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
-        f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
-        f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
+        f"parameters; d_model {m.d_model}, vocabulary {m.vocab_size}; {in_words(layers)}",
+        *map(str, dict.fromkeys(layers)),
         f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
         f"packed documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
@@ -146,7 +152,7 @@ def default_meshes(model: ModelConfig) -> tuple[str, ...]:
     Unequal stages of a model whose layers differ would have whole periods: many layers. A ring
     computes softmax attention alone.
     """
-    if model.num_experts:
+    if experts_in(model_of(model)):
         return EXPERT_MESHES
     left_out = ["layers_per_stage"] if layer_period(model) > 1 else []
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
@@ -218,7 +224,7 @@ def own_code(cfg: Config) -> list[str]:
                 name = f"model.{layer.name}.{role}: {type(term).__name__}"
                 lines.append(f"{name} {only_sharding}")
     for path, value in values_of(cfg):
-        if path == "train.callbacks":
+        if path in ("train.callbacks", "data.source", "metrics.sinks"):
             continue
         name = f"{path}: {getattr(value, 'metric', '') or type(value).__name__}"
         if isinstance(value, Loss) and type(value).plain is not Loss.plain:

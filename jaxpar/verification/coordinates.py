@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpar.components.dims import dims_of, numbers
 from jaxpar.config import (
     Config,
     ConfigError,
@@ -21,6 +22,7 @@ from jaxpar.config import (
     TrainConfig,
     replace,
 )
+from jaxpar.config.layers import with_value
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.model_source import ModelReader
@@ -53,7 +55,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
         ("lora.rank", cfg.lora.rank > 0),
         ("dpo.beta", cfg.dpo.beta > 0),
         ("distill.teacher", bool(cfg.distill.teacher)),
-        ("model.layer_pattern", is_recurrent(cfg.model)),
+        ("model.layers", is_recurrent(cfg.model)),
     ):
         if is_set:
             rule = "is not part of the check, which trains all weights of layers with attention"
@@ -63,6 +65,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
     rate |= {"schedule_as_input": False}
     made = Config(
         model=cfg.model,
+        compute=cfg.compute,
         optimizer=dataclasses.replace(cfg.optimizer.averaging(False), **rate),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=sequences, seed=cfg.train.seed),
         data=DataConfig(seq_len=length, document_mask=cfg.data.document_mask),
@@ -79,6 +82,8 @@ def widened(cfg: Config, width: int) -> Config:
     Raises:   ConfigError for a width that is not in proportion to whole numbers.
     """
     m = cfg.model
+    if m.layers:
+        return dataclasses.replace(cfg, model=_widened_layers(m, width))
     names = ["d_ff"] + ["dense_d_ff"] * (m.dense_d_ff is not None)
     grows_heads = m.mup is None or m.mup.base_head_dim is None
     names += ["num_heads", "num_kv_heads"] if grows_heads else ["head_dim"]
@@ -90,6 +95,30 @@ def widened(cfg: Config, width: int) -> Config:
         raise ConfigError("--widths", width, rule, fix)
     sizes: dict[str, Any] = {name: getattr(m, name) * width // m.d_model for name in names}
     return dataclasses.replace(cfg, model=dataclasses.replace(m, d_model=width, **sizes))
+
+
+def _widened_layers(m: ModelConfig, width: int) -> ModelConfig:
+    """`widened`, of a composed model: the fields that make heads, or their widths, and `d_ff`."""
+    grows_heads = m.mup is None or m.mup.base_head_dim is None
+    growing = {"mlp", *(("heads", "kv_heads") if grows_heads else ("head_dim",))}
+    model, layers = model_of(m), m.layers
+    sizes: dict[str, int] = {}
+    for layer in dict.fromkeys(layers):
+        for role, term in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
+            if term is None:
+                continue
+            grown = {f for dim in dims_of(term, model) if dim.axis in growing for f in dim.fields}
+            at = f"model.{layer.name}.{role}"
+            sizes |= {f"{at}.{f}": n for f, n in numbers(term) if f in grown}
+    least = m.d_model // math.gcd(m.d_model, *sizes.values())
+    if width < 1 or width % least:
+        parts = ", ".join(f"{path} {size}" for path, size in sizes.items())
+        rule = f"must be a multiple of {least}, so that d_model {m.d_model}, {parts} grow in "
+        fix = f"use --widths {','.join(str(n * least) for n in _doublings(m, least))}"
+        raise ConfigError("--widths", width, rule + "proportion", fix)
+    for path, size in sizes.items():
+        layers = with_value(layers, path, size * width // m.d_model)
+    return dataclasses.replace(m.with_layers(layers), d_model=width)
 
 
 def _doublings(m: ModelConfig, least: int) -> list[int]:

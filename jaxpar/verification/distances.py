@@ -9,8 +9,10 @@ import flax.traverse_util
 import jax
 import numpy as np
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.component import Mixer
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_kinds import STACKS, kinds
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.verification import traces
@@ -30,13 +32,21 @@ def zero_gradients(m: ModelConfig) -> frozenset[str]:
     does not change. The number of the last layer scales the stream before the final norm, which
     undoes it, but for its eps; other layers of its stack have gradients.
     """
-    shifts = m.positions == "learned" and m.qkv_bias and m.attention == "softmax"
-    shifts &= not m.qk_norm and not m.attention_sinks and m.attention_softcap is None
-    found = {"layers/bk"} if shifts else set()
-    last = kinds(m)[-1]
-    if m.layer_scale and kinds(m).count(last) == 1:
-        found.add(f"{STACKS[last]}/layer_scale")
+    model = model_of(m)
+    bias = {layer.name for layer in model.layers if _shifts_scores(layer.mixer)}
+    others = {layer.name for layer in model.layers if not _shifts_scores(layer.mixer)}
+    found = {f"{name}/bk" for name in bias - others}
+    last = model.layers[-1]
+    if last.scaled and len(model.stacks[last.name]) == 1:
+        found.add(f"{last.name}/layer_scale")
     return frozenset(found)
+
+
+def _shifts_scores(a: Mixer | None) -> bool:
+    if not isinstance(a, Attention) or not a.bias or a.rope is not None or a.qk_norm:
+        return False
+    softmax = a.function == "softmax" and type(a).heads is Attention.heads
+    return softmax and not a.sinks and a.softcap is None
 
 
 def gradient_errors(found: Arrays, wanted: Arrays, zero: Container[str] = ()) -> dict[str, float]:

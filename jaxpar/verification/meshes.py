@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig
+from jaxpar.config.fields import range_of
 from jaxpar.config.numerals import number, only_digits
-from jaxpar.config.rules.limits import MAX_CPU_DEVICES, most_of
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import axis_sizes
@@ -79,8 +80,8 @@ def _typed(text: str, name: str, value: str, hint: Any) -> int | float | str:
     if not only_digits(value) or int(value) == 0:
         rule = f"{name} must be a positive integer"
         raise ConfigError("--mesh", text, rule, f"use {name}=2")
-    if int(value) > (most := most_of(f"parallel.{name}")):
-        raise ConfigError("--mesh", text, f"{name} must be at most {most:,}", f"use {name}=2")
+    if (allowed := range_of(f"parallel.{name}")) and int(value) > allowed.most:
+        raise ConfigError("--mesh", text, f"{name} {allowed.rule(int(value))}", f"use {name}=2")
     return int(value)
 
 

@@ -309,15 +309,15 @@ def verdict(again: Replay, same: Sequence[ReplayedStep], other: ReplayedStep | N
     """Derive the verdict from the bits; empty if the step is wrong everywhere in the same way."""
     first, recorded = same[0], again.record["bits"]
     if any((taken.bits, taken.state) != (first.bits, first.state) for taken in same):
-        exact = again.cfg.model.attention_deterministic or jax.default_backend() == "cpu"
-        doubt = "" if exact else ", or a kernel's order of sums (model.attention_deterministic)"
+        exact = again.cfg.compute.attention_deterministic or jax.default_backend() == "cpu"
+        doubt = "" if exact else ", or a kernel's order of sums (compute.attention_deterministic)"
         return f"hardware{doubt}: the same step gave other bits on the same devices"
-    if other is not None and not _close(first.loss, other.loss, again.cfg.model.dtype):
+    if other is not None and not _close(first.loss, other.loss, again.cfg.compute.dtype):
         return f"hardware: other devices give loss {other.loss:.6g}, not {first.loss:.6g}"
     loss = again.record["loss"]
     then = math.nan if loss is None else loss
     if recorded != first.bits:
-        if not _close(first.loss, then, again.cfg.model.dtype):
+        if not _close(first.loss, then, again.cfg.compute.dtype):
             return f"hardware, transient: it does not happen again (recorded loss {then:.6g})"
         same_mesh = again.record["mesh"] == describe(again.run.mesh)
         if same_mesh and not again.is_wrong(first.loss):

@@ -1,12 +1,13 @@
 """Makes a config small and exact enough to compare meshes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.components.dims import SmallSizes
-from jaxpar.components.model import period_of
+from jaxpar.components.model import repetition
 from jaxpar.config import Config, DilocoConfig, ModelConfig, ParallelConfig, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_kinds import (
@@ -20,6 +21,7 @@ from jaxpar.config.layout.layer_kinds import (
     of_kind,
 )
 from jaxpar.config.layout.layer_split import layer_period, layers_per_chunk
+from jaxpar.config.lists.lora_targets import least_side
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.model.parameters import trainable_specs
@@ -35,11 +37,11 @@ def float32(cfg: Config) -> Config:
         cfg,
         diloco=DilocoConfig(),
         **{
-            "model.dtype": "float32",
-            "model.matmul_dtype": "compute",
-            "model.float8_scaling": "tensor",
-            "model.attention_backend": "reference",
-            "model.recurrent_backend": "auto",
+            "compute.dtype": "float32",
+            "compute.matmul_dtype": "compute",
+            "compute.float8_scaling": "tensor",
+            "compute.attention_backend": "reference",
+            "compute.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "optimizer.first_moment_dtype": "float32",
@@ -121,7 +123,6 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         "model.d_ff": d_ff,
     }
     values |= _of_run(cfg, meshes, d_model, seq_len)
-    values |= _adapters(cfg, min(head_dim, d_model, d_ff)) if cfg.lora.rank else {}
     values |= _experts(m) if m.num_experts else {}
     values |= _latents(m, head_dim, d_model, sharded) if m.kv_lora_rank else {}
     values |= _global_heads(m, heads, head_dim, every(lambda p: p.tensor))
@@ -135,7 +136,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     if m.rope_scaling is not None:
         rotary = values.get("model.qk_rope_head_dim", int(head_dim * m.rope_fraction))
         values |= _rope_scaling(m, rotary, shorter)
-    return replace(without_schedules(cfg), **values)
+    return _adapted(replace(without_schedules(cfg), **values))
 
 
 def _of_run(
@@ -166,9 +167,13 @@ def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     d_model = up(min(m.d_model, 64), every(lambda p: p.data * p.expert * p.sequence))
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     sizes = SmallSizes.of(model, d_model, seq_len / cfg.data.seq_len, list(meshes))
-    period = period_of(m.layers)
+    start, n = repetition(m.layers)
+    leading, period = tuple(dict.fromkeys(m.layers[:start])), m.layers[start : start + n]
     if len(period) > MOST_KINDS:
         period = period[: max(map(period.index, period)) + 1]
+    if m.mtp_depth:  # modules are as the last layer: the period ends with it
+        end = len(period) - period[::-1].index(m.layers[-1])
+        period = period[end:] + period[:end]
     given = [
         sum(layers_per_chunk(dataclasses.replace(cfg, parallel=p)))
         for p in meshes
@@ -176,17 +181,16 @@ def _composed(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     ]
     stages = every(lambda p: p.pipeline * p.virtual_stages)
     number = max(given, default=up(2, stages * len(period)))
-    layers = [period[i % len(period)].shrunk(sizes) for i in range(number)]
-    small = m.with_layers(layers)
+    layers = [*leading, *itertools.islice(itertools.cycle(period), number)]
+    small = m.with_layers([layer.shrunk(sizes) for layer in layers])
     values: dict[str, Any] = {"model": small, "model.d_model": d_model}
     values |= _of_run(cfg, meshes, d_model, seq_len)
-    values |= _adapters(cfg, 4) if cfg.lora.rank else {}
     if is_recurrent(m):
         values["model.norm_eps"] = max(m.norm_eps, RECURRENT_EPS)
     if model.max_positions:
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
-    values |= _base_model(m, d_model, small.d_ff, small.head_dim, number)
-    return replace(without_schedules(cfg), **values)
+    values |= _base_model(m, d_model, small.d_ff, small.head_dim, len(layers))
+    return _adapted(replace(without_schedules(cfg), **values))
 
 
 def _lengths(m: ModelConfig, shorter: float) -> dict[str, Any]:
@@ -284,10 +288,14 @@ def _delta_net(m: ModelConfig, tensor: int, narrower: float) -> dict[str, Any]:
     }
 
 
-def _adapters(cfg: Config, most: int) -> dict[str, Any]:
-    """Return the fields of adapters, of a rank of at most `most`, with the factor of the config."""
-    rank = min(cfg.lora.rank, most)
-    return {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
+def _adapted(cfg: Config) -> Config:
+    """Return the config with adapters that fit their matrices, and the factor of the config."""
+    lora = cfg.lora
+    if not lora.rank:
+        return cfg
+    sides = (least_side(model_of(cfg.model), target) for target in lora.targets.split(","))
+    rank = min(lora.rank, *sides)
+    return replace(cfg, **{"lora.rank": rank, "lora.alpha": lora.alpha * rank / lora.rank})
 
 
 def _experts(m: ModelConfig) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def how(card: dict[str, Any]) -> str:
     words = [f"remat `{c['parallel.remat']}`"]
     if is_float8(card):
         gathers = "8-bit gathers, " if c["parallel.gather_dtype"] == "float8" else ""
-        words.append(f"float8, {gathers}a scale per {c['model.float8_scaling']}")
-    if c.get("model.logits_dtype") == "compute":
-        words.append(f"logits in {c['model.dtype']}")
+        words.append(f"float8, {gathers}a scale per {c['compute.float8_scaling']}")
+    if c.get("compute.logits_dtype") == "compute":
+        words.append(f"logits in {c['compute.dtype']}")
     if c.get("parallel.loss_chunks"):
         words.append(f"loss chunks {c['parallel.loss_chunks']}")
     for field, unit in (
@@ -103,7 +103,7 @@ def how(card: dict[str, Any]) -> str:
     if c["parallel.expert"] > 1 and c["model.num_experts"]:
         words.append(f"expert slack {c['parallel.expert_slack']}")
     if c.get("model.layer_pattern"):
-        words.append(f"recurrences by {c['model.recurrent_backend']}")
+        words.append(f"recurrences by {c['compute.recurrent_backend']}")
     if (rule := c["optimizer.name"]) != "adamw":
         words.append(rule.capitalize())
     if c["data.document_mask"]:
@@ -181,7 +181,7 @@ def pairs() -> list[tuple[str, dict[str, Any], str, dict[str, Any]]]:
 
 def is_float8(card: dict[str, Any]) -> bool:
     """Return whether a card's matmuls are in float8."""
-    return card["config"].get("model.matmul_dtype") == "float8"
+    return card["config"].get("compute.matmul_dtype") == "float8"
 
 
 def recomputed(theirs: dict[str, Any]) -> str:

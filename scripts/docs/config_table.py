@@ -34,7 +34,7 @@ def _others(hint: Any) -> list[str]:
     """Return the choices of a field, or the types of one that may be None."""
     if typing.get_origin(hint) is typing.Literal:
         return [str(choice) for choice in typing.get_args(hint)]
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = [option for option in typing.get_args(hint) if option is not types.NoneType]
         return [text for part in parts for text in _others(part) or [part.__name__]]
     return []
@@ -48,7 +48,7 @@ def section_table(name: str, cls: Any) -> list[str]:
         path, inner = f"{name}.{field}", fields.section_of(hint)
         values = "`None`, a section" if inner else values_text(path, hint)
         row = (f"`{path}`", values, fields.meanings(cls)[field])
-        lines.append("| " + " | ".join(map(cell, row)) + " |")
+        lines.append("|" + "|".join(map(cell, row)) + "|")
         if inner is not None:
             lines += section_table(path, inner)
     return lines
@@ -58,7 +58,7 @@ def table() -> str:
     """Return the tables of all sections as Markdown."""
     parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
-        head = ["| field | default, others | meaning |", "|---|---|---|"]
+        head = ["|field|default, others|meaning|", "|---|---|---|"]
         lines = [f"### {name}", "", inspect.getdoc(cls) or "", "", *head]
         parts.append("\n".join(lines + section_table(name, cls)) + "\n")
     return "\n".join(parts)

@@ -2,7 +2,7 @@
 
     python scripts/docs/families.py --write
 
-Rows are the conversion tables of jaxpar/convert/hf/families.py. A cell names the tiny models
+Rows are the families of jaxpar/convert/hf/families. A cell names the tiny models
 (tests/convert/tiny_models.py) that a test covers, read from the test's own parameters. To add a
 family, add a line to ROWS, and a tiny model.
 """

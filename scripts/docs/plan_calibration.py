@@ -162,6 +162,7 @@ def shorter(run: str) -> str:
         "mixtral_8x7b --model.num-layers 4": "4 layers of Mixtral 8x7B",
         "--parallel.": "",
         "--model.": "",
+        "--compute.": "",
         "logits-dtype compute": "logits16",
         "--data.document-mask False": "",
         "--train.global-batch-size": "batch",

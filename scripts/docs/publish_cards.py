@@ -47,9 +47,10 @@ PARTS = {
 #: Fields of the config that are published whatever their value: the model's shape and the layout.
 #: Others are where they differ from the defaults.
 CONFIG = """
-data.document_mask data.seq_len model.dtype model.d_model model.float8_scaling model.kv_lora_rank
-model.layer_pattern model.logits_dtype model.matmul_dtype model.num_experts model.num_layers
-model.recurrent_backend optimizer.name parallel.expert parallel.expert_slack parallel.gather_dtype
+compute.dtype compute.float8_scaling compute.logits_dtype compute.matmul_dtype
+compute.recurrent_backend data.document_mask data.seq_len model.d_model model.kv_lora_rank
+model.layer_pattern model.num_experts model.num_layers optimizer.name parallel.expert
+parallel.expert_slack parallel.gather_dtype
 parallel.loss_chunks parallel.num_microbatches parallel.remat parallel.row_groups
 parallel.virtual_stages parallel.zero train.global_batch_size
 """.split()

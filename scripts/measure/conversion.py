@@ -22,7 +22,7 @@ from jaxpar.config.command_line import load_config, parse_overrides
 from jaxpar.convert.hf.config import config_json, entry_table
 from jaxpar.convert.hf.families import LLAMA
 from jaxpar.convert.hf.folder import create_tensors, find_tensors
-from jaxpar.convert.hf.tensor_layout import sizes_of, tensor_names, tensor_shape
+from jaxpar.convert.hf.tensor_layout import tensor_names, tensor_shape
 
 #: Number of random values, which are written repeatedly.
 BLOCK = 1 << 22
@@ -34,9 +34,7 @@ def write_model(folder: Path, cfg: Config) -> int:
     m = cfg.model
     (folder / "config.json").write_text(json.dumps(config_json(m, LLAMA, {}, "bfloat16")))
     shapes = {
-        name: tensor_shape(entry, sizes_of(m))
-        for entry in entry_table(LLAMA, m)
-        for name in tensor_names(entry, sizes_of(m))
+        name: tensor_shape(entry) for entry in entry_table(LLAMA, m) for name in tensor_names(entry)
     }
     values = 0.02 * np.random.default_rng(0).standard_normal(BLOCK, np.float32)
     for stored in create_tensors(folder, shapes, "bfloat16", 5_000_000_000).values():

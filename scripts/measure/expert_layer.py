@@ -83,7 +83,7 @@ def programs_of(cfg: Config):
 
     def converted(w):
         return {
-            n: a if n in ("router", "b_router", "router_bias") else a.astype(m.dtype)
+            n: a if n in ("router", "b_router", "router_bias") else a.astype(cfg.compute.dtype)
             for n, a in w.items()
         }
 
@@ -114,10 +114,10 @@ def programs_of(cfg: Config):
 def _arrays(specs: dict, cfg: Config, key: jax.Array):
     """Draw the weights in float32, and tokens and gradients in the compute dtype."""
     keys = iter(jax.random.split(key, len(specs) + 2))
-    m, shape = cfg.model, (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.d_model)
+    shape = (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.d_model)
     draw = lambda s: s.std * jax.random.normal(next(keys), s.shape[1:], jnp.float32)  # noqa: E731
     w = {n: draw(s) for n, s in specs.items()}
-    x, d_out = (jax.random.normal(next(keys), shape, m.dtype) for _ in range(2))
+    x, d_out = (jax.random.normal(next(keys), shape, cfg.compute.dtype) for _ in range(2))
     return w, x, d_out
 
 

@@ -73,26 +73,26 @@ class Variant:
     plain_loss: bool = False
 
 
-_FLOAT32 = {"model.dtype": "float32", "model.attention_backend": "reference"}
+_FLOAT32 = {"compute.dtype": "float32", "compute.attention_backend": "reference"}
 
 VARIANTS = {
     "bfloat16": Variant("the default"),
     "bfloat16-again": Variant("the default, a second time"),
     "document-mask": Variant("attention within documents", {"data.document_mask": True}),
-    "logits16": Variant("bfloat16 logits", {"model.logits_dtype": "compute"}),
+    "logits16": Variant("bfloat16 logits", {"compute.logits_dtype": "compute"}),
     "plain-loss": Variant("the loss differentiated by JAX in float32", plain_loss=True),
     "norm-written": Variant("norms scaled before the matmul", execution={"norm": "written"}),
-    "reference": Variant("attention in plain JAX", {"model.attention_backend": "reference"}),
-    "cudnn": Variant("attention by cuDNN", {"model.attention_backend": "cudnn"}),
-    "hopper": Variant("attention by pallas_hopper", {"model.attention_backend": "pallas_hopper"}),
-    "triton": Variant("attention by Triton", {"model.attention_backend": "triton"}),
-    "deterministic": Variant("deterministic attention", {"model.attention_deterministic": True}),
+    "reference": Variant("attention in plain JAX", {"compute.attention_backend": "reference"}),
+    "cudnn": Variant("attention by cuDNN", {"compute.attention_backend": "cudnn"}),
+    "hopper": Variant("attention by pallas_hopper", {"compute.attention_backend": "pallas_hopper"}),
+    "triton": Variant("attention by Triton", {"compute.attention_backend": "triton"}),
+    "deterministic": Variant("deterministic attention", {"compute.attention_deterministic": True}),
     "unroll": Variant(
         "unrolled layers, no recomputation",
         {"parallel.layer_loop": "unroll", "parallel.remat": "none"},
     ),
     "tf32": Variant("float32, matmuls in TF32", _FLOAT32),
-    "float32": Variant("float32", _FLOAT32 | {"model.matmul_precision": "float32"}),
+    "float32": Variant("float32", _FLOAT32 | {"compute.matmul_precision": "float32"}),
 }
 
 

@@ -59,8 +59,9 @@ def get_config():
         ),
         model=ModelConfig(
             num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64,
-            vocab_size=272, dtype="float32",
+            vocab_size=272,
         ),
+        compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(
             num_steps={steps}, global_batch_size=16, batch_schedule={batches!r}, log_every=1
         ),

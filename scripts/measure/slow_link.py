@@ -108,7 +108,7 @@ SHRINK = {
     "model.d_ff": 128,
     "data.seq_len": 64,
     "train.global_batch_size": 8,
-    "model.dtype": "float32",
+    "compute.dtype": "float32",
     "optimizer.learning_rate": 3e-3,
     "optimizer.warmup_steps": 20,
 }

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-_LOSS = "--model.logits-dtype compute --parallel.loss-chunks 1"
-_FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
+_LOSS = "--compute.logits-dtype compute --parallel.loss-chunks 1"
+_FLOAT8 = "--compute.matmul-dtype float8 --parallel.gather-dtype float8"
 _SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
 _STAGES = f"--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4 {_LOSS}"
 _LONG = f"--train.global-batch-size 1 --parallel.sequence {{gpus}} {_SAVED} {_LOSS}"
@@ -51,7 +51,7 @@ _WHOLE = "--parallel.remat none"
 _UNTIED = f"--model.tie-embeddings False {_WHOLE} {_LOSS}"
 
 #: The loss in as many pieces as the memory of the logits takes, and loads balanced by a bias.
-_EXPERTS = "--model.logits-dtype compute --model.router-bias True"
+_EXPERTS = "--compute.logits-dtype compute --model.router-bias True"
 _QWEN3, _ZERO1 = f"{_EXPERTS} --model.num-layers {{layers6}}", "--parallel.zero 1"
 _ONE_AXIS = "--parallel.expert {gpus} --parallel.data 1 --parallel.expert-slack 2.0"
 _MIXTRAL = f"{_EXPERTS} --model.num-layers {{layers2}} {_ONE_AXIS} --parallel.expert-dispatch"
@@ -125,7 +125,7 @@ ROWS = {
     ),
     "experts-float8": _qwen3(
         "Qwen3-30B-A3B, expert 4 × data, in float8",
-        "--parallel.expert 4 --parallel.data -1 --model.matmul-dtype float8",
+        "--parallel.expert 4 --parallel.data -1 --compute.matmul-dtype float8",
         *(f"{_ZERO1} {_WHOLE}", 4),
     ),
     "mixtral-tokens": Row(

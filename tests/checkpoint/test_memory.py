@@ -104,9 +104,9 @@ def test_the_change_is_told(setup):
 
 
 def test_another_compute_dtype_begins_with_its_own_loss_scale(setup):
-    cfg, mesh = setup(**{"model.dtype": "float32"})
+    cfg, mesh = setup(**{"compute.dtype": "float32"})
     saved = save(cfg, mesh, 4)
-    half = config.replace(cfg, **{"model.dtype": "float16", "guard.loss_scale": 512.0})
+    half = config.replace(cfg, **{"compute.dtype": "float16", "guard.loss_scale": 512.0})
     guard = checkpoint.restore(half, mesh).extra["guard"]
     assert float(guard["loss_scale"]) == 512
     assert int(guard["skipped"]) == int(saved.extra["guard"]["skipped"])

@@ -175,7 +175,7 @@ FIELDS = {
 def test_components_refuse_what_flags_refuse(name):
     """Every row of the table on `model`, of float32: how matrices are multiplied is no matter of
     the model. Whole experts have complete hidden units, which the table divides all the same."""
-    cfg = replace(load_config(name), **{"model.matmul_dtype": "compute"})
+    cfg = replace(load_config(name), **{"compute.matmul_dtype": "compute"})
     refused = 0
     for mesh in MESHES_OF_RULES:
         on_mesh = dataclasses.replace(cfg, parallel=ParallelConfig(**mesh))

@@ -121,8 +121,9 @@ Fix: use --train.num-steps or --profile.num-steps.
     optimizer.learning_rate = 'fast': must be a number. Fix: use --optimizer.learning-rate 0.0003.
 --model.tie-embeddings maybe
     model.tie_embeddings = 'maybe': must be True or False. Fix: use --model.tie-embeddings False.
---model.dtype bf
-    model.dtype = 'bf': must be one of bfloat16, float16, float32. Fix: use --model.dtype bfloat16.
+--compute.dtype bf
+    compute.dtype = 'bf': must be one of bfloat16, float16, float32. \
+Fix: use --compute.dtype bfloat16.
 --parallel.zero 4
     parallel.zero = '4': must be one of 1, 2, 3. Fix: use --parallel.zero 3.
 --model.sliding-window wide
@@ -234,7 +235,7 @@ VALUES = [
     ("model.tie_embeddings", "False", False),
     ("model.tie_embeddings", "true", True),
     ("parallel.zero", "1", 1),
-    ("model.dtype", "bfloat16", "bfloat16"),
+    ("compute.dtype", "bfloat16", "bfloat16"),
     ("parallel.remat", "qkv,attn_out", "qkv,attn_out"),
     ("run.compilation_cache", "", ""),
     ("run.dir", "None", "None"),

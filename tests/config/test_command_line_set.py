@@ -9,9 +9,9 @@ from jaxpar.tools.bench import command as training
 
 
 def test_settings_in_a_row_are_fields():
-    words = "--set train.num-steps=7 model.dtype=float32 --parallel.tensor 2 --set train.seed=3"
+    words = "--set train.num-steps=7 compute.dtype=float32 --parallel.tensor 2 --set train.seed=3"
     cfg = parse_overrides(Config(), words.split())
-    assert (cfg.train.num_steps, cfg.model.dtype, cfg.parallel.tensor) == (7, "float32", 2)
+    assert (cfg.train.num_steps, cfg.compute.dtype, cfg.parallel.tensor) == (7, "float32", 2)
     assert cfg.train.seed == 3
 
 

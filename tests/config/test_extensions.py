@@ -13,7 +13,6 @@ from jaxpar.config import Config, ConfigError, registry, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.hf.families import FAMILIES, LLAMA
-from jaxpar.convert.torch_names import PLAIN
 from jaxpar.inference import generation
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer
@@ -140,11 +139,11 @@ def test_adding_again_replaces():
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (
             ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
-            r"parallel\.context = 'ring': needs softmax attention, but model\.attention is capped",
+            r"parallel\.context = 'ring': is not supported with model\.attention = capped",
         ),
         (
-            ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': needs softmax attention",
+            ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
+            r"compute\.attention_backend = 'cudnn': is not supported with",
         ),
     ],
 )
@@ -194,10 +193,9 @@ def test_a_rule_that_gives_nothing():
 
 def test_no_published_format_has_them():
     model = replace(TINY, **ADDED).model
-    assert all(why_not(family, model) for family in (*FAMILIES, PLAIN))
-    for family in (LLAMA, PLAIN):
-        assert why_not(family, replace(TINY, **{"optimizer.name": "momentum"}).model) is None
-        assert "model.attention = capped" in why_not(family, model)
+    assert all(why_not(family, model) for family in FAMILIES)
+    assert why_not(LLAMA, replace(TINY, **{"optimizer.name": "momentum"}).model) is None
+    assert "model.layers.mixer.function = capped" in why_not(LLAMA, model)
 
 
 def test_sampling_needs_the_attention_and_no_rule():

@@ -3,14 +3,15 @@
 import itertools
 import random
 import shlex
-import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import parse_overrides, read_config
+from jaxpar.config.command_line import members, parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
@@ -39,10 +40,14 @@ def follow(cfg: Config, legal=check) -> list[str]:
 
 
 CASES = {
+    # A model of flags has no name.
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
-    "modules of layers that differ": ("gemma_3/1b", {"model.mtp_depth": 1}),
+    "modules with a recurrence": (
+        "",
+        {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"},
+    ),
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
         "llama4_scout",
@@ -51,20 +56,20 @@ CASES = {
     "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
-    "experts between": ("kimi_linear_48b_a3b", {"model.moe_every": 2}),
+    "experts between": ("", {"model.num_experts": 4, "model.moe_every": 2}),
     "two kinds of scaling": (
-        "llama3_70b",
+        "",
         {"model.rope_scaling.beta_fast": 8.0, "model.rope_scaling.low_freq_factor": 2.0},
     ),
     "heads of latent attention": ("moonlight_16b_a3b", {"parallel.tensor": 3}),
-    "a block that is not there": ("gemma_4/31b", {"model.shared_norm": True}),
+    "a block that is not there": ("", {"model.shared_norm": True}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_first_fixes_end(case):
     name, fields = CASES[case]
-    assert follow(replace(load_config(name), **fields))
+    assert follow(replace(load_config(name) if name else Config(), **fields))
 
 
 def test_a_mixture_needs_no_path_beside_it():
@@ -91,7 +96,7 @@ def values_of(path: str, configs: list[Config]) -> list:
     """Values of a field: of the configs, its default, and a few of its type."""
     hint = field_types()[path]
     few = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0]}.get(hint, [])
-    words = typing.get_args(hint) if "Literal" in str(hint) else ()
+    words = [one for one in members(hint) if isinstance(one, str)]
     found = [default_of(path), *few, *words]
     for cfg in configs:
         try:
@@ -101,11 +106,24 @@ def values_of(path: str, configs: list[Config]) -> list:
     return sorted(set(found), key=repr)
 
 
+def models_of_flags() -> list[Config]:
+    """Configs of models of several kinds whose flags describe the layers."""
+    latent = {"model.kv_lora_rank": 64, "model.num_kv_heads": 8, "model.head_dim": 128}
+    kinds = (
+        {},
+        {"model.num_experts": 4, "parallel.layer_loop": "unroll"},
+        {"model.num_experts": 4, "model.dense_layers": 1, "parallel.layer_loop": "unroll"},
+        {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"},
+        {"model.global_every": 2, "model.sliding_window": 64, "parallel.layer_loop": "unroll"},
+        latent,
+    )
+    return [replace(Config(), **fields) for fields in kinds]
+
+
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])
 def test_first_fixes_end_for_random_fields(number):
     rng = random.Random(number)
-    every = [load_config(name) for name in known_configs().split(", ")]
-    configs = [cfg for cfg in every if not cfg.model.layers]  # whose flags are those of layers
+    configs = models_of_flags()
     paths = [path for path in leaf_paths() if path.partition(".")[0] in SECTIONS]
     values = {path: values_of(path, configs) for path in paths}
     lengths = set()
@@ -114,6 +132,76 @@ def test_first_fixes_end_for_random_fields(number):
         fields = {path: rng.choice(values[path]) for path in chosen}
         lengths.add(len(follow(replace(rng.choice(configs), **fields))))
     assert {0, 1, 2, 3} <= lengths  # there was something to follow
+
+
+def wrong_command_lines(number: int, seed: int) -> Iterator[tuple[Config, list[str]]]:
+    """Configs with a few random fields on the command line, which break some rule."""
+    rng = random.Random(seed)
+    flags, composed = models_of_flags(), map(load_config, known_configs().split(", "))
+    configs = [*flags, *composed]
+    paths = [path for path in leaf_paths() if path.partition(".")[0] in (*SECTIONS, "checkpoint")]
+    texts = {path: values_of(path, flags) for path in paths}
+    while number:
+        base = rng.choice(configs if rng.random() < 0.5 else flags)
+        fields = ((path, rng.choice(texts[path])) for path in rng.sample(paths, rng.randint(1, 4)))
+        words = [word for path, value in fields for word in shlex.split(flag(path, value))]
+        try:
+            cfg = parse_overrides(base, words)
+        except ConfigError:  # of reading, not of the rules
+            continue
+        try:
+            check(cfg)
+        except ConfigError:
+            yield cfg, words
+            number -= 1
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_every_printed_fix_is_legal(number):
+    """With it, and the first fixes of the other rules that are still broken, the config passes."""
+    several, in_words, tried = 0, 0, 0
+    for cfg, words in wrong_command_lines(number, number):
+        with pytest.raises(ConfigError) as caught:
+            check(cfg)
+        errors = errors_of(caught.value)
+        several += len(errors) > 1
+        firsts = [fixes_of(error)[:1] for error in errors]
+        in_words += sum(not first for first in firsts)
+        for i, error in enumerate(errors):
+            for fix in fixes_of(error):
+                now = cfg
+                for j, first in enumerate(firsts):
+                    of_rule = [fix] if i == j else first
+                    if i == j or is_broken(now, errors[j]):
+                        for one in of_rule:
+                            now = parse_overrides(now, options_in(one))
+                            tried += 1
+                for j, first in enumerate(firsts):  # an alternative leaves more to the others
+                    if j != i and is_broken(now, errors[j]):
+                        now = parse_overrides(now, options_in(first[0]))
+                if all(firsts):
+                    check(now)
+                assert not is_broken(now, error), (words, fix)
+    assert several > number // 20 and tried > number and in_words < number // 10
+
+
+def is_broken(cfg: Config, rule: ConfigError) -> bool:
+    """Whether a config breaks a rule."""
+    try:
+        check(cfg)
+    except ConfigError as error:
+        return any(same_rule(one, rule) for one in errors_of(error))
+    return False
+
+
+def test_all_broken_rules_are_one_error():
+    fields = {"train.num_steps": 0, "lora.rank": 4, "model.mtp_depth": 1, "dpo.beta": 0.1}
+    with pytest.raises(ConfigError) as caught:
+        check(replace(Config(), **fields))
+    said = str(caught.value)
+    assert "rules are broken" in said and "1. train.num_steps = 0" in said
+    assert "lora.rank = 4: is not supported with model.mtp_depth = 1" in said
+    assert "model.mtp_depth = 1: is not supported with dpo.beta = 0.1" in said
 
 
 @pytest.mark.parametrize(

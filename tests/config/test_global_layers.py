@@ -29,10 +29,13 @@ CASES = [
     ({"model.global_num_kv_heads": 3}, "num_heads = 4: must be divisible by .*kv_heads = 3"),
     ({"parallel.tensor": 4, "model.num_kv_heads": 4}, "global_num_kv_heads = 2: must be divisible"),
     (
-        {"model.attention_backend": "triton", "model.head_dim": 64, "model.global_head_dim": 512},
+        {"compute.attention_backend": "triton", "model.head_dim": 64, "model.global_head_dim": 512},
         "global_head_dim = 512: must be a multiple of 16 up to 256 for attention_backend = triton",
     ),
-    ({"model.parallel_block": True}, "is not supported with model.parallel_block = True"),
+    (
+        {"model.parallel_block": True},
+        "parallel_block = True: is not supported with model.layer_pattern",
+    ),
     ({"model.rope_scaling.turning": 0.0}, "turning = 0.0: must be above 0 and at most 1"),
     ({"model.rope_scaling.kind": "linear"}, "turning = 0.5: needs kind proportional, not linear"),
 ]

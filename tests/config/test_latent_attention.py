@@ -19,7 +19,7 @@ GOOD = replace(
 
 def test_what_may_be():
     check(GOOD)
-    check(replace(GOOD, **{"model.q_lora_rank": 96, "model.matmul_dtype": "float8"}))
+    check(replace(GOOD, **{"model.q_lora_rank": 96, "compute.matmul_dtype": "float8"}))
     assert GOOD.model.rotary_dims == 16 and GOOD.model.qk_nope_head_dim == 32
 
 
@@ -46,12 +46,17 @@ def test_what_may_be():
         ),
         ({"attention_gate": True}, r"attention_gate = True: does not apply"),
         ({"attention_sinks": True}, r"attention_sinks = True: does not apply"),
-        ({"matmul_dtype": "float8", "kv_lora_rank": 72}, r"kv_lora_rank = 72.*divisible by 16"),
     ],
 )
 def test_what_cannot_be(fields, message):
     with pytest.raises(ConfigError, match=message):
         check(replace(GOOD, **{f"model.{name}": value for name, value in fields.items()}))
+
+
+def test_latents_in_float8():
+    cfg = replace(GOOD, **{"compute.matmul_dtype": "float8", "model.kv_lora_rank": 72})
+    with pytest.raises(ConfigError, match=r"kv_lora_rank = 72.*divisible by 16"):
+        check(cfg)
 
 
 def test_latents_are_sharded():
@@ -63,7 +68,7 @@ def test_latents_are_sharded():
 @pytest.mark.parametrize("target", ["k_proj", "q_a_proj"])
 def test_adapters_of_other_attention(target):
     cfg = replace(GOOD, **{"lora.rank": 4, "lora.targets": f"o_proj,{target}"})
-    with pytest.raises(ConfigError, match="must be names from q_proj, kv_a_proj_with_mqa, kv_b"):
+    with pytest.raises(ConfigError, match="must be names from kv_a_proj_with_mqa, q_proj, kv_b"):
         check(cfg)
 
 

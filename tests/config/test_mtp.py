@@ -10,6 +10,7 @@ GOOD = replace(Config(), **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
 
 def test_what_may_be():
     check(GOOD)
+    check(replace(GOOD, **{"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"}))
     experts = {"model.num_experts": 4, "train.global_batch_size": 8}
     check(replace(GOOD, **experts))
     check(replace(GOOD, **experts, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2}))
@@ -22,15 +23,14 @@ def test_what_may_be():
         ({"model.mtp_depth": 9}, r"mtp_depth = 9: must be at most 8"),
         ({"model.mtp_depth": 2, "data.seq_len": 2}, r"mtp_depth = 2: .*below data.seq_len = 2"),
         ({"train.mtp_loss": 0.0}, r"mtp_loss = 0.0: must be above 0, or model.mtp_depth 0"),
-        ({"model.logits_scaling": 2.0}, r"logits_scaling = 2.0: does not support model.mtp_depth"),
-        ({"lora.rank": 4}, r"lora.rank = 4: does not support model.mtp_depth, which is 2"),
         (
-            {"model.nope_every": 2, "parallel.layer_loop": "unroll"},
-            r"nope_every = 2: does not support model.mtp_depth.*layers are alike",
+            {"model.logits_scaling": 2.0},
+            r"logits_scaling = 2.0: is not supported with model.mtp",
         ),
+        ({"lora.rank": 4}, r"lora.rank = 4: is not supported with model.mtp_depth = 2"),
         (
-            {"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = 'G\*': does not support model.mtp_depth.*layers are alike",
+            {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
+            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2: a module",
         ),
     ],
 )

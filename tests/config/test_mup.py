@@ -17,14 +17,17 @@ HYBRID = {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"}
         ({"model.mup.base_width": 0}, r"base_width = 0: must be at least 1.*base-width 256"),
         ({"model.mup.base_d_ff": 0}, r"base_d_ff = 0: must be at least 1.*base-d-ff 704"),
         ({"model.mup.base_depth": -1}, r"base_depth = -1: must be at least 1.*base-depth 4"),
-        ({"optimizer.name": "sgd"}, r"'sgd': has no learning rate for each width.*name adamw"),
-        ({"model.embed_scale": True}, r"embed_scale = True: grows with the width"),
-        ({"model.mtp_depth": 1}, r"mtp_depth = 1: adds modules .*--model\.mup None"),
-        (HYBRID, r"layer_pattern = .*recurrent layers, for which"),
+        ({"optimizer.name": "sgd"}, r"'sgd': .* it has no learning rate by width.*name adamw"),
+        ({"model.embed_scale": True}, r"embed_scale = True: .*: it grows with the width"),
+        (
+            {"model.mtp_depth": 1},
+            r"mtp_depth = 1: .* modules read hidden states.*--model\.mup None",
+        ),
+        (HYBRID, r"layer_pattern = .*µP's factors do not hold for them"),
         (
             {"model.kv_lora_rank": 64, "model.num_kv_heads": 8, "model.head_dim": 128}
             | {"model.mup.base_head_dim": 32},
-            r"base_head_dim = 32: is not for latent attention",
+            r"base_head_dim = 32: is not supported with model.kv_lora_rank = 64",
         ),
     ],
 )
@@ -36,7 +39,7 @@ def test_what_cannot_be(fields, said):
 def test_a_registered_rule_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
     registry.add("optimizer.name", "mine", lambda cfg, rate, mask: None)
-    with pytest.raises(ConfigError, match="'mine': has no learning rate for each width"):
+    with pytest.raises(ConfigError, match=r"'mine': .* it has no learning rate by width"):
         check(replace(Config(), **MUP, **{"optimizer.name": "mine"}))
 
 

@@ -1,17 +1,21 @@
 """Numbers as people type them, and the largest values of fields and options."""
 
+import typing
 from pathlib import Path
 
 import pytest
 
 from jaxpar.commands import COMMANDS, module_of
+from jaxpar.components.ranges import MAX_INT, Range, declared_range
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import members, parse_overrides
-from jaxpar.config.fields import leaf_paths, unknown_field
+from jaxpar.config.config_file import load_config
+from jaxpar.config.fields import field_types, range_of, unknown_field
+from jaxpar.config.layers import OURS
 from jaxpar.config.numerals import number, only_digits, whole_number
 from jaxpar.config.option_fields import declared
-from jaxpar.config.rules.limits import MOST, Range, most_of
 from jaxpar.config.rules.numbers import numbers
+from jaxpar.config.validate import check
 
 PACKAGE = Path(__file__).resolve().parents[2] / "jaxpar"
 
@@ -40,18 +44,34 @@ def test_numbers_are_read():
 # ------------------------------------------------------------------------------------- fields
 
 
-@pytest.mark.parametrize("path", MOST)
-def test_a_field_above_its_limit_is_refused(path):
-    assert path in leaf_paths()
-    with pytest.raises(ConfigError, match=f"must be at most {MOST[path]}"):
-        numbers(replace(Config(), **{path: MOST[path] + 1}))
-    numbers(replace(Config(), **{path: MOST[path]}))
+WHOLE = [path for path, hint in field_types().items() if hint in (int, int | None)]
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_a_whole_number_outside_its_range_is_refused(path):
+    allowed = range_of(path) or Range(-MAX_INT - 1, MAX_INT)
+    for bound, outside in ((allowed.least, -1), (allowed.most, 1)):
+        errors = numbers(replace(Config(), **{path: bound + outside}))
+        assert [error.field for error in errors] == [path], bound
+    for bound in (allowed.least, allowed.most):
+        assert not numbers(replace(Config(), **{path: bound}))
 
 
 def test_the_sizes_of_a_model_are_bounded():
     """Each size alone: the memory of all together is compared with the host's before the start."""
     sizes = "num_layers d_model num_heads num_kv_heads head_dim d_ff num_experts vocab_size".split()
-    assert all(most_of(f"model.{name}") < 1 << 27 for name in sizes)
+    assert all(range_of(f"model.{name}").most < 1 << 27 for name in sizes)
+
+
+def test_numbers_of_components_have_ranges():
+    """Every whole number of a component of jaxpar; errors have its address."""
+    for cls in OURS.values():
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            if int in (hint, *typing.get_args(hint)[:1]) and not name.startswith("_"):
+                assert declared_range(hint), (cls, name)
+    with pytest.raises(ConfigError, match=r"mixer.head_dim = 0: must be at least 1.*-dim 8"):
+        options = ["--model.*.mixer.head-dim", "0"]
+        check(parse_overrides(load_config("sigmoid_attention"), options))
 
 
 # ------------------------------------------------------------------------------------ options

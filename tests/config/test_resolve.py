@@ -67,8 +67,8 @@ def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
     epochs = {"train.num_epochs": 1.5, "profile.start": 20_000}
     check(replace(Config(), **epochs))
     for other, said in (
-        ({"train.num_tokens": 10}, r"sets train\.num_tokens, which is 10"),
-        ({"data.mixture": "a:1,b:1"}, "needs a single source"),
+        ({"train.num_tokens": 10}, r"is not supported with train\.num_tokens = 10"),
+        ({"data.mixture": "a:1,b:1"}, "each source has passes of its own"),
         ({"train.num_epochs": -1.0}, "must not be negative"),
         ({"train.num_epochs": float("nan")}, "must be finite"),
     ):

@@ -64,10 +64,10 @@ def test_stages_begin_with_a_period_of_all_kinds_of_layers():
     pipeline = {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
     cfg = replace(BASE, **pipeline, **{"model.nope_every": 3, "model.num_layers": 5})
     check(cfg)
-    with pytest.raises(ConfigError, match=r"at least 4: 3 layers .* model\.nope_every is the per"):
+    with pytest.raises(ConfigError, match=r"at least 4: 3 layers .* after 3, by model\.nope_every"):
         check(replace(cfg, **{"model.num_layers": 3}))
     both = {"model.global_every": 2, "model.sliding_window": 4}
-    rule = r"at least 7: 6 layers .* least common multiple of model\.global_every and model\.nope"
+    rule = r"at least 7: 6 layers .* repeat after 6, by model\.global_every and model\.nope"
     with pytest.raises(ConfigError, match=rule):
         check(replace(cfg, **both))
 

@@ -189,7 +189,7 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.loss": PLAIN, "dpo.beta": 0.1},
-        "trains a loss of pairs.*use --dpo.beta 0.0",
+        "it is a loss of pairs.*use --dpo.beta 0.0",
         {"train.loss": PLAIN, "dpo.beta": 0.0},
     ),
     ({"train.probes": probe()}, "must be a tuple.*,", {"train.probes": (probe(),)}),
@@ -235,7 +235,7 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.probes": (probe(),)} | ADAPTERS,
-        "trains adapters alone, and probes.*use --lora.rank 0",
+        "probes are among the trained weights.*use --lora.rank 0",
         {"train.probes": (probe(),), "lora.rank": 0},
     ),
     (
@@ -260,7 +260,7 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.post_updates": (Twice(),)} | REPLICAS,
-        "replicas have weights of their own.*use --diloco.every 0",
+        "replicas differ in their weights.*use --diloco.every 0",
         {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco.every": 0},
     ),
 ]

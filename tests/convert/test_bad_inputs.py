@@ -1,5 +1,6 @@
 """What cannot be converted is refused with one error that names it, and nothing is written."""
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -9,12 +10,13 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.commands import call, read
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError
+from jaxpar.config.layers import with_value
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import HOLDS
 from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
-from jaxpar.convert.hf.importing import check_model
+from jaxpar.convert.hf.importing import changes_of
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.runtime.files import atomic, outputs
 from tests.convert import tiny
@@ -219,7 +221,7 @@ def test_rotary_frequencies_do_not_decide_the_dtype_of_the_weights(code, tmp_pat
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
     source = importing.open_source(folder)
     assert source.num_bytes == sum(a.nbytes for a in weights.values())
-    assert source.config.model.dtype == "bfloat16"
+    assert source.config.compute.dtype == "bfloat16"
     importing.from_hf(folder, tmp_path / "run", silent, None)
     assert DTYPES[NAMES[exporting.open_export(tmp_path / "run").dtype]] == DTYPES[code]
 
@@ -291,8 +293,11 @@ def test_an_imported_run_is_not_resumed(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.dir.*contains imported weights"):
         checkpoint.check_resumable(cfg, checkpoint.read_saved(run))
     source = importing.open_source(folder)
-    with pytest.raises(ConfigError, match=r"model\.d_ff = 64: .* has 56.*set it to 56"):
-        check_model(source, replace(cfg, **{"model.d_ff": 64}))
+    layers = with_value(cfg.model.layers, "model.layers.feed_forward.d_ff", 64)
+    other = dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
+    said = r"contains a model with layers\.feed_forward\.d_ff 56, not 64"
+    with pytest.raises(ConfigError, match=said):
+        changes_of(other, source)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model": {"type": "BPE", "vocab": {"a": 4294967295}}}'])

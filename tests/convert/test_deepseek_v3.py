@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.config import ComputeConfig, Config, ModelConfig, replace
 from jaxpar.config.layout.composition import experts_of, model_of
-from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
+from jaxpar.convert.hf.families.shared import EXPERTS
+from jaxpar.convert.hf.names import Names, entries_of
+from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, tensor_name
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
@@ -33,31 +35,23 @@ MODEL = ModelConfig(
     router_groups=KEYS["n_group"],
     router_groups_per_token=KEYS["topk_group"],
     router_scale=KEYS["routed_scaling_factor"],
-    dtype="float32",
 )
 
-ENTRIES = (
-    Entry("router", "gate.weight", "DE", "E D"),
-    Entry("router_bias", "gate.e_score_correction_bias", "E", "E"),
-    Entry("w_gate", "experts.{E}.gate_proj.weight", "EDF", "F D"),
-    Entry("w_up", "experts.{E}.up_proj.weight", "EDF", "F D"),
-    Entry("w_down", "experts.{E}.down_proj.weight", "EFD", "D F"),
-    Entry("w_shared_gate", "shared_experts.gate_proj.weight", "DS", "S D"),
-    Entry("w_shared_up", "shared_experts.up_proj.weight", "DS", "S D"),
-    Entry("w_shared_down", "shared_experts.down_proj.weight", "SD", "D S"),
-)
+NAMES = {weight: name.removeprefix("mlp.") for weight, name in EXPERTS.items()}
 
 
 def layer() -> tuple[jnp.ndarray, dict]:
     """The tokens, [1, T, D], and the weights in our layout."""
-    tensors, sizes = tiny.deepseek_v3_tensors(), sizes_of(MODEL)
+    tensors = tiny.deepseek_v3_tensors()
 
     def stacked(entry: Entry) -> jnp.ndarray:
-        at = np.ndindex(*shape_of(entry.stacked, sizes))
-        parts = [as_ours(tensors[tensor_name(entry, i)], entry, sizes) for i in at]
-        return jnp.asarray(np.stack(parts) if entry.stacked else parts[0])
+        at = [(0, *i) for i in np.ndindex(*shape_of(entry.stacked[1:], entry.sizes))]
+        parts = [as_ours(tensors[tensor_name(entry, i)], entry) for i in at]
+        return jnp.asarray(np.stack(parts) if entry.stacked[1:] else parts[0])
 
-    return jnp.asarray(tensors["x"][None]), {entry.path: stacked(entry) for entry in ENTRIES}
+    entries = entries_of(Names(top={}, layer="", weights={}, experts=NAMES), MODEL)
+    weights = {entry.path.removeprefix("layers/"): stacked(entry) for entry in entries}
+    return jnp.asarray(tensors["x"][None]), weights
 
 
 def test_the_router_chooses_and_weighs_as_transformers():
@@ -82,7 +76,7 @@ def test_bias_and_groups_change_the_choice():
 
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
-    ex = execution_of(Config(model=MODEL))
+    ex = execution_of(Config(model=MODEL, compute=ComputeConfig(dtype="float32")))
     of = model_of(MODEL).layers[-1]
     context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
     found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial

@@ -102,21 +102,19 @@ def test_any_step_in_the_runs_compute_dtype(devices, tmp_path):
 @pytest.mark.parametrize("command", ["to-hf", "to-torch"])
 def test_a_damaged_latest_step_is_passed_over(command, devices, tmp_path, capsys):
     """The one before is exported. Asked for by its number, a damaged step is refused."""
-    if command == "to-torch":
-        pytest.importorskip("torch")
     cfg, _ = save_run(tmp_path, devices, steps=(3, 5))
     file = max((folder(cfg.run.dir) / "5").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    words = [command, cfg.run.dir, str(tmp_path / "out.pt")]
-    assert call("convert", [*words, *(["--no-check"] if command == "to-hf" else [])]) == 0
+    words = [command, cfg.run.dir, str(tmp_path / "out.safetensors"), "--no-check"]
+    assert call("convert", words) == 0
     told = capsys.readouterr()
     assert ", of step 3" in told.out
     assert told.err.count("step 5 of ") == told.err.count("An earlier step is read instead") == 1
     with pytest.raises(Damaged, match="step 5 of "):
-        call("convert", [command, cfg.run.dir, str(tmp_path / "other.pt"), "--step", "5"])
-    assert not (tmp_path / "other.pt").exists()
+        call("convert", [command, cfg.run.dir, str(tmp_path / "other.safetensors"), "--step", "5"])
+    assert not (tmp_path / "other.safetensors").exists()
 
 
 def test_the_folder_is_complete(devices, tmp_path):
@@ -229,9 +227,15 @@ def test_a_model_of_no_family():
     with pytest.raises(ConfigError, match=r"no published family \(llama: .*mistral: .*qwen3: "):
         choose_family(ModelConfig(out_bias=True))
     sigmoid = {"num_experts": 4, "qk_norm": True, "router_score": "sigmoid", "router_bias": True}
-    with pytest.raises(ConfigError, match=r"dots1: model\.num_shared_experts = 0, but .* least 1"):
+    with pytest.raises(ConfigError, match=r"dots1: Experts\.num_shared_experts = 0, .* least 1"):
         choose_family(ModelConfig(**sigmoid))
-    with pytest.raises(ConfigError, match=r"llama: model\.activation = gelu, but .* have silu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"llama: model\.layers\.feed_forward\.activation = gelu, .*silu",
+    ):
         choose_family(ModelConfig(activation="gelu"))
-    with pytest.raises(ConfigError, match=r"mixtral: model\.expert_bias = True, but its models"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mixtral: model\..*\.expert\.bias = True, but its models",
+    ):
         choose_family(ModelConfig(num_experts=4, expert_bias=True, router_linear_bias=True))

@@ -3,6 +3,7 @@
 The goldens are `transformers`' own logits of the same weights, from goldens/make_hf_goldens.py.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, replace
+from jaxpar.config.layers import with_value
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import config_json, family_of, model_of
@@ -117,14 +119,17 @@ def test_logits_are_those_of_transformers(name, folders, params_of):
 
 def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, params_of):
     for name, off in (
-        ("llama3_1", {"rope_scaling": None}),
-        ("yarn_mscale", {"rope_scaling.attention_factor": None}),
-        ("longrope", {"rope_scaling.original_max_position": 512}),
-        ("mistral", {"sliding_window": None}),
-        ("deepseek_v3_whole", {"rope_scaling.mscale_all_dim": 0.0}),
+        ("llama3_1", {"rope.scaling": None}),
+        ("yarn_mscale", {"rope.scaling.attention_factor": None}),
+        ("longrope", {"rope.scaling.original_max_position": 512}),
+        ("mistral", {"window": None}),
+        ("deepseek_v3_whole", {"rope.scaling.mscale_all_dim": 0.0}),
     ):
         cfg, params = params_of(folders(name)[1])
-        without = replace(cfg, **{f"model.{key}": value for key, value in off.items()})
+        layers = cfg.model.layers
+        for key, value in off.items():
+            layers = with_value(layers, f"model.{layers[-1].name}.mixer.{key}", value)
+        without = dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
         found = plain_logits(params, without, tiny.tokens(tiny.MODELS[name]))
         assert np.abs(found - golden(name)).max() > 0.01, name
 
@@ -190,7 +195,7 @@ def test_a_routers_bias_stays_float32_beside_half_precision(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", values)
     save_file(halves, folder / "model.safetensors")
     source = importing.from_hf(folder, tmp_path / "run", silent)
-    assert source.config.model.dtype == "bfloat16"
+    assert source.config.compute.dtype == "bfloat16"
     exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", silent)
     found = load_file(tmp_path / "out/model.safetensors")
     assert {n: a.dtype for n, a in found.items()} == {n: a.dtype for n, a in halves.items()}
@@ -209,16 +214,18 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "fields"),
+    ("changes", "window", "widths"),
     [
-        ({"sliding_window": 4096}, {"sliding_window": None, "dense_layers": 1, "dense_d_ff": 56}),
-        ({"sliding_window": 48, "max_window_layers": 0}, {"sliding_window": 48}),
-        ({"first_k_dense_replace": 0}, {"dense_layers": 0, "dense_d_ff": None, "d_ff": 24}),
+        ({"sliding_window": 4096}, None, [56, 24, 24]),
+        ({"sliding_window": 48, "max_window_layers": 0}, 48, [56, 24, 24]),
+        ({"first_k_dense_replace": 0}, None, [24, 24, 24]),
     ],
 )
-def test_other_models_of_dots1(changes, fields):
+def test_other_models_of_dots1(changes, window, widths):
     m = model_of(tiny.MODELS["dots1"] | changes, DOTS1)
-    assert {name: getattr(m, name) for name in fields} == fields
+    forwards = [layer.feed_forward for layer in m.layers]
+    assert {layer.mixer.window for layer in m.layers} == {window}
+    assert [getattr(f, "d_ff", None) or f.expert.d_ff for f in forwards] == widths
     again = config_json(m, DOTS1, {}, "float32")
     assert again["moe_intermediate_size"] == 24
     assert model_of(again, DOTS1) == m
@@ -227,7 +234,7 @@ def test_other_models_of_dots1(changes, fields):
 def test_the_tensors_dtype_counts(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", tiny.MODELS["llama3"] | {"torch_dtype": "bfloat16"})
     source = importing.from_hf(folder, tmp_path / "run", silent, None)
-    assert source.config.model.dtype == "float32"
+    assert source.config.compute.dtype == "float32"
     export = exporting.open_export(tmp_path / "run")
     exporting.to_hf(export, tmp_path / "out", silent, None)
     assert export.dtype == "float32"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import ComputeConfig, Config, ModelConfig
 from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.layer import branches
@@ -36,8 +36,8 @@ MODEL = ModelConfig(
     activation="clamped_swiglu",
     swiglu_limit=KEYS["swiglu_limit"],
     swiglu_alpha=KEYS["swiglu_alpha"],
-    dtype="float32",
 )
+CONFIG = Config(model=MODEL, compute=ComputeConfig(dtype="float32"))
 
 
 def ours(tensors: dict, prefix: str = "") -> dict:
@@ -79,7 +79,7 @@ def test_a_part_of_gate_and_up_is_beyond_the_limit():
 
 def as_trained(w: dict, x: jax.Array) -> jax.Array:
     """The layer of the trained model, on a mesh of one device."""
-    (layer, *_), ex = model_of(MODEL).layers, execution_of(Config(model=MODEL))
+    (layer, *_), ex = model_of(MODEL).layers, execution_of(CONFIG)
     empty = {"loss_weight": None, "rows": None, "probes": (), "feeds": ()}
     context = SimpleNamespace(layer=layer, **empty)
     *_, branch = branches(layer, MODEL)

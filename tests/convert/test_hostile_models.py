@@ -123,7 +123,7 @@ def test_configs_of_adapters(tmp_path):
 
         def read() -> None:
             values = read_adapter_config(tmp_path)
-            lora_of(values)
+            lora_of(values, ModelConfig())
             base_folder(values, None)
 
         refused_or_read(read, case)

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.convert.hf.composed import Composition
 from jaxpar.convert.hf.config import config_json, family_of, model_of
-from jaxpar.convert.hf.families import GEMMA3, LLAMA, OLMO_HYBRID, QWEN2, QWEN3_MOE
-from jaxpar.convert.hf.gemma4 import GEMMA4
+from jaxpar.convert.hf.families import GEMMA3, GEMMA4, LLAMA, OLMO_HYBRID, QWEN2, QWEN3_MOE
 from jaxpar.convert.hf.keys import layers
 from tests.convert import tiny
 
@@ -17,6 +17,12 @@ SCALED = {
     "original_max_position_embeddings": 8192,
 }
 SCALING = RopeScaling(factor=32.0)
+
+
+def rope_of(model: ModelConfig):
+    """The theta and the scaling of the first layer."""
+    rope = model.layers[0].mixer.rope
+    return rope.theta, rope.scaling
 
 
 @pytest.mark.parametrize(
@@ -32,8 +38,9 @@ SCALING = RopeScaling(factor=32.0)
     ],
 )
 def test_rope_forms(values, wanted):
-    found = layers.read(values, LLAMA, 2)
-    assert (found["rope_theta"], found["rope_scaling"]) == wanted
+    drafts, _ = layers.read(values, LLAMA, 2)
+    rope = drafts[1].own["rope"]
+    assert (rope.theta, rope.scaling) == wanted
 
 
 @pytest.mark.parametrize(
@@ -42,10 +49,10 @@ def test_rope_forms(values, wanted):
 def test_a_base_that_is_left_out_is_the_familys(name, theta):
     values = {k: v for k, v in tiny.MODELS[name].items() if k != "rope_theta"}
     family = family_of(values)
-    assert model_of(values, family).rope_theta == theta
-    assert model_of(values | {"rope_theta": 5e5}, family).rope_theta == 5e5
+    assert rope_of(model_of(values, family))[0] == theta
+    assert rope_of(model_of(values | {"rope_theta": 5e5}, family))[0] == 5e5
     current = {"rope_parameters": {"rope_type": "default"}}
-    assert model_of(values | current, family).rope_theta == theta
+    assert rope_of(model_of(values | current, family))[0] == theta
 
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -61,9 +68,9 @@ TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
     ],
 )
 def test_layers_of_two_kinds(values):
-    found = layers.read(GEMMA3.defaults | values, GEMMA3, 8)
-    wanted = {"sliding_window": 8, "rope_theta": 1e6, "local_rope_theta": 1e4, "global_every": 6}
-    assert found == wanted | {"rope_scaling": None, "local_rope_scaling": True}
+    drafts, _ = layers.read(GEMMA3.defaults | values, GEMMA3, 8)
+    assert [draft.own.get("window") for draft in drafts] == [8] * 5 + [None] + [8] * 2
+    assert [draft.own["rope"].theta for draft in drafts] == [1e4] * 5 + [1e6] + [1e4] * 2
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
@@ -93,13 +100,10 @@ def test_what_is_written_is_read_back(name):
     ],
 )
 def test_gemmas_layers_are_read_back(fields):
-    model = ModelConfig(num_layers=8, **fields)
-    found = layers.read(layers.write(model, GEMMA3), GEMMA3, 8)
-    back = ModelConfig(num_layers=8, **found)
-    theta = lambda m: m.rope_theta if m.local_rope_theta is None else m.local_rope_theta  # noqa: E731
-    same = ("sliding_window", "global_every", "rope_theta")
-    assert all(getattr(back, name) == getattr(model, name) for name in same)
-    assert theta(back) == theta(model)
+    of = Composition(ModelConfig(num_layers=8, **fields))
+    drafts, _ = layers.read(layers.write(of, GEMMA3), GEMMA3, 8)
+    assert [draft.own.get("window") for draft in drafts] == [a.window for a in of.mixers]
+    assert [draft.own["rope"] for draft in drafts] == [a.rope for a in of.mixers]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,10 @@ def test_what_ours_cannot_express(family, values, said):
 
 def test_the_other_name_of_the_number_of_experts():
     values = {k: v for k, v in tiny.MODELS["qwen3_moe"].items() if k != "num_experts"}
-    assert model_of(values | {"num_local_experts": 5}, QWEN3_MOE).num_experts == 5
+    assert (
+        model_of(values | {"num_local_experts": 5}, QWEN3_MOE).layers[0].feed_forward.num_experts
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,28 +204,31 @@ def test_heads_of_global_layers():
     current |= {"per_layer_config": {"1": one, "3": one}}
     assert model_of(current, GEMMA4) == model_of(values, GEMMA4)
     # Their number counts only where values are keys; a width of 512 may be left out.
-    m = model_of(values | {"attention_k_eq_v": False}, GEMMA4)
-    assert (m.global_num_kv_heads, m.global_keys_as_values) == (None, False)
+    local, wide, *_ = model_of(values | {"attention_k_eq_v": False}, GEMMA4).layers
+    assert (wide.mixer.num_kv_heads, wide.mixer.keys_as_values) == (2, False)
+    assert local.mixer.num_kv_heads == 2
     m = model_of({k: v for k, v in values.items() if k != "global_head_dim"}, GEMMA4)
-    assert m.global_head_dim == 512
+    assert [layer.mixer.head_dim for layer in m.layers] == [8, 512, 8, 512]
     m = model_of(values | {"use_bidirectional_attention": "vision"}, GEMMA4)
     assert m == model_of(values, GEMMA4)
     left_out = {k: v for k, v in values.items() if k not in ("layer_types", "rope_parameters")}
     m = model_of(left_out | {"num_hidden_layers": 12}, GEMMA4)
-    assert (m.layer_pattern, m.rope_theta, m.local_rope_theta) == ("*****A", 1e6, 1e4)
-    assert m.rope_scaling == RopeScaling(kind="proportional", factor=1.0, turning=0.25)
+    assert [layer.name for layer in m.layers] == (["layers"] * 5 + ["global_layers"]) * 2
+    local, wide = m.layers[0].mixer.rope, m.layers[5].mixer.rope
+    assert (local.theta, local.scaling, wide.theta) == (1e4, None, 1e6)
+    assert wide.scaling == RopeScaling(kind="proportional", factor=1.0, turning=0.25)
 
 
 def test_a_rotary_embedding_or_none():
     values = tiny.MODELS["olmo_hybrid"]
     given = (
-        ({"rope_theta": None}, 0.0),
-        ({"rope_type": None}, 0.0),
-        ({"rope_theta": 1e4, "rope_type": "default"}, 1.0),
+        ({"rope_theta": None}, False),
+        ({"rope_type": None}, False),
+        ({"rope_theta": 1e4, "rope_type": "default"}, True),
     )
-    for rope, fraction in given:
+    for rope, has in given:
         model = model_of(values | {"rope_parameters": rope}, OLMO_HYBRID)
-        assert model.rope_fraction == fraction
+        assert (model.layers[1].mixer.rope is not None) is has
         assert model_of(config_json(model, OLMO_HYBRID, {}, "float32"), OLMO_HYBRID) == model
 
 

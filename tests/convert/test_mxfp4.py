@@ -50,7 +50,7 @@ def test_a_weight_is_that_of_transformers(tmp_path):
 
 def test_the_logits_are_those_of_transformers(tmp_path):
     source = importing.open_source(write(tmp_path / "in", VALUES | QUANTIZED))
-    read = published_reader(source.entries, source.sizes, source.tensors)
+    read = published_reader(source.entries, source.tensors)
     found = logits(read, source.config.model, tiny.tokens(VALUES).astype(np.int32))
     assert np.abs(GOLDEN["logits"]).max() > 1
     assert np.abs(found[0] - GOLDEN["logits"]).max() <= 1e-5
@@ -74,7 +74,7 @@ def test_a_box_is_read_from_the_weight_that_was_dequantized_last(tmp_path, monke
     (entry,) = (e for e in source.entries if e.path == "layers/w_up")
     for expert in range(6):
         box = (slice(1, 2), slice(expert, expert + 1), slice(0, 32), slice(0, 64))
-        read_box(entry, source.sizes, box, source.tensors.open)
+        read_box(entry, box, source.tensors.open)
     assert len(opened) == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.importing import open_source
-from jaxpar.convert.hf.tensor_layout import read_box, shape_of
+from jaxpar.convert.hf.tensor_layout import read_box
 from jaxpar.sharding.grid import grid
 from tests.convert import tiny
 
@@ -93,9 +93,8 @@ def parameters(folder: str) -> dict[str, np.ndarray]:
     source = open_source(folder)
     found = {}
     for entry in source.entries:
-        shape = shape_of(entry.ours, source.sizes)
-        (box,) = grid(shape, shape)
-        found[entry.path] = read_box(entry, source.sizes, box, source.tensors.open)
+        (box,) = grid(entry.shape, entry.shape)
+        found[entry.path] = read_box(entry, box, source.tensors.open)
     return found
 
 

@@ -22,10 +22,9 @@ from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf import folder as hf_folder
 from jaxpar.convert.hf.config import model_of
-from jaxpar.convert.hf.dense_families import PHI3
+from jaxpar.convert.hf.families import OLMO_HYBRID, PHI3
 from jaxpar.convert.hf.importing import load_params
-from jaxpar.convert.hf.olmo_families import OLMO_HYBRID
-from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
+from jaxpar.convert.hf.tensor_layout import as_ours
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.convert.peft.merging import MergedArrays
@@ -55,14 +54,13 @@ def save_run(folder: Path, base: Path, devices, mesh_axes: dict[str, int], **fie
     cfg = replace(cfg, **places, **axes, **{"run.init_from": str(base)}, **fields)
     n = int(np.prod(list(mesh_axes.values())))
     cfg, mesh = resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
-    sizes = sizes_of(cfg.model) | {"R": cfg.lora.rank}
     arrays = {
         name: np.asarray(a) for name, a in flat(load_params(source, cfg, mesh, silent)).items()
     }
     given = tiny.adapter_tensors()
     for entry in peft_folder.adapter_entries(source.family, cfg):
         names = [entry.name.format(L=i) for i in range(cfg.model.num_layers)]
-        arrays[entry.path] = np.stack([as_ours(given[name], entry, sizes) for name in names])
+        arrays[entry.path] = np.stack([as_ours(given[name], entry) for name in names])
     shardings = flat(state.state_shardings(cfg, mesh).params)
     placed = {name: jax.device_put(a, shardings[name]) for name, a in arrays.items()}
     tree = {"layers": {n.removeprefix("layers/"): a for n, a in placed.items() if "/" in n}}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import tokenizer_in
@@ -70,7 +70,7 @@ def tokenizer(folder: Path) -> None:
 
 def adapters(folder: Path) -> None:
     """Reads the config of PEFT adapters."""
-    peft.lora_of(peft.read_adapter_config(folder / "adapters"))
+    peft.lora_of(peft.read_adapter_config(folder / "adapters"), ModelConfig())
 
 
 def resumed(folder: Path) -> None:

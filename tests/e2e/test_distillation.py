@@ -63,7 +63,7 @@ def test_what_cannot_teach(flags, message, only_devices, write_config, finished,
 def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finished, tmp_path):
     """Of every sequence, once, on one mesh, and read on others; a stopped command continues."""
     flags = ["--distill.teacher", str(finished), "--distill.top-k", "5"]
-    flags += ["--distill.temperature", "2.0", "--model.dtype", "float32"]
+    flags += ["--distill.temperature", "2.0", "--compute.dtype", "float32"]
     kept = [*flags, "--distill.cache", str(tmp_path / "cache")]
     config, said = write_config(tmp_path), []
 

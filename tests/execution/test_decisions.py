@@ -34,16 +34,19 @@ TABLE = [
     ("", {}),
     ("parallel.data=1 parallel.replica=8", WHOLE | SUMMED),
     # What matmuls receive of a norm, and whether gate and up are one.
-    ("model.dtype=float16", WRITTEN),
+    ("compute.dtype=float16", WRITTEN),
     ("model.qkv_bias=True", WRITTEN),
     ("model.mlp_bias=True", SEPARATE),
     ("model.activation=gelu", SEPARATE),
     ("model.activation=clamped_swiglu", SEPARATE),
     ("model.num_experts=4", SEPARATE),
     ("lora.rank=4", SEPARATE),
-    ("model.matmul_dtype=float8", {"norm": "in_quantizer"}),
-    ("model.matmul_dtype=float8 model.float8_scaling=row", SEPARATE),
-    ("model.matmul_dtype=float8 parallel.data=4 parallel.tensor=2 parallel.row_groups=2", SEPARATE),
+    ("compute.matmul_dtype=float8", {"norm": "in_quantizer"}),
+    ("compute.matmul_dtype=float8 compute.float8_scaling=row", SEPARATE),
+    (
+        "compute.matmul_dtype=float8 parallel.data=4 parallel.tensor=2 parallel.row_groups=2",
+        SEPARATE,
+    ),
     # Collective matmuls, from 4,096 tokens a shard on GPUs.
     ("parallel.data=4 parallel.tensor=2 data.seq_len=8192", WRITTEN | {"collective_matmul": True}),
     ("parallel.data=4 parallel.tensor=2 data.seq_len=4096", WRITTEN),
@@ -53,7 +56,7 @@ TABLE = [
     ("parallel.zero=1", WHOLE | SUMMED),
     ("parallel.zero=1 parallel.layer_loop=scan", WHOLE | {"layers_per_vjp": 0}),
     ("parallel.zero=1 lora.rank=4", WHOLE | SEPARATE),
-    ("parallel.zero=1 model.matmul_dtype=float8", WHOLE | {"norm": "in_quantizer"}),
+    ("parallel.zero=1 compute.matmul_dtype=float8", WHOLE | {"norm": "in_quantizer"}),
     (
         "parallel.zero=1 parallel.data=4 parallel.sequence=2",
         SUMMED | {"gathers_per_layer": False},

@@ -71,7 +71,7 @@ def test_what_is_saved_does_not_travel_again(mesh, name, kind, fewer, devices):
 
 def saved(**fields) -> float:
     """Bytes per token and layer of a model in bfloat16 that the planner knows of."""
-    cfg = replace(BASE, **{"model.dtype": "bfloat16", "parallel.data": 1, **fields})
+    cfg = replace(BASE, **{"compute.dtype": "bfloat16", "parallel.data": 1, **fields})
     return saved_per_token(cfg)
 
 

@@ -2,7 +2,7 @@
 mixer with weights of its own, a feed-forward."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from jaxpar import load_config
+from jaxpar.components.model import in_words, with_length
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
+from jaxpar.config.layers import with_classes_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -23,7 +26,9 @@ from jaxpar.extend import (
     Glu,
     Layer,
     Mixer,
+    Mlp,
     Model,
+    Rope,
     component,
     matrix,
     swap,
@@ -31,12 +36,14 @@ from jaxpar.extend import (
 )
 from jaxpar.inference import generation
 from jaxpar.inference.options import Sampling
+from jaxpar.model import linear, lora
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
+from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_own_code import on_mesh
 from tests.slow import slow
 from tests.tiny import TINY
@@ -83,6 +90,74 @@ class Sine(FeedForward):
         return jnp.sin(x @ w["sine_up"]) @ w["sine_down"]
 
 
+@component
+class Products(FeedForward):
+    """Multiplies by `linear`, as components of jaxpar do: its matrices can have adapters."""
+
+    width: int
+    uses_products: ClassVar[bool] = True
+
+    def weights(self, model):
+        D, F, axes = model.d_model, self.width, ("embed", "mlp")
+        down = matrix((F, D), axes[::-1], to_stream=True, adapter="sine_down")
+        return {"sine_up": matrix((D, F), axes, adapter="sine_up"), "sine_down": down}
+
+    def compute(self, x, w, _):
+        (up,) = linear.products(x, [w["sine_up"]], "mlp_norm")
+        up = lora.add(up, x, w, "sine_up")
+        return linear.row_parallel(jnp.sin(up), w, "sine_down", "mlp_hidden")
+
+
+@component
+class Retention(Mixer):
+    """Linear attention whose state decays, with what each head remembers of a text at first."""
+
+    num_heads: int
+
+    def weights(self, model):
+        D, H = model.d_model, self.num_heads
+        shape, axes = (D, H, D // H), ("embed", "heads", "head_dim")
+        into = {f"ret_{n}": matrix(shape, axes, columns=2) for n in "qkv"}
+        first = vector((H, D // H, D // H), ("heads", "head_dim", "latent"), "normal")
+        return into | {
+            "ret_decay": vector((H,), ("heads",), "zeros"),
+            "ret_first": first,
+            "ret_out": matrix((*shape[1:], D), (*axes[1:], "embed"), to_stream=True),
+        }
+
+    def init_state(self, rows, w):
+        first = w["ret_first"].astype(jnp.float32)
+        return {
+            "kv": jnp.broadcast_to(first, (rows, *first.shape)),
+            "n": jnp.zeros(rows, jnp.int32),
+        }
+
+    def step(self, x, w, state, positions):
+        q, k, v = (jnp.einsum("bd,dhk->bhk", x, w[f"ret_{n}"]) for n in "qkv")
+        kv = state["kv"] * self.decay(w)[:, None, None] + k[..., None] * v[:, :, None]
+        y = jnp.einsum("bhk,bhkv->bhv", q, kv).astype(x.dtype)
+        return jnp.einsum("bhv,hvd->bd", y, w["ret_out"]), {"kv": kv, "n": state["n"] + 1}
+
+    def decay(self, w):
+        return jax.nn.sigmoid(2.0 + w["ret_decay"].astype(jnp.float32))
+
+
+@component
+class FastRetention(Retention):
+    """All tokens at once."""
+
+    def compute(self, x, w, tokens):
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w[f"ret_{n}"]) for n in "qkv")
+        back = tokens.positions[:, :, None] - tokens.positions[:, None]
+        seen = (back >= 0) & (tokens.segments[:, :, None] == tokens.segments[:, None])
+        decay = self.decay(w)[:, None, None] ** jnp.maximum(back, 0)[:, None]
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) * jnp.where(seen[:, None], decay, 0)
+        y = jnp.einsum("bhts,bshk->bthk", scores, v)
+        since = self.decay(w) ** (tokens.positions[..., None] + 1.0)
+        y += jnp.einsum("bthk,hkv->bthv", q, w["ret_first"].astype(x.dtype)) * since[..., None]
+        return jnp.einsum("bthk,hkd->btd", y.astype(x.dtype), w["ret_out"])
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -90,7 +165,7 @@ ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
 
 def config(*layers: Layer, **fields: Any) -> Config:
     m = TINY.model
-    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers, dtype="float32")
+    model = Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers)
     return replace(TINY, **{"model": model} | fields)
 
 
@@ -102,9 +177,33 @@ LAYERS = {
         Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
     ]
     * 2,
+    "uneven": [  # a period of two, and a part of one
+        Layer("local", Attention(**HEADS, window=5), Glu(24)),
+        Layer("wide", Attention(**HEADS, rope=None), Sine(width=12)),
+    ]
+    * 3
+    + [Layer("local", Attention(**HEADS, window=5), Glu(24))],
+    "leading": [Layer("first", ATTENTION, Glu(40))]
+    + [Layer("second", OWN, None)]
+    + [
+        Layer("routed", ATTENTION, Experts(expert=Glu(12), num_experts=4, experts_per_token=2)),
+        Layer("block", DecayedMean(num_heads=4), Glu(24)),
+    ]
+    * 4,
+    "parallel": [
+        Layer("block", Attention(**HEADS, rope=None, bias=True), Mlp(24), parallel="own_norms"),
+        Layer("shared", OWN, Glu(24), parallel="one_norm", scaled=True),
+    ],
     "mean": [
         Layer("block", DecayedMean(num_heads=4), Sine(width=12)),
         Layer("attends", ATTENTION, Glu(24), norms="around"),
+    ]
+    * 2,
+    "products": [Layer("block", OWN, Products(width=12), parallel="own_norms")] * 2,
+    "steps": [Layer("steps", Retention(num_heads=4), Glu(24))] * 2,
+    "retention": [
+        Layer("fast", FastRetention(num_heads=4), Glu(24)),
+        Layer("attends", OWN, Sine(width=12)),
     ]
     * 2,
     "experts": [
@@ -118,13 +217,26 @@ MESHES = [
     ("data=2,tensor=2", "mean"),
     ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
+    ("data=2,tensor=2", "retention"),
     slow("sequence=2,data=2", "sigmoid"),
+    slow("sequence=2,tensor=2", "steps"),
+    slow("pipeline=2,data=2,num_microbatches=2", "steps"),
     slow("sequence=2,tensor=2", "mean"),
     slow("pipeline=2,data=2,num_microbatches=2", "mean"),
     slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", "mean"),
     slow("tensor=2,row_groups=2,layer_loop=unroll", "windows"),
     slow("data=2,sequence=2", "windows"),
+    slow("data=2,tensor=2", "products"),
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
+    ("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
+    slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
+    slow("pipeline=2,num_microbatches=2,layer_loop=scan", "leading"),
+    ("pipeline=2,num_microbatches=2,layer_loop=scan", "uneven"),
+    slow("pipeline=2,tensor=2,num_microbatches=2", "uneven"),
+    slow("pipeline=3,num_microbatches=2,layer_loop=unroll", "uneven"),
+    slow("data=2,layer_loop=scan", "uneven"),
+    slow("data=2,layer_loop=scan", "leading"),
+    ("data=2,tensor=2", "parallel"),
     slow("expert=2,tensor=2", "experts"),
     slow("expert=2,pipeline=2", "experts"),
     slow("expert=2,sequence=2", "experts"),
@@ -146,8 +258,9 @@ def test_gradients_on_a_mesh_are_those_of_the_plain_forms(mesh, name):
     batch = traces.shard_batch(traces.random_batch(cfg), here, devices)
     metrics, grads = make_gradient_step(here, devices)(init_state(here, devices).params, batch)
     assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-5)
+    zero, largest = zero_gradients(cfg.model), max(np.abs(a).max() for a in wanted[1].values())
     for path, value in traces.logical(grads, here).items():
-        scale = np.abs(wanted[1][path]).max()
+        scale = np.abs(wanted[1][path]).max() if path not in zero else largest
         np.testing.assert_allclose(value, wanted[1][path], atol=2e-5 * scale, err_msg=path)
 
 
@@ -157,13 +270,16 @@ def test_a_composed_model_is_saved_and_read(name):
     check(cfg)
     again = from_json(to_json(cfg))
     assert len(again.model.layers) == len(LAYERS[name])
+    assert with_classes_of(again.model, cfg.model) == cfg.model
     if name == "windows":
         return
     with pytest.raises(ConfigError, match=r"code is not loaded.*add --code \S+\.py|--code"):
         check(again)
 
 
-@pytest.mark.parametrize("name", ["mean", slow("sigmoid"), slow("windows")])
+@pytest.mark.parametrize(
+    "name", ["mean", "retention", slow("steps"), slow("sigmoid"), slow("windows")]
+)
 def test_text_is_that_of_whole_forwards(name):
     """With what mixers hold, or by all tokens again: the same likeliest tokens."""
     cfg = replace(config(*LAYERS[name]), **{"data.seq_len": 16})
@@ -190,6 +306,7 @@ def test_text_is_that_of_whole_forwards(name):
     [
         ("mean", {"parallel.tensor": 8}, r"model\.block\.mixer\.num_heads = 4: must be divisible"),
         ("windows", {"parallel.tensor": 4}, r"model\.local\.mixer\.num_kv_heads = 2: must be"),
+        ("products", {"parallel.row_groups": 2}, r"is not supported with parallel.row_groups"),
         ("experts", {"parallel.expert": 8}, r"model\.routed\.feed_forward\.num_experts = 4"),
     ],
 )
@@ -202,11 +319,43 @@ def test_what_a_mesh_does_not_divide_names_the_component(name, options, message)
 
 def test_a_part_of_a_model_is_exchanged():
     model = config(*LAYERS["windows"]).model
-    found = swap(model, "wide", mixer=OWN)
-    assert [layer.mixer for layer in found.layers[1::2]] == [OWN] * 2
+    found = swap(model, "wide.mixer", type(SIGMOID), shift=-2.0)
+    sigmoid = type(SIGMOID)(**HEADS, rope=None, shift=-2.0)
+    assert [layer.mixer for layer in found.layers[1::2]] == [sigmoid] * 2
     assert found.layers[::2] == model.layers[::2]
-    with pytest.raises(ValueError, match="no layer is named deep; there are local, wide"):
-        swap(model, "deep", mixer=OWN)
+    everywhere = swap(found, "*.mixer", DecayedMean).layers
+    assert {layer.mixer for layer in everywhere} == {DecayedMean(num_heads=4)}
+    scaled = swap(model, "*.mixer.rope", Rope, theta=5.0).layers
+    assert [layer.mixer.rope for layer in scaled] == [Rope(theta=5.0), None] * 2
+    assert swap(model, "wide.mixer", None).layers[1].mixer is None
+    experts = swap(config(*LAYERS["experts"]).model, "routed.feed_forward.expert", Glu, d_ff=8)
+    assert experts.layers[1].feed_forward.expert == Glu(8)
+
+
+def test_a_part_of_a_model_of_flags_is_exchanged():
+    model = load_config("quickstart").model
+    found = swap(model, "layers.mixer", type(SIGMOID))
+    kept = model_of(model).layers
+    assert [layer.feed_forward for layer in found.layers] == [one.feed_forward for one in kept]
+    assert found.layers[0].mixer.num_heads == model.num_heads
+    check(replace(load_config("quickstart"), model=found))
+
+
+@pytest.mark.parametrize(
+    ("part", "component", "fields", "message"),
+    [
+        ("deep.mixer", Attention, {}, r"'deep\.mixer': is no part .*use one of local\.mixer, "),
+        ("wide", Attention, {}, "is no part of the model"),
+        ("wide.mixer.num_heads", Attention, {}, "is no part of the model"),
+        ("wide.mixer", Attention, {"shift": 1.0}, "Attention has no field shift"),
+        ("wide.feed_forward", Glu, {}, "Glu needs d_ff, which the old part has not"),
+        ("wide.mixer", Glu, {"d_ff": 8}, "must be a Mixer"),
+    ],
+)
+def test_what_cannot_be_exchanged(part, component, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        found = swap(config(*LAYERS["windows"]).model, part, component, **fields)
+        check(replace(config(*LAYERS["windows"]), model=found))
 
 
 def test_the_file_of_a_run_brings_its_components_and_its_loss_back():
@@ -232,6 +381,50 @@ def test_addresses_set_fields_of_layers():
     assert len(parse_overrides(cfg, ["--model.num-layers", "6"]).model.layers) == 6
 
 
+A, B, C = (Layer(name, ATTENTION, Glu(64)) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "words"),
+    [
+        ([A] * 2, 5, "a x 5"),
+        ([A] + [B] * 4, 3, "a, b x 2"),
+        ([A] + [B, B, C] * 2, 10, "a, (b x 2, c) x 3"),
+        ([A] + [B, B, C] * 2, 4, "a, b x 2, c"),
+        ([A, A, B] * 2, 9, "(a x 2, b) x 3"),
+        ([A, B] * 2 + [A], 6, "(a, b) x 3"),
+        ([A] * 6 + [B] * 18, 8, "a x 6, b x 2"),
+        ([A, B, C], 6, "(a, b, c) x 2"),
+        ([A] * 3 + [B], 8, "(a x 3, b) x 2"),
+    ],
+)
+def test_a_length_repeats_or_cuts_what_repeats(layers, length, words):
+    cfg = config(*layers)
+    found = parse_overrides(cfg, ["--model.num-layers", str(length)]).model.layers
+    assert len(found) == length and in_words(found) == words
+    assert found[: len(layers)] == tuple(layers)[:length]
+    back = parse_overrides(replace(cfg, model=cfg.model.with_layers(found)), [])
+    assert with_length(back.model.layers, length) == found
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "near"),
+    [
+        ([A] + [B, B, C] * 2, 6, (4, 7)),
+        ([A] + [B] * 4, 1, (2,)),
+        ([A, B] * 2, 5, (4, 6)),
+        ([A, B, C], 2, (3,)),
+    ],
+)
+def test_a_length_between_periods_names_the_nearest(layers, length, near):
+    cfg = config(*layers)
+    ways = ", or ".join(f"--model.num-layers {n}" for n in near)
+    with pytest.raises(ConfigError, match=f"num_layers = {length}: .*Fix: use {ways}\\.$"):
+        parse_overrides(cfg, ["--model.num-layers", str(length)])
+    for number in near:
+        parse_overrides(cfg, ["--model.num-layers", str(number)])
+
+
 def test_layers_may_be_named_layers():
     first = Layer("dense_layers", ATTENTION, Glu(64))
     cfg = config(first, Layer("layers", ATTENTION, Glu(32)))
@@ -246,7 +439,11 @@ def test_layers_may_be_named_layers():
         ("--model.block.mixer.num-heads", "8", "not a field of the config"),
         ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
         ("--model.num-heads", "8", r"num_heads = .*composed.*--model\.local\.mixer\.num-heads"),
-        ("--model.num-layers", "3", "num_layers = 3.*multiple of 2.*use --model.num-layers 4"),
+        (
+            "--model.num-layers",
+            "3",
+            "num_layers = 3.*of 2, .*use --model.num-layers 2, or .*-layers 4",
+        ),
     ],
 )
 def test_wrong_addresses_are_refused(option, value, message):

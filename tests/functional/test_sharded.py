@@ -1,7 +1,5 @@
 """The steps on a mesh: those of a run, from batches in text order."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -43,8 +41,7 @@ def test_products_are_as_precise_as_the_config_says(devices):
     mesh = make_mesh(replace(TINY, **{"parallel.data": 1}).parallel, devices[:1])
 
     def text(precision: str) -> str:
-        model = dataclasses.replace(TINY.model, matmul_precision=precision)
-        config = dataclasses.replace(TINY, model=model)
+        config = replace(TINY, **{"compute.matmul_precision": precision})
         state = functional.init_state(config, mesh)
         step = functional.make_train_step(config, mesh)
         with jax.default_matmul_precision("bfloat16"):

@@ -188,7 +188,7 @@ def test_angles_of_longrope_are_those_of_a_text_so_far(values):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_weights_are_kept_in_the_compute_dtype(tensor):
-    cfg = replace(BASE, **{"model.dtype": "bfloat16"})
+    cfg = replace(BASE, **{"compute.dtype": "bfloat16"})
     cfg = resolve(generation.config_for_sampling(cfg, tensor), tensor)
     mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
     weights = generation.weights_for_sampling(init_state(cfg, mesh).params, cfg, mesh)
@@ -259,4 +259,4 @@ def test_the_cache_is_as_large_as_it_is_said_to_be(name, tensor):
     tokens, lengths, number = np.ones((3, 128)), np.full(3, 5), np.arange(3)
     rows = programs.start(weights, *(a.astype(np.int32) for a in (tokens, lengths, number)))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))
-    assert held == decode.cache_bytes(cfg.model, 3, 128, tensor)
+    assert held == decode.cache_bytes(cfg, 3, 128, tensor)

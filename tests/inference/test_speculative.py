@@ -1,5 +1,6 @@
 """Text with drafts against text without, the rule of acceptance, and the modules' caches."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import RopeScaling, replace
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, speculative
 from jaxpar.inference.options import Sampling
@@ -18,6 +20,7 @@ from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
+from tests.extend.test_components import LAYERS, config
 from tests.inference.test_generation import BASE, GREEDY, PROMPTS, texts
 from tests.slow import slow_but
 
@@ -48,6 +51,8 @@ LONGROPE = {
         long_factors="2,3,4,9",
     )
 }
+#: The modules have the last layer: a mixer of a user, which computes all tokens of a text again.
+OF_COMPONENTS = [LAYERS["windows"][0], LAYERS["mean"][0]]
 MODELS = {
     "longrope": LONGROPE | {"model.mtp_depth": 2},
     "longrope of latents": LATENT
@@ -56,6 +61,7 @@ MODELS = {
     "one module": {"model.mtp_depth": 1},
     "latents": LATENT,
     "experts": EXPERTS,
+    "components": {"model": dataclasses.replace(config(*OF_COMPONENTS * 2).model, mtp_depth=2)},
     "window": {"model.mtp_depth": 2, "model.sliding_window": 5, "model.qk_norm": True},
 }
 
@@ -71,8 +77,10 @@ def model(name: str, tensor: int = 1):
     mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
     params = jax.tree.map(np.asarray, init_state(cfg, mesh).params)
     shardings = jax.tree.map(lambda a: a.sharding, init_state(cfg, mesh).params)
-    for stack in ("layers", "dense_layers", "mtp"):
-        for matrix in {"wo", "w_down", "w_shared_down"} & set(params.get(stack, ())):
+    layers = [*model_of(cfg.model).layers, layer_of_modules(cfg.model)]
+    for stack, layer in {layer.name: layer for layer in layers}.items():
+        weights = layer.weights(model_of(cfg.model)).items()
+        for matrix in (name for name, weight in weights if weight.to_stream):
             params[stack][matrix] = params[stack][matrix] * 0.15
     join = 0.05 * params["mtp"]["w_join"]
     join[:, 0] += np.eye(cfg.model.d_model)

@@ -366,7 +366,9 @@ def test_the_name_of_a_file():
 def test_validation_agrees_with_the_table(backend):
     able = CAPABILITIES[backend].head_dims
     for head_dim in range(2, 300, 2):
-        cfg = replace(Config(), **{"model.attention_backend": backend, "model.head_dim": head_dim})
+        cfg = replace(
+            Config(), **{"compute.attention_backend": backend, "model.head_dim": head_dim}
+        )
         if head_dim in able:
             validate.check(cfg)
             continue

@@ -24,7 +24,7 @@ BASE = replace(
         "model.d_ff": 96,
         "model.vocab_size": 64,
         "model.init_std": 0.05,
-        "model.matmul_dtype": "float8",
+        "compute.matmul_dtype": "float8",
         "data.seq_len": 64,
         "train.global_batch_size": 8,
     },

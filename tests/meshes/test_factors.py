@@ -91,11 +91,11 @@ def test_gradients(mesh, values, devices):
         (
             {
                 "model.attention_softcap": 50.0,
-                "model.attention_backend": "cudnn",
-                "model.dtype": "bfloat16",
+                "compute.attention_backend": "cudnn",
+                "compute.dtype": "bfloat16",
                 "model.head_dim": 64,
             },
-            r"attention_softcap = 50\.0: .*cannot cap scores.*--model\.attention-backend auto",
+            r"attention_softcap = 50\.0: .*cannot cap scores.*--compute\.attention-backend auto",
         ),
         (
             MINISTRAL3 | {"model.rope_scaling.query_beta": -0.1},

@@ -1,12 +1,19 @@
 """A tiny model of each published family: the plain model's loss and gradients on three meshes."""
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import pytest
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.experts import experts_in
+from jaxpar.components.model import Layer
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, replace
-from jaxpar.config.lists.lora_targets import of_attention, of_recurrence
+from jaxpar.config.layout.composition import model_of as composed_of
+from jaxpar.config.lists.lora_targets import targets_of
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.hf.families import FAMILIES
@@ -34,43 +41,64 @@ EXPERTS = (
     "expert=2,sequence=2",
     "pipeline=2,num_microbatches=2,expert=2,zero=1",
 )
-#: One model of each table; the other models differ in what other tests compare.
-MODELS = {
-    (family.model_type, "num_experts" in family.fields): name
-    for name, family in ((name, family_of(values)) for name, values in tiny.MODELS.items())
-}
+
+
+def kind_of(values: dict) -> tuple[str, bool]:
+    """The family of a model, and whether it has experts."""
+    family = family_of(values)
+    return family.model_type, bool(experts_in(composed_of(model_of(values, family))))
+
+
+#: One model of each kind; the other models differ in what other tests compare.
+MODELS = {kind_of(values): name for name, values in tiny.MODELS.items()}
 
 
 def config_of(name: str) -> Config:
     """The tiny model in float32, with a window and a stretched RoPE within the short sequence."""
     values = tiny.MODELS[name]
     m = model_of(values, family_of(values))
-    fields: dict = {"model.dtype": "float32", "model.attention_backend": "reference"}
+    layers = [dataclasses.replace(x, mixer=changed(x.mixer)) for x in m.layers]
+    if any(isinstance(x.mixer, Recurrent) for x in layers):  # each stage has all kinds
+        layers = [*layers[: period(layers)]] * 2
+    fields: dict = {"compute.dtype": "float32", "compute.attention_backend": "reference"}
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
-    if m.sliding_window is not None:
-        fields["model.sliding_window"] = 5
-    if m.attention_chunk is not None:
-        fields |= {"model.attention_chunk": 5, "model.nope_query_span": 4}
-    if m.rope_scaling is not None and m.rope_scaling.kind not in ("linear", "proportional"):
-        fields["model.rope_scaling.original_max_position"] = 8
-    if m.linear_norm_eps is not None:  # as that of other hybrids: tests/convert/tiny_hybrids.py
-        fields |= {"model.linear_norm_eps": 0.1}
-    if m.num_kv_heads == 1:  # meshes have two tensor ranks
-        fields["model.num_kv_heads"] = 2
-    if m.global_num_kv_heads == 1:
-        fields["model.global_num_kv_heads"] = 2
-    if m.attention_multiplier is not None and m.qk_norm:  # large scores amplify rounding
-        fields["model.attention_multiplier"] = 0.2
-    if m.layer_pattern:  # of which each stage has one
-        fields["model.num_layers"] = 2 * len(m.layer_pattern)
-    if m.num_experts:
+    if experts_in(composed_of(m)):
         fields["train.balance_loss"] = 1e-2
-    return replace(TINY, model=m, **fields)
+    return replace(TINY, model=m.with_layers(layers), **fields)
+
+
+def period(layers: list[Layer]) -> int:
+    """After how many layers all are repeated."""
+    count = len(layers)
+    return next(n for n in range(1, count + 1) if layers == layers[:n] * (count // n))
+
+
+def changed(mixer: Any) -> Any:
+    fields: dict[str, Any] = {}
+    if isinstance(mixer, Recurrent):  # as that of all hybrids: tests/convert/tiny_hybrids.py
+        return dataclasses.replace(mixer, norm_eps=0.1)
+    if mixer is None:
+        return None
+    if mixer.window is not None:
+        fields["window"] = 5
+    if mixer.chunk is not None:
+        fields["chunk"] = 5
+    scaling = mixer.rope and mixer.rope.scaling
+    if scaling and scaling.kind not in ("linear", "proportional"):
+        scaling = dataclasses.replace(scaling, original_max_position=8)
+        fields["rope"] = dataclasses.replace(mixer.rope, scaling=scaling)
+    if isinstance(mixer, Attention):
+        if mixer.growth:
+            fields["growth"] = dataclasses.replace(mixer.growth, span=4)
+        if mixer.num_kv_heads == 1:  # meshes have two tensor ranks
+            fields["num_kv_heads"] = 2
+        if mixer.scale is not None and mixer.qk_norm:  # large scores amplify rounding
+            fields["scale"] = 0.2
+    return dataclasses.replace(mixer, **fields)
 
 
 def meshes_of(name: str) -> tuple[str, ...]:
-    m = config_of(name).model
-    return EXPERTS if m.num_experts else DENSE
+    return EXPERTS if experts_in(composed_of(config_of(name).model)) else DENSE
 
 
 @functools.cache
@@ -100,9 +128,7 @@ def test_gradients(name, mesh, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTED)
 def test_gradients_of_adapters(name, devices):
-    m = config_of(name).model
-    feed_forward = ["gate_proj"] * m.mlp_gate + ["up_proj", "down_proj"]
-    targets = [*of_attention(m), *of_recurrence(m), *feed_forward * (not m.num_experts)]
+    targets = targets_of(composed_of(config_of(name).model))
     cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
 
@@ -113,6 +139,9 @@ def test_gradients_of_adapters(name, devices):
     [
         ("qwen3_5", "q_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
         ("qwen3_5", "q_proj,out_proj", DENSE[2]),
+        ("qwen3_5", "in_proj", "pipeline=2,num_microbatches=2,layer_loop=scan"),
+        ("deepseek_v2", "gate_proj", EXPERTS[2]),
+        ("dots1", "up_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),
         ("nemotron_h", "v_proj,up_proj", "data=2,zero=2,layer_loop=unroll"),
         ("deepseek_v2", "o_proj,kv_b_proj", EXPERTS[2]),
         ("dots1", "q_proj,o_proj", "pipeline=2,num_microbatches=2,data=2,zero=2"),

@@ -47,7 +47,7 @@ from tests.slow import slow, slow_but
 
 @functools.cache
 def one_device(scaling: str, dtype: str = "float8") -> traces.TrainingTrace:
-    fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
+    fields = dict(compute__float8_scaling=scaling, compute__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields)
 
 
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_device(mesh, devices):
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("mesh", [MESHES[1], slow("tensor=2"), slow(MESHES[-1])])
 def test_gradients_are_those_of_one_device_by_row(mesh, devices):
-    found = first_gradients(mesh, devices, model__float8_scaling="row")
+    found = first_gradients(mesh, devices, compute__float8_scaling="row")
     wanted, exact = one_device("row"), one_device("tensor", "compute")
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
     errors = relative_errors(found.gradients, wanted.gradients)
@@ -246,8 +246,8 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_the_loss_curve_is_that_of_float32(scaling, devices):
     """A text that can be learnt, 300 steps: each window of 20 steps within 0.5% on average."""
-    fields = {"model__float8_scaling": scaling}
-    plain, found = loss_curve(devices, model__matmul_dtype="compute"), loss_curve(devices, **fields)
+    plain = loss_curve(devices, compute__matmul_dtype="compute")
+    found = loss_curve(devices, compute__float8_scaling=scaling)
     assert_close(found, plain)
 
 
@@ -258,12 +258,12 @@ def test_the_loss_curve_is_that_of_float32(scaling, devices):
     ("fields", "path", "fixes"),
     [
         (
-            {"model.matmul_dtype": "compute", "model.float8_scaling": "row"},
-            "model.float8_scaling",
+            {"compute.matmul_dtype": "compute", "compute.float8_scaling": "row"},
+            "compute.float8_scaling",
             2,
         ),
         (
-            {"model.matmul_dtype": "compute", "parallel.gather_dtype": "float8"},
+            {"compute.matmul_dtype": "compute", "parallel.gather_dtype": "float8"},
             "parallel.gather_dtype",
             2,
         ),
@@ -284,12 +284,12 @@ def test_what_cannot_work_is_refused_with_a_fix(fields, path, fixes):
 
 
 def test_sides_need_not_be_multiples_of_16_without_float8():
-    resolve(replace(BASE, **{"model.matmul_dtype": "compute", "model.d_ff": 104}), 1)
+    resolve(replace(BASE, **{"compute.matmul_dtype": "compute", "model.d_ff": 104}), 1)
 
 
 def test_text_is_sampled_in_the_compute_dtype():
     cfg = config_for_sampling(replace(BASE, **{"parallel.gather_dtype": "float8"}))
-    assert (cfg.model.matmul_dtype, cfg.parallel.gather_dtype) == ("compute", "compute")
+    assert (cfg.compute.matmul_dtype, cfg.parallel.gather_dtype) == ("compute", "compute")
     resolve(cfg, 1)
 
 

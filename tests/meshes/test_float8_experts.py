@@ -39,7 +39,7 @@ MIXED = "expert=2,tensor=2,gather_dtype=float8"
 
 @functools.cache
 def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
-    return first_gradients("data=1", jax.devices("cpu"), model__matmul_dtype=dtype, **EXPERTS)
+    return first_gradients("data=1", jax.devices("cpu"), compute__matmul_dtype=dtype, **EXPERTS)
 
 
 @pytest.mark.slow  # quicker: model/test_experts.py
@@ -72,7 +72,7 @@ def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
 @pytest.mark.slow
 def test_gradients_of_biased_experts_are_near_those_of_float32(devices):
     wanted = first_gradients("data=1", devices, **BIASED)
-    plain = first_gradients("data=1", devices, model__matmul_dtype="compute", **BIASED)
+    plain = first_gradients("data=1", devices, compute__matmul_dtype="compute", **BIASED)
     errors = relative_errors(wanted.gradients, plain.gradients)
     assert all(error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
@@ -80,5 +80,5 @@ def test_gradients_of_biased_experts_are_near_those_of_float32(devices):
 @pytest.mark.slow
 def test_the_loss_curve_of_experts_is_that_of_float32(devices):
     """A text that can be learned, 300 steps."""
-    plain = loss_curve(devices, model__matmul_dtype="compute", **EXPERTS)
+    plain = loss_curve(devices, compute__matmul_dtype="compute", **EXPERTS)
     assert_close(loss_curve(devices, **EXPERTS), plain)

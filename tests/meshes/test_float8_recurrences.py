@@ -57,7 +57,7 @@ data=2,zero=1,layer_loop=unroll,num_microbatches=2
 
 @functools.cache
 def one_device(kind: str, scaling: str = "tensor", dtype: str = "float8") -> traces.TrainingTrace:
-    fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
+    fields = dict(compute__float8_scaling=scaling, compute__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields, **KINDS[kind])
 
 

@@ -138,8 +138,8 @@ def test_generation_with_a_cache_of_latents(tensor, values, devices):
 
 
 def test_the_cache_has_latents_for_all_heads_together():
-    m = BASE.model
-    assert cache_bytes(m, 3, 5) == cache_bytes(m, 3, 5, tensor=2) == 4 * m.num_layers * 15 * 12
+    wanted = 4 * BASE.model.num_layers * 15 * 12
+    assert cache_bytes(BASE, 3, 5) == cache_bytes(BASE, 3, 5, tensor=2) == wanted
 
 
 FLOAT8 = {
@@ -151,7 +151,7 @@ FLOAT8 = {
     "model.q_lora_rank": 16,
     "model.d_ff": 32,
     "model.vocab_size": 64,
-    "model.dtype": "bfloat16",
+    "compute.dtype": "bfloat16",
     "data.seq_len": 64,
     "parallel.layer_loop": "unroll",
 }
@@ -164,7 +164,7 @@ def test_float8(mesh, values, devices):
     """With the norm in the quantizer, and with gathered latents: close to the compute dtype."""
     found = []
     for dtype in ("compute", "float8"):
-        cfg = replace(BASE, **FLOAT8 | values | mesh, **{"model.matmul_dtype": dtype})
+        cfg = replace(BASE, **FLOAT8 | values | mesh, **{"compute.matmul_dtype": dtype})
         n = cfg.parallel.data * cfg.parallel.tensor
         on_mesh = resolve(cfg, n)
         batch = traces.random_batch(on_mesh, 0)

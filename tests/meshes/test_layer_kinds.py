@@ -47,7 +47,7 @@ OLMO3 = TWO_KINDS | {
 CASES = [
     ("data=2,sequence=2,tensor=2", OLMO3 | {"model.num_layers": 2}),
     slow("pipeline=2,num_microbatches=2,zero=1,tensor=2", OLMO3),
-    slow("data=2", OLMO3 | {"model.dtype": "float32", "parallel.remat": "full"}),
+    slow("data=2", OLMO3 | {"compute.dtype": "float32", "parallel.remat": "full"}),
     slow("data=2,tensor=2,row_groups=2", OLMO3 | {"model.num_layers": 2}),
     slow(
         "data=2,expert=2",

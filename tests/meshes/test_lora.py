@@ -7,6 +7,7 @@ where both are random, training where it starts.
 import functools
 import math
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, TARGETS, of_attention
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.lists.lora_targets import adapted, targets_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora
 from jaxpar.model.parameters import param_specs, trainable_specs
@@ -26,6 +28,7 @@ from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_trai
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
+from tests.extend.test_components import ATTENTION, LAYERS, Layer, Products, Sine, component, config
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
 from tests.slow import slow, slow_but
@@ -79,6 +82,33 @@ VARIANTS = {
 }
 
 
+@component
+class Plain(Products):
+    """Declares adapters, and gets plain arrays."""
+
+    uses_products: ClassVar[bool] = False
+
+
+MORE_LAYERS = LAYERS | {
+    "bare": [Layer("block", None, Sine(width=12))] * 2,
+    "plain": [Layer("block", ATTENTION, Plain(width=12))] * 2,
+}
+COMPOSED = {name: {"model": config(*layers).model} for name, layers in MORE_LAYERS.items()}
+OF_ATTENTION, OF_ONE = ({"lora.targets": names} for names in ("q_proj,o_proj", "gate_proj"))
+
+#: Composed models: adapters in some stacks, or in a component of a user.
+OF_COMPONENTS = [
+    slow("data=2,tensor=2", COMPOSED["sigmoid"]),
+    slow("pipeline=2,num_microbatches=2,tensor=2", COMPOSED["deep"]),
+    slow("sequence=2,data=2", COMPOSED["windows"]),
+    ("data=2,tensor=2,layer_loop=unroll", COMPOSED["mean"] | OF_ONE),
+    slow("data=2,num_microbatches=2,zero=1,layer_loop=scan", COMPOSED["mean"] | OF_ATTENTION),
+    slow("pipeline=2,data=2,num_microbatches=2", COMPOSED["mean"] | OF_ATTENTION),
+    slow("expert=2,tensor=2", COMPOSED["experts"]),
+    slow("data=2,tensor=2", COMPOSED["products"] | {"lora.targets": "sine_down,sine_up,v_proj"}),
+]
+
+
 def on_mesh(item: str, devices, cfg: Config = BASE):
     """The config for a mesh item such as "data=2,zero=1", and the mesh."""
     parallel = parse_meshes([item], cfg.parallel)[item]
@@ -91,11 +121,12 @@ def trained_params(cfg: Config) -> dict:
     """Parameters whose adapters all add something, as logical arrays on the host."""
     params = weights.values_of(tuple(flat(param_specs(cfg.model, cfg.lora)).items()), 5)
     rng = np.random.default_rng(0)
-    layers = {
-        name: rng.normal(0, 0.2, w.shape).astype(np.float32) if name.endswith(lora.B) else w
-        for name, w in params["layers"].items()
+    of_b = lambda w: rng.normal(0, 0.2, w.shape).astype(np.float32)  # noqa: E731
+    return params | {
+        stack: {name: of_b(w) if name.endswith(lora.B) else w for name, w in layers.items()}
+        for stack, layers in params.items()
+        if isinstance(layers, dict)
     }
-    return params | {"layers": layers}
 
 
 @functools.cache
@@ -138,6 +169,12 @@ def test_gradients_are_those_of_the_plain_model(mesh, devices):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_of_variants(variant, devices):
     fields, mesh = VARIANTS[variant]
+    compare(replace(BASE, **fields), mesh, devices)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(("mesh", "fields"), OF_COMPONENTS)
+def test_gradients_of_composed_models(mesh, fields, devices):
     compare(replace(BASE, **fields), mesh, devices)
 
 
@@ -238,7 +275,7 @@ def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     """Rounding of the matrices and of what flows back through them is all that differs."""
     sizes = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 96, "model.init_std": 0.05}
     exact = replace(BASE, **sizes, **{"parallel.layer_loop": loop})
-    eight = replace(exact, **{"model.matmul_dtype": "float8"})
+    eight = replace(exact, **{"compute.matmul_dtype": "float8"})
 
     def gradients(cfg: Config):
         cfg, mesh = on_mesh("data=2", devices, cfg)
@@ -282,7 +319,16 @@ def test_offloaded_moments(devices):
         ({"lora.rank": 0}, r"lora\.alpha = 6\.0: needs adapters, but lora\.rank is 0"),
         (
             {"model.num_experts": 4},
-            r"cannot target experts, and model\.num_experts is 4.*targets q_proj,k_proj,v_",
+            r"must be names from q_proj, k_.*; experts have no adapters.*targets q_proj,k_proj,v_",
+        ),
+        (
+            COMPOSED["mean"] | {"lora.targets": "q_prj,mean_v"},
+            r"must be names from q_proj, .*, down_proj, separated by commas.*targets q_proj\.",
+        ),
+        (COMPOSED["bare"], r"lora\.rank = 3: needs a weight that declares an adapter.*rank 0"),
+        (
+            COMPOSED["plain"] | {"lora.targets": "sine_up"},
+            r"model\.block\.feed_forward: sine_up = 'adapter sine_up': needs a component .*Plain",
         ),
     ],
 )
@@ -293,8 +339,10 @@ def test_bad_adapters_are_refused(fields, message):
 
 def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
-    for target in (*of_attention(BASE.model), *OF_FEED_FORWARD):
-        (name,) = TARGETS[target]
+    model = model_of(BASE.model)
+    assert list(targets_of(model)) == BASE.lora.targets.split(",")
+    for target in targets_of(model):
+        (name,) = adapted(model.layers[0], model, [target])
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]
         assert all(spec.trainable and 3 in spec.shape for spec in pair), target
         outer = math.prod(pair[0].shape[1:-1]) * math.prod(pair[1].shape[2:])

@@ -99,8 +99,8 @@ def test_a_step_has_the_weights_of_its_number(devices):
         ({Z_LOSS: "0:inf"}, "weights of at least 0"),
         ({Z_LOSS: "0:0;9:0"}, "must have a weight above 0"),
         ({Z_LOSS: ";".join(f"{n}:1" for n in range(101))}, "101 points, more than 100"),
-        ({Z_LOSS: "0:0.1", "train.z_loss": 0.5}, "z_loss = 0.5: has no effect beside"),
-        ({MTP_LOSS: "0:0.1", "train.mtp_loss": 0.5}, "mtp_loss = 0.5: has no effect beside"),
+        ({Z_LOSS: "0:0.1", "train.z_loss": 0.5}, "z_loss = 0.5: is not supported with"),
+        ({MTP_LOSS: "0:0.1", "train.mtp_loss": 0.5}, "mtp_loss = 0.5: is not supported with"),
         ({MTP_LOSS: "0:0.1", "model.mtp_depth": 0}, "mtp_loss_schedule = .*, but model.mtp_depth"),
     ],
 )

@@ -1,5 +1,6 @@
 """Multi-token prediction: the plain model's loss and gradients on every mesh."""
 
+import dataclasses
 import functools
 import math
 
@@ -16,6 +17,16 @@ from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from jaxpar.verification.small_config import steady
 from tests import weights
+from tests.extend.test_components import (
+    ATTENTION,
+    HEADS,
+    LAYERS,
+    Attention,
+    DecayedMean,
+    Glu,
+    Layer,
+    config,
+)
 from tests.meshes.test_experts import compare
 from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
 from tests.slow import slow
@@ -29,6 +40,20 @@ BASE = replace(TINY, **{"model.mtp_depth": 1, "train.mtp_loss": 0.3})
 
 TWO = {"model.mtp_depth": 2, "train.z_loss": 1e-2}
 DEEPSEEK = V3 | DENSE | {"parallel.layer_loop": "unroll", "train.balance_loss": 1e-2}
+
+MORE_LAYERS = LAYERS | {
+    "before": [
+        Layer("mixes", DecayedMean(num_heads=4), Glu(24)),
+        Layer("attends", ATTENTION, None),
+    ],
+    "capped": [Layer("block", Attention(**HEADS, softcap=5.0, chunk=6), Glu(24), norms="after")]
+    * 2,
+    "no mixer": [Layer("attends", ATTENTION, None), Layer("feeds", None, Glu(24))],
+}
+COMPOSED = {
+    name: {"model": dataclasses.replace(config(*layers).model, mtp_depth=2)}
+    for name, layers in MORE_LAYERS.items()
+}
 
 CASES = [
     ("sequence=2,tensor=2,context=ring", {}),
@@ -50,6 +75,19 @@ CASES = [
     slow("pipeline=2,num_microbatches=2,expert=2,zero=1,layer_loop=unroll", DEEPSEEK | TWO),
     slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", DEEPSEEK),
     slow("pipeline=2,num_microbatches=2,schedule=gpipe", EXPERTS | {"train.router_z_loss": 1e-2}),
+    ("sequence=2,tensor=2", COMPOSED["before"]),
+    slow("pipeline=2,num_microbatches=2,tensor=2", COMPOSED["sigmoid"]),
+    slow("data=2,tensor=2", COMPOSED["sigmoid"]),
+    slow("sequence=2,data=2", COMPOSED["sigmoid"]),
+    slow("data=2,num_microbatches=2,zero=1,layer_loop=scan", COMPOSED["mean"]),
+    slow("sequence=2,data=2", COMPOSED["windows"]),
+    slow("expert=2,sequence=2", COMPOSED["experts"]),
+    slow("expert=2,pipeline=2,num_microbatches=2", COMPOSED["experts"]),
+    slow("data=2,tensor=2", COMPOSED["products"]),
+    slow("sequence=2,tensor=2", COMPOSED["capped"]),
+    slow("data=2,tensor=2", COMPOSED["no mixer"]),
+    slow("sequence=2,tensor=2,layer_loop=unroll", {"model.layer_pattern": "G*"}),
+    slow("data=2,tensor=2,layer_loop=unroll", {"model.nope_every": 2}),
 ]
 
 

@@ -11,7 +11,7 @@ from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
 from tests.meshes.float8_traces import on_mesh
 
-COMPUTE = {"model__matmul_dtype": "compute"}
+COMPUTE = {"compute__matmul_dtype": "compute"}
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ COMPUTE = {"model__matmul_dtype": "compute"}
     [
         ("data=2", {}, "in_quantizer"),
         ("sequence=2,zero=1", {}, "in_quantizer"),
-        ("data=2", {"model__float8_scaling": "row"}, "written"),
+        ("data=2", {"compute__float8_scaling": "row"}, "written"),
         ("tensor=2", {}, "written"),
         ("data=2", {"lora__rank": 2}, "written"),
         ("data=2", COMPUTE, "deferred_scale"),
-        ("pipeline=2,zero=1", COMPUTE | {"model__dtype": "bfloat16"}, "deferred_scale"),
-        ("data=2", COMPUTE | {"model__dtype": "float16"}, "written"),
+        ("pipeline=2,zero=1", COMPUTE | {"compute__dtype": "bfloat16"}, "deferred_scale"),
+        ("data=2", COMPUTE | {"compute__dtype": "float16"}, "written"),
         ("tensor=2", COMPUTE, "written"),
         ("data=2", COMPUTE | {"lora__rank": 2}, "written"),
         ("data=2", COMPUTE | {"model__activation": "gelu"}, "written"),

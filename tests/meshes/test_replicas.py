@@ -62,7 +62,7 @@ def logical_errors(state: Any, cfg: Config) -> dict[str, np.ndarray]:
     [
         ("replica=2,data=2,zero=2", "int8", {}),
         slow("replica=2,data=2,num_microbatches=2,zero=2", "int8", {}),
-        slow("replica=2,data=2,tensor=2", "top_k", {"model.dtype": "float16"}),
+        slow("replica=2,data=2,tensor=2", "top_k", {"compute.dtype": "float16"}),
         slow("replica=2,data=2,expert=2", "int8", EXPERTS),
         slow("replica=4,sequence=2,num_microbatches=2,zero=1", "top_k", {}),
         slow("pipeline=2,replica=2,num_microbatches=2,layer_loop=unroll", "top_k", {}),
@@ -94,7 +94,7 @@ def test_what_was_sent_and_what_was_left_out_are_the_gradient(
                 found, grad = found + errors[name], grad + before[name]
             size = np.abs(grad).max()
             # In float16, a loss scale moves gradients that would be too small to count.
-            tolerance = 3e-3 if cfg.model.dtype == "float16" else 1e-5
+            tolerance = 3e-3 if cfg.compute.dtype == "float16" else 1e-5
             np.testing.assert_allclose(found, grad, atol=tolerance * size, err_msg=name)
         before = errors
         if i == 0:

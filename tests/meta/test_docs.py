@@ -134,14 +134,13 @@ def test_a_wrong_command_is_seen():
 
 
 def test_errors_that_are_quoted_are_said_so():
-    quoted = re.findall(
-        r"^\$ python -m (jaxpar\.train .+)\n(.+)$", read("docs/configuration.md"), re.M
-    )
+    shown = r"^\$ python -m (jaxpar\.train .+)\n((?:(?!\$ |```).+\n)+)"
+    quoted = re.findall(shown, read("docs/configuration.md"), re.M)
     assert len(quoted) == 2
     for command, said in quoted:
         with pytest.raises(ConfigError) as error:
             check_command(shlex.split(command))
-        assert said == f"config error: {error.value}"
+        assert said == f"config error: {error.value}\n"
 
 
 # ------------------------------------------------------------------------ tables
@@ -198,15 +197,15 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_page_of_extensions_shows_its_config():
-    _, code = read("configs/extending.py").split("\n\n", 1)
-    assert f"```python\n{code}```" in read("docs/extending.md")
-
-
 def test_the_page_of_families_is_current():
     """And every cell's test, golden and config exists, or the script raises."""
     written = script_of("families").page()
     assert read("docs/families.md") == written, "run python scripts/docs/families.py --write"
+
+
+def test_the_page_of_combinations_is_current():
+    written = script_of("combinations").page()
+    assert read("docs/combinations.md") == written, "run scripts/docs/combinations.py --write"
 
 
 def test_the_map_of_the_code_is_up_to_date():

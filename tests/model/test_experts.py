@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import ModelConfig, replace
+from jaxpar.config import ComputeConfig, ModelConfig, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.composition import experts_of
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
@@ -149,8 +149,8 @@ def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
     plan, d_out = plan_rows(chosen, 3, 4), draw(64, 32)
 
     def run(dtype, expert_dim):
-        how_m = dataclasses.replace(m, matmul_dtype=dtype)
-        how = experts.products_of(experts_of(m).expert, how_m, expert_dim)
+        compute = ComputeConfig(matmul_dtype=dtype)
+        how = experts.products_of(experts_of(m).expert, compute, expert_dim)
 
         def layer(x, weights, w, biases):
             if expert_dim == 1:

@@ -37,7 +37,7 @@ def is_spec(leaf) -> bool:
 
 @pytest.mark.parametrize("dtype", ["compute", "float8"])
 def test_gate_lies_before_up(dtype):
-    w = first_layer(replace(BASE, **{"model.matmul_dtype": dtype, "model.dtype": "bfloat16"}))
+    w = first_layer(replace(BASE, **{"compute.matmul_dtype": dtype, "compute.dtype": "bfloat16"}))
     np.testing.assert_array_equal(w["w_gate_up"][:, :32], w["stored"]["w_gate"][0])
     np.testing.assert_array_equal(w["w_gate_up"][:, 32:], w["stored"]["w_up"][0])
     assert not {"w_gate", "w_up"} & set(w)
@@ -47,9 +47,9 @@ def test_gate_lies_before_up(dtype):
     "fields",
     [
         {
-            "model.matmul_dtype": "float8",
-            "model.float8_scaling": "row",
-            "model.dtype": "bfloat16",
+            "compute.matmul_dtype": "float8",
+            "compute.float8_scaling": "row",
+            "compute.dtype": "bfloat16",
         },
         {"model.activation": "gelu"},
         {"model.mlp_bias": True},

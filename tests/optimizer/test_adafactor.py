@@ -98,7 +98,7 @@ def test_second_moments_are_vectors(devices):
 
 def test_what_cannot_be():
     check(replace(TINY, **MODEL))
-    with pytest.raises(ConfigError, match=r"optimizer\.offload.*adafactor needs whole matrices"):
+    with pytest.raises(ConfigError, match=r"'adafactor': is not supported with optimizer\.offload"):
         check(replace(TINY, **MODEL, **{"optimizer.offload": True}))
     without = {"optimizer.beta1": 0.0, "optimizer.first_moment_dtype": "bfloat16"}
     with pytest.raises(ConfigError, match=r"first_moment_dtype.*no moment named mu"):

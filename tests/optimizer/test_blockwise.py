@@ -13,6 +13,7 @@ import pytest
 from jaxpar.components.axes import RULES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.moment_blocks import split_sizes
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -147,7 +148,7 @@ CONFIGS = ["llama_1b", "llama3_8b", "qwen3_30b_a3b", "deepseek_v3", "llama4_scou
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mesh_can_split_only_blocks_that_the_rule_checks(name):
     cfg = load_config(name)
-    checked = {(size, axes) for _, size, axes in split_sizes(cfg.model, cfg.parallel)}
+    checked = {(size, axes) for _, size, axes in split_sizes(model_of(cfg.model), cfg.parallel)}
     elements, divided = 0, 0
     for spec in flat(specs_of(cfg)).values():
         elements += math.prod(spec.shape)
@@ -168,7 +169,7 @@ def test_a_mesh_can_split_only_blocks_that_the_rule_checks(name):
         ({"optimizer.moment_block": 8}, "moment_block.*must be at least 16"),
         ({"parallel.data": 4}, r"blocks of 32 of the 64 elements of model.d_model.*--optimizer.m"),
         ({"parallel.tensor": 8, "model.num_kv_heads": 8, "model.num_heads": 8},
-         r"elements of model.d_ff, which parallel.tensor = 8 would split.*moment-block 16"),
+         r"layers.feed_forward.d_ff, which parallel.tensor = 8 would split.*moment-block 16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_in_8_bits_is_refused(fields, rule):

@@ -21,7 +21,7 @@ from tests.tiny import STATE
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 TINY = STATE | {
-    "model.dtype": "float32",
+    "compute.dtype": "float32",
     "data.seq_len": 8,
     "train.global_batch_size": 4,
     "optimizer.warmup_steps": 2,
@@ -139,14 +139,14 @@ def test_the_choice_costs_no_pass_over_memory(devices):
 
 # --------------------------------------------------------------------------------- float16
 
-FLOAT16 = {"model.dtype": "float16", "guard.loss_scale_interval": 2}
+FLOAT16 = {"compute.dtype": "float16", "guard.loss_scale_interval": 2}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", slow("pipeline")])
 def test_float16_learns_as_float32_does(devices, mesh):
     found, norms = {}, []
     for dtype in ("float16", "float32"):
-        cfg, step, fresh = make(devices, **MESHES[mesh], **{"model.dtype": dtype})
+        cfg, step, fresh = make(devices, **MESHES[mesh], **{"compute.dtype": dtype})
         _, seen = run(cfg, step, fresh(), "gggggg")
         found[dtype] = [float(m["loss"]) for m in seen]
         norms += [float(m["grad_norm"]) for m in seen if int(m["skipped"]) == 0][:1]

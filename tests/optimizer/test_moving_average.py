@@ -14,7 +14,7 @@ from jaxpar.planning.predict.shard import moment_bytes, state_bytes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count, partition_specs
 from jaxpar.step.features import moving_average
-from jaxpar.step.layer_order import layers_here
+from jaxpar.step.layer_order import rows_here
 from jaxpar.step.state import (
     TrainState,
     abstract_logical,
@@ -66,7 +66,7 @@ def average_after(devices, steps: int = STEPS, bad: int = -1, **fields) -> trace
     specs = trainable_specs(cfg)
     inside = jax.shard_map(
         lambda average, params, step, ok: moving_average.update(
-            cfg, specs, average, params, step, layers_here(cfg), ok
+            cfg, specs, average, params, step, rows_here(cfg), ok
         ),
         mesh=mesh,
         in_specs=(partition_specs(specs), partition_specs(specs), jax.P(), jax.P()),

@@ -199,7 +199,7 @@ def test_matrices_have_one_moment(devices):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"optimizer.offload": True}, r"optimizer\.offload.*muon needs whole matrices"),
+        ({"optimizer.offload": True}, r"'muon': is not supported with optimizer\.offload"),
         ({"optimizer.muon_momentum": 1.0}, r"optimizer\.muon_momentum"),
         ({"optimizer.muon_steps": 0}, r"optimizer\.muon_steps"),
         (
@@ -233,7 +233,7 @@ def test_a_registered_rule_may_need_matrices(devices, monkeypatch):
     wanted = weights_after(*on_mesh(cfg, "data=1", devices), 2)
     errors = distances.update_errors(found[-1], wanted[-1], wanted[0])
     assert distances.worst(errors)[0] < 1e-6
-    with pytest.raises(ConfigError, match="whole matrices"):
+    with pytest.raises(ConfigError, match=r"is not supported with optimizer\.offload"):
         check(replace(cfg, **{"optimizer.offload": True}))
     for path, needs in (("optimizer.name", "rows"), ("model.attention", "matrices")):
         with pytest.raises(ConfigError, match=f"registered with needs='{needs}'"):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
-from jaxpar.step.layer_order import layers_here
+from jaxpar.step.layer_order import rows_here
 from jaxpar.step.state import (
     TrainState,
     abstract_logical,
@@ -27,7 +27,7 @@ def update_step(cfg: Config, mesh: Mesh) -> Any:
     specs, to = state_specs(cfg), state_shardings(cfg, mesh)
 
     def update(state, grads):
-        layers = layers_here(cfg)
+        layers = rows_here(cfg)
         return moments.update(
             cfg, trainable_specs(cfg), grads, state.opt_state, state.params, state.step, layers
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import ModelConfig, ParallelConfig
+from jaxpar.config import ComputeConfig, ModelConfig, ParallelConfig
 from jaxpar.config.layout.composition import experts_of
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
@@ -89,7 +89,7 @@ def layer(by, slack, devices, *, keeps=True):
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     w = ExpertWeights(draw(E, D, F), draw(E, D, F), draw(E, F, D))
     m = ModelConfig(num_experts=E, experts_per_token=k)
-    how = products_of(experts_of(m).expert, m, 0)
+    how = products_of(experts_of(m).expert, ComputeConfig(), 0)
 
     def both(chosen, x, weights, w, d_out):
         plan = plan_rows(chosen, E, TILE, slack, by)

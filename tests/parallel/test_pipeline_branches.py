@@ -113,7 +113,7 @@ TENSOR_2 = {"parallel.tensor": 2}
 
 #: Matmuls in float8, whose sides are multiples of 16 on each device.
 FLOAT8 = {
-    "model.matmul_dtype": "float8",
+    "compute.matmul_dtype": "float8",
     "model.head_dim": 16,
     "model.d_ff": 96,
     "data.seq_len": 32,
@@ -231,7 +231,7 @@ def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
     fields, devices_used, loops, devices
 ):
     """loops: those with a backward in them."""
-    cfg = config(devices_used, **fields, **{"model.dtype": "bfloat16"})
+    cfg = config(devices_used, **fields, **{"compute.dtype": "bfloat16"})
     jaxpr = traced(cfg, devices[:devices_used])
     D, F = cfg.model.d_model, cfg.model.d_ff // cfg.parallel.tensor
     made = [e.outvars[0].aval for e in equations(jaxpr) if e.primitive.name == "dot_general"]

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
+from jaxpar.parallel.pipeline.schedules import GPipe, PipelineSchedule, ZeroBubble
 from tests.every import every
 
 
@@ -19,7 +19,10 @@ def microbatch_counts(P: int, v: int) -> list[int]:
 
 
 SCHEDULES = [
-    Schedule(P, v, M) for P in range(1, 7) for v in range(1, 5) for M in microbatch_counts(P, v)
+    PipelineSchedule(P, v, M)
+    for P in range(1, 7)
+    for v in range(1, 5)
+    for M in microbatch_counts(P, v)
 ]
 SCHEDULES += [GPipe(P, 1, M) for P in range(1, 7) for M in microbatch_counts(P, 1)]
 ZERO_BUBBLES = [
@@ -28,7 +31,7 @@ ZERO_BUBBLES = [
 ZERO_BUBBLES += [ZeroBubble(P, v, k * P) for P in range(2, 6) for v in (2, 3, 4) for k in (2, 3)]
 
 
-def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
+def forwards(plan: PipelineSchedule) -> list[tuple[int, int, int, int, int]]:
     """(stage, index of the unit, tick, microbatch, part of the model) of each forward unit."""
     return [
         (s, i, i + s, m, c * plan.stages + s)
@@ -38,7 +41,7 @@ def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
     ]
 
 
-def backwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
+def backwards(plan: PipelineSchedule) -> list[tuple[int, int, int, int, int]]:
     """(stage, index of the *forward* unit, tick, microbatch, part of the model) of each."""
     P = plan.stages
     return [
@@ -95,7 +98,7 @@ def test_a_backward_names_its_own_forward(plan):
         assert units[s, f] == (m, g)
 
 
-def clobbered(plan: Schedule, stash_size: int) -> int:
+def clobbered(plan: PipelineSchedule, stash_size: int) -> int:
     """Entries of the ring that are overwritten before, or in the tick in which, they are read.
 
     In one tick the forward writes before the backward reads.
@@ -166,7 +169,7 @@ GPipe 1 1 3  | 3 3 6 3 0
 @every(TABLE)
 def test_ticks_slots_and_bubbles_are_those_of_the_table(row):
     left, right = (side.split() for side in row.split("|"))
-    plan = {"1F1B": Schedule, "GPipe": GPipe}[left[0]](*map(int, left[1:]))
+    plan = {"1F1B": PipelineSchedule, "GPipe": GPipe}[left[0]](*map(int, left[1:]))
     phases = plan.phases()
     count = lambda kind: sum(phase[3] - phase[2] for phase in phases if phase[kind])  # noqa: E731
     bubble = 1 - Fraction(plan.num_actions, plan.duration)
@@ -176,7 +179,7 @@ def test_ticks_slots_and_bubbles_are_those_of_the_table(row):
 
 def test_figure():
     """Two stages, two chunks, four microbatches, as drawn by hand: (microbatch, chunk)."""
-    plan = Schedule(stages=2, virtual=2, microbatches=4)
+    plan = PipelineSchedule(stages=2, virtual=2, microbatches=4)
     forward = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
     backward = [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
     assert [plan.forward_action(i) for i in range(8)] == forward
@@ -185,7 +188,7 @@ def test_figure():
 
 
 def test_arrays_count_as_numbers_do():
-    plan = Schedule(stages=3, virtual=2, microbatches=6)
+    plan = PipelineSchedule(stages=3, virtual=2, microbatches=6)
     i = np.arange(plan.num_actions)
     for unit in (plan.forward_action, plan.backward_action):
         assert np.array_equal(np.stack(unit(i), 1), [unit(int(n)) for n in i])
@@ -202,7 +205,7 @@ def caught_up(plan: ZeroBubble) -> list[tuple[int, int, int]]:
     ]
 
 
-def numbered_backwards(plan: Schedule) -> list[tuple[int, int, int]]:
+def numbered_backwards(plan: PipelineSchedule) -> list[tuple[int, int, int]]:
     """(stage, index of the backward, tick) of each backward."""
     first, P = plan.first_backward, plan.stages
     return [(s, i, first + i + (P - 1 - s)) for s in range(P) for i in range(plan.num_actions)]
@@ -228,7 +231,7 @@ def test_postponed_weight_gradients_are_computed_in_idle_forward_slots(plan):
     assert not busy & {(s, t) for s, _, t in caught_up(plan)}
 
 
-def length(plan: Schedule, F: int, B: int, W: int) -> int:
+def length(plan: PipelineSchedule, F: int, B: int, W: int) -> int:
     """Time of a step. The stages wait for each other at the head and between two ticks."""
     last = plan.stages * plan.virtual - 1
     head = {t for _, _, t, _, part in forwards(plan) if part == last}
@@ -252,7 +255,7 @@ def length(plan: Schedule, F: int, B: int, W: int) -> int:
 @every_zero_bubble
 def test_the_bubble_of_a_zero_bubble_schedule(plan):
     P, v, M = plan.stages, plan.virtual, plan.microbatches
-    plain = Schedule(P, v, M)
+    plain = PipelineSchedule(P, v, M)
     for F, B, W in (1, 1, 1), (5, 6, 4), (3, 3, 1):
         assert length(plan, F, B, W) == v * M * (F + B + W) + (P - 1) * (F + B - W)
         assert plain.duration == v * M + P - 1

@@ -119,7 +119,7 @@ def barriers_over_sums(cfg: Config, devices) -> int:
 def test_a_layers_gradients_are_added_before_the_next_layers_backward(
     fields, held, devices, monkeypatch
 ):
-    cfg = config(**fields, **{"model.dtype": "bfloat16"})
+    cfg = config(**fields, **{"compute.dtype": "bfloat16"})
     assert barriers_over_sums(cfg, devices) == held
     all_at_once(monkeypatch)
     assert barriers_over_sums(cfg, devices) == 0

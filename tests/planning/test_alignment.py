@@ -21,8 +21,8 @@ ALIGNED = {"model.d_model": 4096, "model.d_ff": 14336, "model.vocab_size": 12825
             {"model.d_ff": 11040, "parallel.tensor": 8},
             "d_ff = 11,040, 1,380 on a device: .* such as 11,264",
         ),
-        ({"model.matmul_dtype": "float8", "model.d_ff": 14408}, "multiples of 16 .* 14,464"),
-        ({"model.dtype": "float32", "model.d_ff": 14350}, "multiples of 4 .* 14,368"),
+        ({"compute.matmul_dtype": "float8", "model.d_ff": 14408}, "multiples of 16 .* 14,464"),
+        ({"compute.dtype": "float32", "model.d_ff": 14350}, "multiples of 4 .* 14,368"),
     ],
 )
 def test_an_odd_size_gets_a_hint(fields, hint):

@@ -18,7 +18,8 @@ from jaxpar.training.selftests.attention import choose_kernels
 from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_global_layers import GEMMA4
 
-M = load_config("gemma_4/31b").model
+CONFIG = load_config("gemma_4/31b")
+M = CONFIG.model
 
 
 def test_parameters_of_each_kind():
@@ -46,8 +47,8 @@ def test_flops_of_each_kind():
 def test_a_cache_has_the_heads_of_each_layer():
     slots = 100
     local, of_global = (2 * slots * G * K * 2 for G, K in ((16, 256), (4, 512)))
-    assert decode.cache_bytes(M, 1, slots) == 50 * local + 10 * of_global
-    assert decode.cache_bytes(M, 1, slots, tensor=4) == (50 * local + 10 * of_global) / 4
+    assert decode.cache_bytes(CONFIG, 1, slots) == 50 * local + 10 * of_global
+    assert decode.cache_bytes(CONFIG, 1, slots, tensor=4) == (50 * local + 10 * of_global) / 4
 
 
 def test_the_planner_knows_both_shapes():

@@ -72,8 +72,8 @@ def test_decays_of_channels_need_more_memory_and_have_no_kernels():
     assert 1.25 < by_channel / of_head < 1.4
     hopper = Platform("gpu", "NVIDIA H200", "9.0")
     mixed = replace(cfg, **{"model.layer_pattern": "KG*"})
-    assert with_backend(mixed, hopper).model.recurrent_backend == "reference"
-    assert with_backend(cfg, hopper).model.recurrent_backend == "reference"
+    assert with_backend(mixed, hopper).compute.recurrent_backend == "reference"
+    assert with_backend(cfg, hopper).compute.recurrent_backend == "reference"
 
 
 def test_latents_of_attention_are_not_those_of_other_layers():

@@ -75,7 +75,7 @@ PARALLEL = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 )
 def test_4096_gpus(name, layers, mesh):
     sizes = {f"parallel__{axis}": size for axis, size in zip(PARALLEL, mesh, strict=True)}
-    more = {"model__num_layers": layers, "model__attention_backend": "pallas_hopper"}
+    more = {"model__num_layers": layers, "compute__attention_backend": "pallas_hopper"}
     pipeline = {"parallel__zero": 1, "parallel__num_microbatches": 8} if mesh[0] > 1 else {}
     cfg = on(4096, load_config(name), **sizes, **more, **pipeline)
     found = compiling.lower(cfg, H100, abstract_mesh(cfg))

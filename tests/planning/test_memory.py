@@ -109,7 +109,7 @@ def test_saved_values_of_8b_are_those_of_the_docs():
     for remat, expected in page.items():
         cfg = resolve(replace(base, **{"parallel.remat": remat}), 8)
         assert saved_per_token(cfg) == expected + 8  # and the scales of two norms
-    float8 = {"parallel.remat": "none", "model.matmul_dtype": "float8"}
+    float8 = {"parallel.remat": "none", "compute.matmul_dtype": "float8"}
     assert saved_per_token(resolve(replace(base, **float8), 8)) == page["none"] - 18_432 + 8
     assert set(bytes_of_names(base, model_of(base.model).layers[0])) == {
         *REMAT_NAMES,
@@ -128,9 +128,13 @@ def test_a_policy_that_saves_less_needs_less():
 
 def test_older_gpus_keep_logits_beside_their_exponentials():
     """72.0 GiB in place of 64.5 were measured without the kernel (experiments/elementwise.md)."""
-    fields = {"model.logits_dtype": "compute", "parallel.remat": "none", "parallel.loss_chunks": 1}
+    fields = {
+        "compute.logits_dtype": "compute",
+        "parallel.remat": "none",
+        "parallel.loss_chunks": 1,
+    }
     of = lambda **more: resolve(replace(load_config("llama_1b"), **fields | more), 1)  # noqa: E731
-    cfg, wide = of(), of(**{"model.logits_dtype": "float32"})
+    cfg, wide = of(), of(**{"compute.logits_dtype": "float32"})
     more = memory_of(cfg, softmax_by_xla=True).logits - memory_of(cfg).logits
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     assert more == 2 * tokens * cfg.model.vocab_size

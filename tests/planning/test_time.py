@@ -238,7 +238,7 @@ def test_a_gpu_without_kernels_for_zigzag_order_is_told():
 
 
 def test_float16_is_planned_as_bfloat16_is():
-    in_dtype = lambda dtype: replace(on(8), **{"model.dtype": dtype})  # noqa: E731
+    in_dtype = lambda dtype: replace(on(8), **{"compute.dtype": dtype})  # noqa: E731
     half, brain, full = map(in_dtype, ("float16", "bfloat16", "float32"))
     assert memory_of(half) == memory_of(brain)
     of_half, of_brain = (step_time(cfg, cluster(8)) for cfg in (half, brain))
@@ -249,7 +249,7 @@ def test_float16_is_planned_as_bfloat16_is():
 
 
 def test_scores_of_the_reference_count():
-    cfg = replace(on(8), **{"model.dtype": "float32"})
+    cfg = replace(on(8), **{"compute.dtype": "float32"})
     assert predict(cfg, cluster(8)).on_reference
     scores = 16 * 2 * 32 * 8192 * 8192
     assert memory_of(cfg, on_reference=True).total - memory_of(cfg).total == scores

@@ -23,7 +23,7 @@ from tests.slow import slow
 
 FSDP = Config()
 TENSOR = replace(FSDP, **{"parallel.tensor": 2})
-FLOAT8 = replace(FSDP, **{"model.matmul_dtype": "float8"})
+FLOAT8 = replace(FSDP, **{"compute.matmul_dtype": "float8"})
 WIDE = replace(FSDP, **{"model.d_model": 4096})
 LEFT_ALONE = Config(run=RunConfig(xla_flags="none"))
 
@@ -339,8 +339,8 @@ def test_one_switch_makes_a_run_deterministic(gpu_host, monkeypatch):
     for name in xla_flags.NCCL_RING:
         monkeypatch.delenv(name, raising=False)
     cfg = replace(Config(), **{"run.deterministic": True, "run.compilation_cache": ""})
-    assert resolve(cfg, 1).model.attention_deterministic
-    assert not resolve(Config(), 1).model.attention_deterministic
+    assert resolve(cfg, 1).compute.attention_deterministic
+    assert not resolve(Config(), 1).compute.attention_deterministic
     told = runtime.start(cfg)
     assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"].split()
     assert {"--xla_gpu_deterministic_ops=true", "NCCL_ALGO=Ring", "NCCL_NVLS_ENABLE=0"} <= set(told)
@@ -363,7 +363,7 @@ def test_the_precision_of_float32_matmuls(field, set_to, monkeypatch):
     found = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: found.append((name, value)))
     monkeypatch.setattr(runtime, "_simulate", lambda devices: None)
-    runtime.start(replace(Config(), **{"model.matmul_precision": field, "run.cpu_devices": 1}))
+    runtime.start(replace(Config(), **{"compute.matmul_precision": field, "run.cpu_devices": 1}))
     assert found == ([] if set_to is None else [("jax_default_matmul_precision", set_to)])
 
 

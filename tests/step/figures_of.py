@@ -140,7 +140,7 @@ def _fused(tree: Any, cfg: Config) -> Entries:
 
 
 def _rounded(cfg: Config) -> set[str]:
-    """The matrices that `model.matmul_dtype` applies to, of all layers."""
+    """The matrices that `compute.matmul_dtype` applies to, of all layers."""
     model, m = model_of(cfg.model), cfg.model
     layers = [*model.layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
     of_each = (fused_weights.matrices_of(layer, model).items() for layer in layers)
@@ -169,8 +169,8 @@ def counts(cfg: Config) -> Entries:
         "train, full attention": flops.train_flops_per_token(m, T, causal=False, lora=cfg.lora),
         "recurrences": flops.recurrence_flops_per_token(m),
         "attention kernels": flops.attention_kernel_flops(m, T),
-        "cache": cache_bytes(m, 2, 4096),
-        "cache of a tensor rank": cache_bytes(m, 2, 4096, 2),
+        "cache": cache_bytes(cfg, 2, 4096),
+        "cache of a tensor rank": cache_bytes(cfg, 2, 4096, 2),
     }
 
 
@@ -289,7 +289,7 @@ STATES: dict[str, dict] = {
     "sgd": {"optimizer.name": "sgd"},
     "muon": {"optimizer.name": "muon"},
     "adafactor": {"optimizer.name": "adafactor"},
-    "float16": {"model.dtype": "float16"},
+    "float16": {"compute.dtype": "float16"},
     "moving average": {"optimizer.ema_decay": 0.99},
     "adapters": {"lora.rank": 4},
     "diloco": {"diloco.every": 4, "parallel.replica": 2, "parallel.data": 2},

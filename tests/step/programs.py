@@ -27,8 +27,8 @@ LARGE = {
     "parallel.layer_loop": "unroll",
 }
 
-F8 = {"model.matmul_dtype": "float8"}
-ROW = F8 | {"model.float8_scaling": "row"}
+F8 = {"compute.matmul_dtype": "float8"}
+ROW = F8 | {"compute.float8_scaling": "row"}
 BIASES = {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True}
 GEMMA = {
     "model.post_norms": True,
@@ -50,7 +50,7 @@ ROUTER = EXPERTS | {
     "train.router_z_loss": 0.001,
 }
 LORA = {"lora.rank": 4}
-FLOAT32 = {"model.dtype": "float32"}
+FLOAT32 = {"compute.dtype": "float32"}
 
 
 def axes(**fields) -> dict:
@@ -63,7 +63,7 @@ CPU: dict[str, dict] = {
     # deferred-scale norms, fused gate-up projections
     "fsdp": axes(data=8),
     "fsdp, float32": axes(data=8) | FLOAT32,
-    "fsdp, float16": axes(data=8) | {"model.dtype": "float16"},
+    "fsdp, float16": axes(data=8) | {"compute.dtype": "float16"},
     "fsdp, scan": axes(data=8, layer_loop="scan"),
     "fsdp, remat none": axes(data=8, remat="none"),
     "fsdp, remat full": axes(data=8, remat="full"),

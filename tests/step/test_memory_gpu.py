@@ -35,7 +35,7 @@ BASE = replace(
         "model.head_dim": 64,
         "model.d_ff": 4096,
         "model.vocab_size": 8192,
-        "model.attention_deterministic": True,
+        "compute.attention_deterministic": True,
         "data.seq_len": 4096,
         "train.global_batch_size": 8,
         "optimizer.warmup_steps": 0,

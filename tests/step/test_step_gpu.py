@@ -182,7 +182,7 @@ def test_fifty_steps_end_where_the_plain_path_ends(shape):
     cfg = replace(shape, **{"train.num_steps": 50, "data.document_mask": False})
     batches = [random_batch(cfg, seed) for seed in range(10)] * 5
     fast = {"parallel.layer_loop": "unroll", "parallel.remat": "none"}
-    plain = {"model.attention_backend": "reference", "parallel.remat": "full"}
+    plain = {"compute.attention_backend": "reference", "parallel.remat": "full"}
     plain |= {"parallel.layer_loop": "scan"}
 
     def trained(options, devices):

@@ -72,7 +72,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
 
         return choose
 
-    args = [config_file, *mesh.split(), "--model.attention-deterministic", "True"]
+    args = [config_file, *mesh.split(), "--compute.attention-deterministic", "True"]
     args += ["--model.attention-softcap", "9"]
     with only_devices(2):
         monkeypatch.setattr(attention, "choose", spy(told))
@@ -88,7 +88,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
 def test_right_kernels_are_told(mesh, planted, config_file, only_devices, capsys):
     planted(1.0)
     with only_devices(2):
-        args = [config_file, *mesh.split(), "--model.dtype", "bfloat16"]
+        args = [config_file, *mesh.split(), "--compute.dtype", "bfloat16"]
         run.Run.open(read_config(args)).test_attention()
     line = capsys.readouterr().out
     assert line.startswith("attention self-test: out ") and " dv " in line and line.endswith(" s\n")
@@ -99,10 +99,10 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
     with pytest.raises(ConfigError) as caught:
         train_on(1, config_file)
     error = caught.value
-    assert error.field == "model.attention_backend"
+    assert error.field == "compute.attention_backend"
     assert "forward cudnn, backward pallas_hopper disagree with reference" in error.rule
     assert "dq is off by " in error.rule and "dk" not in error.rule
-    assert "--model.attention-backend reference" in error.fix
+    assert "--compute.attention-backend reference" in error.fix
     assert "\n" not in str(error)
     folder = tmp_path / "run"
     there = sorted(file.name for file in folder.iterdir())
@@ -127,9 +127,9 @@ def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(config_file, on
 def test_a_backend_that_cannot_serve_is_refused_before_anything_is_written(
     backend, config_file, train_on, tmp_path
 ):
-    args = f"--model.attention-backend {backend} --model.dtype bfloat16 --model.head-dim 64"
+    args = f"--compute.attention-backend {backend} --compute.dtype bfloat16 --model.head-dim 64"
     with pytest.raises(
-        ConfigError, match=r"the platform is cpu.*Fix: use --model.attention-backend"
+        ConfigError, match=r"the platform is cpu.*Fix: use --compute.attention-backend"
     ):
         train_on(1, config_file, *args.split())
     assert not (tmp_path / "run").exists()

@@ -37,13 +37,13 @@ def test_right_kernels_pass(expert_dim):
     errors = experts_selftest.errors_of(execution().cfg, expert_dim)
     assert errors.keys() == set(experts_selftest.NAMES)
     assert all(1e-4 < error < 1e-2 for name, error in errors.items()), errors
-    exact = experts_selftest.errors_of(execution(**{"model.dtype": "float32"}).cfg, 0)
+    exact = experts_selftest.errors_of(execution(**{"compute.dtype": "float32"}).cfg, 0)
     assert max(exact.values()) < 1e-6
 
 
 @pytest.mark.parametrize("expert_dim", [slow(0), 1])
 def test_right_kernels_in_float8_pass(expert_dim):
-    cfg = execution(**{"model.matmul_dtype": "float8"}).cfg
+    cfg = execution(**{"compute.matmul_dtype": "float8"}).cfg
     errors = experts_selftest.errors_of(cfg, expert_dim)
     assert all(error < 1e-2 for error in errors.values()), errors
 
@@ -53,7 +53,7 @@ def test_right_kernels_in_float8_pass(expert_dim):
 )
 def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     gpt_oss = {"model.expert_bias": True, "model.activation": "clamped_swiglu"}
-    gpt_oss |= {"model.swiglu_limit": limit, "model.matmul_dtype": dtype}
+    gpt_oss |= {"model.swiglu_limit": limit, "compute.matmul_dtype": dtype}
     errors = experts_selftest.errors_of(execution(**gpt_oss).cfg, 1)
     assert errors.keys() == {*experts_selftest.NAMES, *experts_selftest.OF_BIASES}
     least = 1e-4 if dtype == "compute" else 0
@@ -78,7 +78,7 @@ def test_it_says_what_runs(run_as_if_on_hopper):
 
 def test_it_says_that_float8_runs_the_reference(run_as_if_on_hopper):
     said = []
-    experts_selftest.test_experts(execution(**{"model.matmul_dtype": "float8"}), said.append)
+    experts_selftest.test_experts(execution(**{"compute.matmul_dtype": "float8"}), said.append)
     assert re.search("float8: reference .not hopper: widths must be multiples of 128", said[1])
 
 
@@ -111,5 +111,5 @@ def test_a_wrong_kernel_in_float8_is_named(run_as_if_on_hopper, monkeypatch):
     monkeypatch.setattr(api.reference, "grouped_outer", wrong)
     named = r"d_gate is off by .* beyond the reference in float8, d_up .* d_down"
     with pytest.raises(ConfigError, match=named) as error:
-        experts_selftest.test_experts(execution(**{"model.matmul_dtype": "float8"}), print)
+        experts_selftest.test_experts(execution(**{"compute.matmul_dtype": "float8"}), print)
     assert "out is off" not in str(error.value)

@@ -12,9 +12,13 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.command_line import read_config
+from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.validate import check
+from jaxpar.convert.shape import model_from
 from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.load import load
 from jaxpar.model.lora import is_adapter
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
@@ -43,7 +47,7 @@ def run_of(config, only_devices):
 
     def make(flags: list[str], devices: int = 1) -> Run:
         with only_devices(devices):
-            return Run.open(read_config([config, *flags]))
+            return Run.open(read_config([config, *flags], model_from=model_from))
 
     return make
 
@@ -57,8 +61,9 @@ def flags_to_fit(run_of, published) -> list[str]:
     return shlex.split(str(error.value).partition("Fix: ")[2].removesuffix("."))
 
 
-def params_of(run_dir: Path, step: int):
-    cfg = config_for_sampling(checkpoint.load_config(run_dir, step))
+def params_of(run_dir: Path, step: int, *code: Path):
+    cfg = with_code(checkpoint.load_config(run_dir, step), list(map(str, code)))
+    cfg = config_for_sampling(cfg)
     return checkpoint.restore_params(run_dir, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
 
 
@@ -126,6 +131,38 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     assert int(state.step) == 0
 
 
+@pytest.mark.slow  # quicker: tests/extend and tests/meshes/test_lora.py, its parts
+@pytest.mark.usefixtures("quick_compile")
+def test_adapters_of_a_composed_run(train_on, dataset, tmp_path):
+    """They begin with another run's weights, resume, and are merged to generate."""
+    file, base, tuned = CONFIGS / "sigmoid_attention.py", tmp_path / "base", tmp_path / "tuned"
+    args = [
+        str(file),
+        "--data.path",
+        str(dataset),
+        "--data.seq-len",
+        "32",
+        "--evaluation.every",
+        "0",
+    ]
+    args += ["--train.global-batch-size", "4", "--optimizer.warmup-steps", "0"]
+    assert train_on(2, *args, "--run.dir", str(base), "--train.num-steps", "2") == 0
+    args += ["--run.dir", str(tuned), "--lora.rank", "4", "--run.init-from", str(base)]
+    assert train_on(2, *args, "--train.num-steps", "2") == 0
+    assert train_on(2, *args, "--train.num-steps", "4", "--parallel.tensor", "2") == 0
+    before, after = (flat(params_of(*run, file)) for run in ((base, 2), (tuned, 4)))
+    adapters = {name: after.pop(name) for name in [*after] if is_adapter(name)}
+    assert_same(after, before)
+    assert all(np.abs(a).max() > 0 for a in adapters.values()) and len(adapters) == 14
+    model = load(str(tuned), None, 1, print, code=[str(file)])
+    assert model.cfg.lora.rank == 0
+    other = ["--run.dir", str(tmp_path / "other"), "--model.block.mixer.shift", "-3.0"]
+    with pytest.raises(
+        ConfigError, match=r"a model of other layers: block\. Fix: use that model's"
+    ):
+        train_on(1, *args, *other)
+
+
 @pytest.mark.waits
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ["published", "finished"])
@@ -152,14 +189,26 @@ def test_what_cannot_be_begun_with(run_of, tmp_path):
 
 @pytest.mark.usefixtures("quick_compile")
 def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, capsys):
-    args = [*flags_to_fit, "--run.init-from", str(published), "--model.rope-theta", "777"]
-    with pytest.raises(ConfigError, match=r"contains a model with rope_theta 1000000\.0, not 777"):
+    args = [*flags_to_fit, "--run.init-from", str(published)]
+    args += ["--model.*.mixer.rope.theta", "777"]
+    said = r"contains a model with layers\.mixer\.rope\.theta 1000000\.0, not 777"
+    with pytest.raises(ConfigError, match=said):
         run_of(args).start()
-    with pytest.raises(ConfigError, match=r"contains a model with rope_theta .*not 777"):
+    with pytest.raises(ConfigError, match=said):
         run_of([*args, "--run.init-changes", "sliding_window"]).start()
     run_of([*args, "--run.init-changes", "rope_theta,rope_scaling"]).start()
-    said = "the model of the initial weights is changed: model.rope_theta 1000000.0 -> 777.0"
+    said = "of the initial weights is changed: model.layers.mixer.rope.theta 1000000.0 -> 777"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_they_may_differ_from_those_of_a_run(run_of, train_on, config_file, tmp_path, capsys):
+    last = ["--train.num-steps", "2", "--optimizer.warmup-steps", "0", "--evaluation.every", "0"]
+    assert train_on(1, config_file, *last) == 0
+    args = ["--run.init-from", str(tmp_path / "run"), "--model.rope-theta", "777"]
+    params = run_of([*args, "--run.init-changes", "rope_theta"]).start().state.params
+    assert_same(params, params_of(tmp_path / "run", 2))
+    assert "is changed: model.rope_theta 500000.0 -> 777.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

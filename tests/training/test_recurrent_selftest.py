@@ -15,8 +15,8 @@ from tests.slow import slow
 KERNELS = replace(
     DELTA_NET,
     **{
-        "model.dtype": "bfloat16",
-        "model.recurrent_backend": "triton",
+        "compute.dtype": "bfloat16",
+        "compute.recurrent_backend": "triton",
         "model.recurrent_chunk": 16,
         "model.linear_key_head_dim": 16,
         "model.linear_value_head_dim": 16,
@@ -82,7 +82,7 @@ def test_it_says_why_not():
     (line,) = lines
     assert line.startswith("kernels of Gated DeltaNet: reference (not triton: it needs compute cap")
     recurrent_selftest.test_recurrences(
-        replace(DELTA_NET, **{"model.recurrent_backend": "reference"}), lines.append
+        replace(DELTA_NET, **{"compute.recurrent_backend": "reference"}), lines.append
     )
     assert lines[1:] == ["kernels of Gated DeltaNet: reference (as configured)"]
 

@@ -109,7 +109,7 @@ def test_widths():
     [
         ({"lora.rank": 2}, "lora.rank"),
         ({"dpo.beta": 0.1}, "dpo.beta"),
-        ({"model.layer_pattern": "G*"}, "model.layer_pattern"),
+        ({"model.layer_pattern": "G*"}, "model.layers"),
     ],
 )
 def test_what_is_not_checked(fields, said):

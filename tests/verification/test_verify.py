@@ -44,7 +44,7 @@ def test_meshes_agree(capsys):
     code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
-    assert "float32, highest matmul precision" in shown and "2 layers" in shown
+    assert "float32, highest matmul precision" in shown and "layers x 2" in shown
     assert "weights after 2 steps" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
     assert "same bits" in row and row.endswith("ok")
@@ -213,7 +213,7 @@ def test_a_mesh_may_set_a_float():
                 "quickstart",
                 "--mesh",
                 "data=2,gather_dtype=float8",
-                "--model.matmul-dtype",
+                "--compute.matmul-dtype",
                 "float8",
             ],
             "sets gather_dtype, but verify compares in float32. Fix: remove gather_dtype=float8",
@@ -227,14 +227,14 @@ def test_a_mesh_may_set_a_float():
         ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
-        (["quickstart", "--steps", "-1"], "must be at least 0"),
+        (["quickstart", "--steps", "-1"], "must not be negative"),
         (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
         (
             ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],
             r"needs .* GiB of memory for 2 CPU devices",
         ),
         (["quickstart", "--run.cpu-devices", "-1"], "must not be negative"),
-        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4096"),
+        (["quickstart", "--run.cpu-devices", "10000000"], "must be at most 4,096"),
         (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
         (["quickstart", "--mesh", "data=100000000"], "data must be at most 1,048,576"),
         (
@@ -305,8 +305,8 @@ def test_a_composed_model_shrinks_by_its_components():
     small = small_config.shrink(small_config.float32(cfg), meshes)
     for parallel in meshes:
         resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
-    assert [layer.name for layer in small.model.layers] == ["start", "local", "global"] * 2
-    first, second, _ = small.model.layers[:3]
+    assert [layer.name for layer in small.model.layers] == ["start", *["local", "global"] * 2]
+    first, second, *_ = small.model.layers
     assert isinstance(first.mixer, Attention) and isinstance(second.mixer, Attention)
     assert (first.mixer.num_heads, first.mixer.num_kv_heads, first.mixer.head_dim) == (8, 2, 8)
     assert (first.mixer.window, second.mixer.window) == (None, 4)

@@ -8,10 +8,9 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from jaxpar.config import Config, default_of, flag, replace, require, value_of
+from jaxpar.config import Config, default_of, replace, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +19,12 @@ class Declaration:
 
     switch: str
     """The field that turns it on, by another value than its default."""
-    needs: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Fields that must have a value with it, and why."""
     rule: Callable[[Config], None] = lambda cfg: None
     """Checks its own fields."""
     reads_scores: bool = False
     """Whether its layers compute attention scores a second time."""
     has_state: bool = False
     """Whether it has arrays like the parameters in the state."""
-    shares: tuple[str, ...] = ()
-    """Fields that must be at least 0 and below 1."""
     storage: tuple[str, ...] = ()
     """Fields that say how its state is stored, which a run with others converts."""
     scopes: tuple[str, ...] = ()
@@ -47,13 +42,9 @@ def declarations() -> tuple[Declaration, ...]:
 
 
 def of_features(cfg: Config) -> None:
-    """Check the fields of features, and what a config's features need."""
+    """Check the fields of features."""
     for one in declarations():
         one.rule(cfg)
-        for path, (value, why) in one.needs.items() if one.is_on(cfg) else ():
-            rule = f"{why}: not supported with {one.switch} = {value_of(cfg, one.switch)}"
-            ways = flag(one.switch, default_of(one.switch)), flag(path, value)
-            require(value_of(cfg, path) == value, cfg, path, rule, *ways)
 
 
 def without_state(cfg: Config) -> Config:

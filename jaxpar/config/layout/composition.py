@@ -1,5 +1,6 @@
 """The composition that the flags of `ModelConfig` describe."""
 
+import dataclasses
 import functools
 
 from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
@@ -37,7 +38,7 @@ def _model(m: ModelConfig, layers: tuple[Layer, ...]) -> Model:
         layers=layers,
         norm=Norm(kind=m.norm, eps=m.norm_eps, offset=m.norm_offset),
         tie_embeddings=m.tie_embeddings,
-        max_positions=m.max_positions if m.positions == "learned" else 0,
+        max_positions=m.max_positions,
         mtp_depth=m.mtp_depth,
         init_std=m.init_std,
         embed_scale=m.embed_scale,
@@ -51,8 +52,8 @@ def _model(m: ModelConfig, layers: tuple[Layer, ...]) -> Model:
 
 @functools.lru_cache(maxsize=128)
 def layer_of_modules(m: ModelConfig) -> Layer:
-    """Return the layer of the modules of multi-token prediction."""
-    return _layer(m, of.ATTENTION, STACK_OF_MODULES, dense=False, everywhere=False, rotates=True)
+    """Return the layer of the modules of multi-token prediction: as the model's last one."""
+    return dataclasses.replace(model_of(m).layers[-1], name=STACK_OF_MODULES)
 
 
 STACK_OF_MODULES = "mtp"

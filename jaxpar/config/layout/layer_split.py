@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from jaxpar.components.model import period_of
+from jaxpar.components.model import repetition
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.numerals import only_digits
@@ -20,24 +20,27 @@ _MAX_DIGITS = 6
 def layer_period(m: ModelConfig) -> int:
     """Return after how many layers the pattern of kinds, windows and rotary embeddings repeats."""
     if m.layers:
-        return len(period_of(m.layers))
+        return repetition(m.layers).period
     every = m.global_every, m.nope_every, m.moe_every, len(m.layer_pattern)
     return math.lcm(*(max(n, 1) for n in every))
 
 
-def dense_before_stages(m: ModelConfig, p: ParallelConfig) -> int:
-    """Return the number of layers before the first stage: `model.dense_layers`, in a pipeline.
+def layers_before_stages(m: ModelConfig, p: ParallelConfig) -> int:
+    """Return the number of layers before the first stage: those before the layers that repeat, such
+    as the dense layers of DeepSeek-V3, in a pipeline.
 
-    They run with the embedding (`model/transformer.embed_and_dense_layers`), since all stages
+    They run with the embedding (`model/transformer.embed_and_first_layers`), since all stages
     execute the same layers. Without a pipeline, they are the first ones of the only chunk.
     """
-    return m.dense_layers if p.pipeline > 1 else 0
+    if p.pipeline == 1:
+        return 0
+    return repetition(m.layers).start if m.layers else m.dense_layers
 
 
 def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
     """Return the number of layers of each chunk, in the order of the model.
 
-    Chunk c of stage s is the (c * P + s)-th. Layers before the stages (`dense_before_stages`) are
+    Chunk c of stage s is the (c * P + s)-th. Layers before the stages (`layers_before_stages`) are
     in no chunk. The numbers are those of `parallel.layers_per_stage`, or `even_split`.
 
     Args:     cfg: satisfies the rule `rules.layout.layers`.
@@ -50,16 +53,20 @@ def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
 
     Each stage has the same part of the embedding and of the head (the vocabulary is split over the
     pipeline), so layers are all that differs in cost. Where layers differ, whole periods
-    (`layer_period`) are split, and the last chunk may end with part of one. Dense layers before the
+    (`layer_period`) are split, and the last chunk may end with part of one. Layers before the
     stages are work of the first, whose chunk has as many layers less, but at least one.
     """
     period, chunks = layer_period(m), p.pipeline * p.virtual_stages
-    if dense := dense_before_stages(m, p):
-        whole = _evenly(m.num_layers, chunks)
-        first = max(whole[0] - dense, 1)
-        return (first, *_evenly(m.num_layers - dense - first, chunks - 1))
-    sizes = [period * n for n in _evenly(-(-m.num_layers // period), chunks)]
-    sizes[-1] -= sum(sizes) - m.num_layers
+    before = layers_before_stages(m, p)
+    staged, periods = m.num_layers - before, -(-(m.num_layers - before) // period)
+    if before:
+        equal = _evenly(-(-m.num_layers // period), chunks)[0]
+        first = max(equal - -(-before // period), 1)
+        parts = [first, *_evenly(periods - first, chunks - 1)]
+    else:
+        parts = _evenly(periods, chunks)
+    sizes = [period * n for n in parts]
+    sizes[-1] -= sum(sizes) - staged
     return tuple(sizes)
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from jaxpar.components.axes import RULES
+from jaxpar.components.dims import dims_of
+from jaxpar.components.model import Model
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.schema import OptimizerConfig, ParallelConfig
-from jaxpar.config.schema.model import ModelConfig
 
 #: The storage of a moment as 8-bit codes with one float32 scale a block.
 EIGHT_BITS = "8bit"
@@ -24,13 +26,14 @@ def uses_blocks(o: OptimizerConfig) -> bool:
     return EIGHT_BITS in (o.first_moment_dtype, o.second_moment_dtype)
 
 
-def split_sizes(m: ModelConfig, p: ParallelConfig) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+def split_sizes(model: Model, p: ParallelConfig) -> Iterator[tuple[str, int, tuple[str, ...]]]:
     """Return the dims with blocks that a mesh may split: name, size and the fields of its axes."""
-    yield "model.d_model", m.d_model, ("parallel.data", "parallel.expert", "parallel.sequence")
-    tensor = ("parallel.tensor",)
-    if not (m.num_experts and spreads_experts(p)):
-        yield "model.d_ff", m.d_ff, tensor
-    if m.num_shared_experts:
-        yield "num_shared_experts * d_ff", m.num_shared_experts * m.d_ff, tensor
-    if m.dense_d_ff:
-        yield "model.dense_d_ff", m.dense_d_ff, tensor
+    fields = lambda axis: tuple(f"parallel.{name}" for name in RULES[axis])  # noqa: E731
+    yield "model.d_model", model.d_model, fields("embed")
+    for layer in dict.fromkeys(model.layers):
+        for role, term in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
+            dims = dims_of(term, model, is_spread=spreads_experts(p)) if term else []
+            sizes = {dim.size: dim.fields or (dim.weight,) for dim in dims if dim.axis == "mlp"}
+            for size, made_by in sizes.items():
+                address = f"model.{layer.name}.{role}."
+                yield " * ".join(address + field for field in made_by), size, fields("mlp")

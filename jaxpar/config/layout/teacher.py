@@ -22,9 +22,14 @@ def config_of_teacher(student: Config, there: Config) -> Config:
     parallel = dataclasses.replace(
         student.parallel, layers_per_stage="", remat_layers="", layer_loop="unroll"
     )
-    model = dataclasses.replace(there.model, dtype=student.model.dtype)
+    compute = dataclasses.replace(there.compute, dtype=student.compute.dtype)
     cfg = dataclasses.replace(
-        student, model=model, lora=LoraConfig(), parallel=parallel, distill=DistillConfig()
+        student,
+        model=there.model,
+        compute=compute,
+        lora=LoraConfig(),
+        parallel=parallel,
+        distill=DistillConfig(),
     )
     try:
         return resolve(cfg, _devices(student))

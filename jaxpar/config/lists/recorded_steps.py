@@ -1,6 +1,7 @@
 """The steps whose routing a run records, `run.record_routing`."""
 
-from jaxpar.config.layout.layer_kinds import kinds_with_experts
+from jaxpar.components.experts import experts_in, num_experts
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config
 
@@ -29,6 +30,6 @@ def id_bits(num_experts: int) -> int:
 
 def bytes_of_a_step(cfg: Config) -> int:
     """Return the bytes of the routing of one step, before compression."""
-    m, tokens = cfg.model, cfg.train.global_batch_size * cfg.data.seq_len
-    layers = len(kinds_with_experts(m))
-    return tokens * layers * m.experts_per_token * id_bits(m.num_experts) // 8
+    model, tokens = model_of(cfg.model), cfg.train.global_batch_size * cfg.data.seq_len
+    chosen = sum(of.experts_per_token for of in experts_in(model))
+    return tokens * chosen * id_bits(num_experts(model)) // 8

@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Any
 
-from jaxpar.components.attention import Attention
-from jaxpar.components.model import period_of
+from jaxpar.components.experts import Experts
+from jaxpar.components.model import repetition
 from jaxpar.config import Config, ConfigError, default_of, flag, require
 from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
+from jaxpar.config.rules.divisibility import OF_MODEL
 from jaxpar.config.schema.model import ModelConfig
-
-_WHY = "is not supported with model.layers"
 
 
 def components_divide(cfg: Config) -> None:
@@ -20,7 +19,7 @@ def components_divide(cfg: Config) -> None:
     # `parallel.data` counts once it is known.
     p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
     for rule in model_of(cfg.model).rules(p):
-        if not rule.ok:
+        if not rule.ok and f"model.{rule.field}" not in OF_MODEL:  # `divisibility` has those
             path = rule.field if rule.field.startswith("parallel.") else f"model.{rule.field}"
             ways = (
                 flag(one if one.startswith("parallel.") else f"model.{one}", value)
@@ -45,23 +44,19 @@ def composed(cfg: Config) -> None:
         if field.name not in BESIDE and value not in (default_of(path), said.get(field.name)):
             rule = "describes the layers of a model without model.layers"
             raise ConfigError(path, value, rule, f"remove {field.name}, which model.layers says")
-    names = list(dict.fromkeys(layer.name for layer in m.layers))
-    if len(names) > 1 and p.pipeline > 1:
-        period = len(period_of(m.layers))
-        rule = f"{_WHY} of several kinds: all stages have the same layers"
-        require(p.virtual_stages == 1, cfg, "parallel.virtual_stages", rule, _one("virtual_stages"))
-        path, rule = "parallel.pipeline", f"must divide the {len(m.layers) // period} periods of "
-        ok = len(m.layers) % (p.pipeline * period) == 0
-        rule += f"{period} layers: all stages have the same layers"
-        require(ok, cfg, path, rule, flag(path, 1))
-    own = [a for a in (layer.mixer for layer in m.layers) if isinstance(a, Attention)]
-    if any(type(a).heads is not Attention.heads for a in own):
-        path, rule = "parallel.context", "needs softmax attention: heads of your own read all keys"
-        ok = p.context != "ring" or p.sequence == 1
-        require(ok, cfg, path, rule, flag(path, "allgather"))
-    require(cfg.lora.rank == 0, cfg, "lora.rank", _WHY, flag("lora.rank", 0))
-    require(m.mtp_depth == 0, cfg, "model.mtp_depth", _WHY, flag("model.mtp_depth", 0))
+    if p.pipeline > 1:
+        _before_stages(cfg)
 
 
-def _one(name: str) -> str:
-    return flag(f"parallel.{name}", 1)
+def _before_stages(cfg: Config) -> None:
+    """Check the layers that run before the stages, which all execute the same layers."""
+    m, path = cfg.model, "parallel.pipeline"
+    leading, one = m.layers[: repetition(m.layers).start], flag(path, 1)
+    if not leading:
+        return
+    said = f"has {len(leading)} layers before those that repeat, which run before the first stage"
+    for layer in dict.fromkeys(leading):
+        rule = f"{said}: {layer.name} is also the name of later ones"
+        require(layer.name in model_of(m).leading_stacks, cfg, path, rule, one)
+        rule = f"{said}: {layer.name} has experts, which only stages have"
+        require(not isinstance(layer.feed_forward, Experts), cfg, path, rule, one)

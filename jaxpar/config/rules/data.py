@@ -22,21 +22,9 @@ def data(cfg: Config) -> None:
     rule = f"contains {twice} twice"
     require(not twice, cfg, "data.mixture", rule, flag("data.mixture", f"{twice}:1"))
     stages(cfg)
-    _epochs(cfg)
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))
-
-
-def _epochs(cfg: Config) -> None:
-    path, epochs = "train.num_epochs", cfg.train.num_epochs
-    none = flag(path, 0.0)
-    rule = f"sets train.num_tokens, which is {cfg.train.num_tokens}"
-    both = epochs > 0 and cfg.train.num_tokens > 0
-    require(not both, cfg, path, rule, none, flag("train.num_tokens", 0))
-    rule = "needs a single source: in data.mixture, each source has passes of its own"
-    tokens = f"{none} {flag('train.num_tokens', 10**9)}"
-    require(not (epochs > 0 and cfg.data.mixture), cfg, path, rule, tokens)
 
 
 def schedules(cfg: Config) -> None:

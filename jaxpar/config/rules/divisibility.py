@@ -14,6 +14,9 @@ from jaxpar.config.layout.layer_kinds import (
     of_kind,
 )
 
+#: Fields of a model, whether or not it is composed.
+OF_MODEL = ("model.d_model", "model.vocab_size", "model.max_positions")
+
 
 class _Division(NamedTuple):
     """`path` must be divisible by the product of the fields `by`, times `times`."""
@@ -65,10 +68,10 @@ def _divisions(cfg: Config) -> list[_Division]:
     if cut and p.context == "ulysses":
         why = "ulysses shards heads in place of the sequence"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
-    if cfg.model.positions == "learned":
+    if cfg.model.max_positions:
         why = "the table of positions is split like the vocabulary"
         table.append(_Division("model.max_positions", (tensor, pipeline), why))
-    if cfg.model.matmul_dtype == "float8":
+    if cfg.compute.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
     if cfg.model.num_experts:
         why = "devices of the expert axis get equal numbers of experts"
@@ -131,9 +134,8 @@ def divisibility(cfg: Config) -> None:
     """Check every row of the table."""
     table = _divisions(cfg)
     if cfg.model.layers:  # whose components say what divides their fields (`composed.py`)
-        of_model = ("model.d_model", "model.vocab_size", "model.max_positions")
-        others = ("train.", "data.", "parallel.")
-        table = [r for r in table if r.path in of_model or r.path.startswith(others) or r.times > 1]
+        others = (*OF_MODEL, "train.", "data.", "parallel.")
+        table = [rule for rule in table if rule.path.startswith(others) or rule.times > 1]
     for rule in table:
         value, divisor = value_of(cfg, rule.path), rule.divisor(cfg)
         if value % divisor == 0:

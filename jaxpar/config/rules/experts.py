@@ -1,6 +1,8 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
+from jaxpar.components.experts import Experts
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, KDA_DENSE
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
@@ -31,8 +33,6 @@ def experts(cfg: Config) -> None:
     path, axis = "parallel.expert_dispatch", "parallel.expert"
     if expert_ways(cfg.parallel) == 1:
         _needs(cfg, path, f"needs an expert axis, but {axis} is 1", flag(axis, 2))
-    path, slack = "parallel.expert_slack", cfg.parallel.expert_slack
-    require(slack > 0, cfg, path, "must be above 0", flag(path, default_of(path)))
     _router_gradient(cfg)
     _groups(cfg)
     _balance(cfg)
@@ -47,24 +47,8 @@ def experts(cfg: Config) -> None:
     path, needed = "model.shared_expert_gate", "model.num_shared_experts"
     ok = m.num_shared_experts > 0 or not m.shared_expert_gate
     require(ok, cfg, path, f"needs {needed}, which is 0", flag(path, False), flag(needed, 1))
-    if not m.mlp_gate:
-        _without_gate(cfg)
     path, none = "model.mlp_bias", flag(COUNT, 0)
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
-
-
-def _without_gate(cfg: Config) -> None:
-    """Check what experts of two matrices are combined with."""
-    gate = "model.mlp_gate"
-    reasons = (
-        ("model.expert_bias", "experts without a gate have no biases yet"),
-        ("model.matmul_dtype", "products of experts without a gate are not rounded yet"),
-    )
-    for path, why in reasons:
-        default = default_of(path)
-        rule = f"is not supported with {gate} False and {COUNT} {cfg.model.num_experts}: {why}"
-        ok = value_of(cfg, path) == default
-        require(ok, cfg, path, rule, flag(path, default), flag(gate, True))
 
 
 def _placement(cfg: Config) -> None:
@@ -75,9 +59,8 @@ def _placement(cfg: Config) -> None:
 
 
 def _dense_layers(cfg: Config) -> None:
-    """Check the first layers without experts. Their weights are a second stack of layers, which a
-    scan over layers does not include. A pipeline runs them before its stages."""
-    m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
+    """Check the first layers without experts."""
+    m, path, width = cfg.model, "model.dense_layers", "model.dense_d_ff"
     _between(cfg)
     if m.dense_layers == 0:
         letters = set(m.layer_pattern)
@@ -86,15 +69,9 @@ def _dense_layers(cfg: Config) -> None:
         else:
             _dense_width(cfg)
         return
-    none, said = flag(path, 0), f"does not support {path}, which is {m.dense_layers}"
     rule = f"must be below model.num_layers = {m.num_layers}, so that some layers have experts"
     ok = m.dense_layers < m.num_layers
-    require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
-    if p.pipeline == 1:
-        loop, rule = "parallel.layer_loop", f"{said}: a scan executes layers of one kind"
-        require(p.layer_loop == "unroll", cfg, loop, rule, flag(loop, "unroll"), none)
-    else:
-        _before_stages(cfg, said)
+    require(ok, cfg, path, rule, flag(path, 0), flag("model.num_layers", m.dense_layers + 1))
     _dense_width(cfg)
 
 
@@ -109,7 +86,7 @@ def _dense_width(cfg: Config) -> None:
 
 
 def _between(cfg: Config) -> None:
-    """Check dense layers between layers with experts, and what does not know of their places."""
+    """Check dense layers between layers with experts."""
     m, path, every = cfg.model, "model.dense_layers", "model.moe_every"
     if m.moe_every == 1:
         return
@@ -123,23 +100,6 @@ def _between(cfg: Config) -> None:
     wanted = m.num_layers - m.num_layers // m.moe_every
     rule = f"must be {wanted}, the layers without experts: every {m.moe_every}th has them"
     require(m.dense_layers == wanted, cfg, path, rule, flag(path, wanted))
-    others = {"run.record_routing": "", "model.mtp_depth": 0, "parallel.pipeline": 1}
-    for other, none in others.items():
-        rule = f"does not support {every}, which is {m.moe_every}"
-        require(value_of(cfg, other) == none, cfg, other, rule, flag(other, none))
-
-
-def _before_stages(cfg: Config, said: str) -> None:
-    """Check what dense layers before the stages of a pipeline are combined with."""
-    reasons = (
-        ("model.global_every", 0, "stages begin with the same kind of layer"),
-        ("model.nope_every", 0, "stages begin with the same kind of layer"),
-        ("model.matmul_dtype", "compute", "layers before the stages are not rounded"),
-    )
-    one = flag("parallel.pipeline", 1)
-    for path, better, why in reasons:
-        rule = f"{said}, with parallel.pipeline {cfg.parallel.pipeline}: {why}"
-        require(value_of(cfg, path) == better, cfg, path, rule, flag(path, better), one)
 
 
 def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:
@@ -161,9 +121,13 @@ def _router_gradient(cfg: Config) -> None:
 def router_has_no_gradient(m: ModelConfig) -> bool:
     """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
     cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
-    alone = m.num_experts > 1 and m.experts_per_token == 1
-    cancels = m.post_norms and not m.num_shared_experts
-    return alone and (m.normalize_experts or cancels)
+    for layer in dict.fromkeys(model_of(m).layers):
+        of = layer.feed_forward
+        if isinstance(of, Experts) and of.num_experts > 1 and of.experts_per_token == 1:
+            cancels = layer.norms != "before" and not of.num_shared_experts
+            if of.router.normalize or cancels:
+                return True
+    return False
 
 
 def _groups(cfg: Config) -> None:
@@ -190,10 +154,6 @@ def _balance(cfg: Config) -> None:
     require(
         t.router_bias_rate > 0, cfg, rate, "must be above 0", flag(rate, 1e-3), flag(bias, False)
     )
-    if cfg.lora.rank:
-        rule = f"has no effect on a frozen router, and lora.rank is {cfg.lora.rank}"
-        for path in (loss, "train.router_z_loss"):
-            require(value_of(cfg, path) == 0, cfg, path, rule, flag(path, 0.0))
 
 
 def _recording(cfg: Config) -> None:
@@ -217,5 +177,3 @@ def _recording(cfg: Config) -> None:
     rule = f"records {len(steps)} steps of {size:,} bytes, and must record at most {MAX_BYTES:,}"
     fits = ",".join(map(str, steps[: MAX_BYTES // size]))
     require(len(steps) * size <= MAX_BYTES, cfg, path, rule, flag(path, fits))
-    rule = f"needs a router that is trained, and lora.rank is {cfg.lora.rank}"
-    require(cfg.lora.rank == 0, cfg, path, rule, flag(path, ""), flag("lora.rank", 0))

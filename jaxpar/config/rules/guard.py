@@ -20,6 +20,3 @@ def guards(cfg: Config) -> None:
     ok = g.spike != "rewind" or cfg.checkpoint.every > 0
     ways = flag("checkpoint.every", 500), flag("guard.spike", "tell")
     require(ok, cfg, "guard.spike", rule, *ways)
-    path, rule = "model.matmul_dtype", "needs model.dtype bfloat16 or float32, not float16"
-    ok = cfg.model.matmul_dtype != "float8" or cfg.model.dtype != "float16"
-    require(ok, cfg, path, rule, flag("model.dtype", "bfloat16"), flag(path, "compute"))

@@ -30,7 +30,7 @@ _OF_KIND = {
     MAMBA: """model.mamba_num_heads model.mamba_head_dim model.mamba_state_size
     model.mamba_num_groups model.mamba_min_step""".split(),
     DELTA_NET + MAMBA + KDA + KDA_DENSE: """model.conv_kernel_size model.recurrent_chunk
-    model.recurrent_backend model.recurrent_norms""".split(),
+    compute.recurrent_backend model.recurrent_norms""".split(),
 }
 
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
@@ -125,14 +125,10 @@ def _sizes(cfg: Config) -> None:
 
 def _kernels(cfg: Config) -> None:
     """Check what the Triton kernels of recurrences need, without a device."""
-    m, path = cfg.model, "model.recurrent_backend"
-    if m.recurrent_backend != "triton":
+    m, path = cfg.model, "compute.recurrent_backend"
+    if cfg.compute.recurrent_backend != "triton":
         return
     auto, for_kernels = flag(path, "auto"), f"for {path} = triton"
-    rule = f"has no kernel for decays of each channel, and {PATH} has Kimi Delta Attention ({KDA})"
-    require(not has_kda(m), cfg, path, rule, auto)
-    rule = f"needs bfloat16, but model.dtype is {m.dtype}"
-    require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
     rule = f"must be {' or '.join(map(str, _CHUNKS))} {for_kernels}"
     size = "model.recurrent_chunk"
     require(m.recurrent_chunk in _CHUNKS, cfg, size, rule, flag(size, _CHUNKS[-1]), auto)
@@ -154,24 +150,13 @@ def _combinations(cfg: Config) -> None:
     """Refuse what layers of several kinds do not support yet."""
     p, none = cfg.parallel, flag(PATH, "")
     said = f"does not support {PATH}, which is {cfg.model.layer_pattern}"
-    reasons = (
-        ("model.dense_layers", "both split the layers into stacks"),
-        ("parallel.virtual_stages", "a chunk would have parts of several stacks"),
-        ("parallel.layers_per_stage", "stages have whole periods"),
-        ("parallel.remat_group", "a scan's step has a period of layers"),
-        ("run.record_routing", "it knows a single stack of layers"),
-    )
-    for path, why in reasons:
-        rule, default = f"{said}: {why}", default_of(path)
-        require(value_of(cfg, path) == default, cfg, path, rule, flag(path, default), none)
+    path, rule = "model.dense_layers", f"{said}: both split the layers into stacks"
+    require(cfg.model.dense_layers == 0, cfg, path, rule, flag(path, 0), none)
     _experts(cfg, said)
     periods, path = cfg.model.num_layers // len(cfg.model.layer_pattern), "parallel.pipeline"
     rule = f"must divide the {periods} repetitions of {PATH}, so that stages have the same layers"
     fits = max(n for n in range(1, p.pipeline + 1) if periods % n == 0)
     require(periods % p.pipeline == 0, cfg, path, rule, flag(path, fits))
-    path, rule = "parallel.schedule", f"{said}: it splits the backward of attention layers only"
-    ok = p.schedule != "zero_bubble" or p.pipeline == 1
-    require(ok, cfg, path, rule, flag(path, "1f1b"), none)
 
 
 def _experts(cfg: Config, said: str) -> None:

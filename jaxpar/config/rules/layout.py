@@ -7,10 +7,10 @@ from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.fields import ALL, FIELDS, names_of
 from jaxpar.config.layout.layer_split import (
     FIELD,
-    dense_before_stages,
     even_split,
     in_words,
     layer_period,
+    layers_before_stages,
     layers_per_chunk,
 )
 
@@ -27,14 +27,11 @@ def automatic(cfg: Config) -> None:
 
 
 def interleaving(cfg: Config) -> None:
-    """Check that virtual stages have a pipeline, and a schedule that interleaves them."""
+    """Check that virtual stages have a pipeline."""
     p, path = cfg.parallel, "parallel.virtual_stages"
     rule = "needs a pipeline, but parallel.pipeline is 1"
     ways = flag(path, 1), flag("parallel.pipeline", 2)
     require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
-    rule = "must be 1 with parallel.schedule gpipe"
-    ways = flag(path, 1), flag("parallel.schedule", "1f1b")
-    require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
 
 
 def layers(cfg: Config) -> None:
@@ -44,14 +41,14 @@ def layers(cfg: Config) -> None:
     """
     m, p, period = cfg.model, cfg.parallel, layer_period(cfg.model)
     chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
-    dense = dense_before_stages(m, p)
+    dense = layers_before_stages(m, p)
     least, one = (chunks - 1) * period + 1 + dense, f"{period} layers" if period > 1 else "1 layer"
     stages = "virtual stages" if p.virtual_stages > 1 else "stages"
     rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
     if period > 1:
-        rule += f" except the last, since {_fields_of_period(cfg)} is the period of the layers"
+        rule += f" except the last, since {_period_in_words(cfg)}"
     if dense:
-        rule += f", and model.dense_layers = {dense} before the first"
+        rule += f", and the {dense} before those that repeat"
     require(m.num_layers >= least, cfg, path, rule, flag(path, least))
     if not p.layers_per_stage:
         return
@@ -61,25 +58,20 @@ def layers(cfg: Config) -> None:
     require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
     rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
     if dense:
-        rule = f"must add up to {m.num_layers - dense}, the layers after model.dense_layers = "
-        rule += f"{dense}, not to {sum(sizes)}"
+        rule = f"must add up to {m.num_layers - dense}, the layers after the first {dense}, which "
+        rule += f"run before the stages, not to {sum(sizes)}"
     require(sum(sizes) == m.num_layers - dense, cfg, FIELD, rule, way)
-    rule = f"must be multiples of {_fields_of_period(cfg)} = {period} except the last, so that "
-    rule += f"{stages} begin with the same kind of layer"
+    rule = f"must be multiples of {period} except the last, so that {stages} begin with the same "
+    rule += f"kind of layer: {_period_in_words(cfg)}"
     require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)
 
 
-def _fields_of_period(cfg: Config) -> str:
-    fields = [f for f in ("model.global_every", "model.nope_every") if value_of(cfg, f)]
-    return fields[0] if len(fields) == 1 else f"the least common multiple of {' and '.join(fields)}"
-
-
-def turns(cfg: Config) -> None:
-    """Check that row groups have unrolled layers."""
-    p, path = cfg.parallel, "parallel.row_groups"
-    rule = "needs unrolled layers, but parallel.layer_loop is scan"
-    ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
-    require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
+def _period_in_words(cfg: Config) -> str:
+    period = layer_period(cfg.model)
+    said = f"the layers repeat after {period}"
+    fields = ("model.global_every", "model.nope_every", "model.layer_pattern")
+    by = [] if cfg.model.layers else [field for field in fields if value_of(cfg, field)]
+    return f"{said}, by {' and '.join(by)}" if by else said
 
 
 def compressed_sums(cfg: Config) -> None:

@@ -2,14 +2,16 @@
 
 import difflib
 
-from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.lora_targets import OF_FEED_FORWARD, of_attention, of_recurrence, sides
+from jaxpar.components.experts import experts_in
+from jaxpar.components.model import Model
+from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.lists.lora_targets import least_side, targets_of
 
 
 def lora(cfg: Config) -> None:
     """Check that the targets exist and that their dimensions are at least the rank."""
     rank, path = cfg.lora.rank, "lora.rank"
-    require(rank >= 0, cfg, path, "must not be negative", flag(path, 0))
     if rank == 0:
         for other in ("lora.alpha", "lora.rank_stabilized", "lora.targets"):
             default = default_of(other)
@@ -19,30 +21,42 @@ def lora(cfg: Config) -> None:
         return
     alpha = cfg.lora.alpha
     require(alpha > 0, cfg, "lora.alpha", "must be above 0", flag("lora.alpha", 16.0))
-    _targets(cfg)
-    smaller = {name: min(sides(cfg.model, name)) for name in cfg.lora.targets.split(",")}
+    model, names = model_of(cfg.model), cfg.lora.targets.split(",")
+    _declarations(cfg, model, names)
+    _targets(cfg, model, names)
+    smaller = {name: least_side(model, name) for name in names}
     least = min(smaller, key=smaller.__getitem__)
     rule = f"must be at most {smaller[least]}, the smaller dimension of {least}"
     require(rank <= smaller[least], cfg, path, rule, flag(path, min(16, smaller[least])))
 
 
-def _targets(cfg: Config) -> None:
-    path, names = "lora.targets", cfg.lora.targets.split(",")
+def _declarations(cfg: Config, model: Model, names: list[str]) -> None:
+    """Check that the weights that declare one of the targets can have adapters."""
+    for layer in dict.fromkeys(model.layers):
+        for role in ("mixer", "feed_forward"):
+            term = getattr(layer, role)
+            for name, w in term.weights(model).items() if term else ():
+                if w.adapter not in names:
+                    continue
+                path, value = f"model.{layer.name}.{role}: {name}", f"adapter {w.adapter}"
+                fix = f"remove {value} from the weight, or {flag('lora.rank', 0)}"
+                if not term.uses_products:
+                    rule = "needs a component that multiplies by linear.products, with "
+                    rule += f"uses_products True: {type(term).__name__} gets plain arrays"
+                    raise ConfigError(path, value, rule, fix)
+                if not w.columns or w.of_experts:
+                    raise ConfigError(path, value, "needs a matrix that all tokens multiply", fix)
+
+
+def _targets(cfg: Config, model: Model, names: list[str]) -> None:
+    path, there = "lora.targets", list(targets_of(model))
+    rule, rank = "needs a weight that declares an adapter, and no layer has one", "lora.rank"
+    require(bool(there), cfg, rank, rule, flag(rank, 0))
     plain = [name.strip() for name in names]
-    m, feed_forward = cfg.model, OF_FEED_FORWARD[not cfg.model.mlp_gate :]
-    of_layer = (*of_attention(m), *of_recurrence(m), *feed_forward)
-    known = of_layer if not m.num_experts else [n for n in of_layer if n not in feed_forward]
-    near = [m for n in plain for m in difflib.get_close_matches(n, known, n=1, cutoff=0.4)]
-    rule = f"must be names from {', '.join(of_layer)}, separated by commas"
-    fits = flag(path, ",".join(dict.fromkeys(near)) or "q_proj,v_proj")
-    require(set(names) <= set(of_layer), cfg, path, rule, fits)
+    near = [m for n in plain for m in difflib.get_close_matches(n, there, n=1, cutoff=0.4)]
+    rule = f"must be names from {', '.join(there)}, separated by commas"
+    rule += "; experts have no adapters" if experts_in(model) else ""
+    fits = flag(path, ",".join(dict.fromkeys(near)) or there[0])
+    require(set(names) <= set(there), cfg, path, rule, fits)
     rule, once = "must name each projection once", ",".join(dict.fromkeys(names))
     require(len(set(names)) == len(names), cfg, path, rule, flag(path, once))
-    rule = f"cannot target experts, and model.num_experts is {cfg.model.num_experts}"
-    left = [name for name in names if name not in OF_FEED_FORWARD] or of_attention(cfg.model)
-    ok = cfg.model.num_experts == 0 or not set(names) & set(OF_FEED_FORWARD)
-    require(ok, cfg, path, rule, flag(path, ",".join(left)))
-    in_every = (*of_attention(m), *feed_forward * ("-" not in m.layer_pattern))
-    rule = "must have a matrix of the layers with attention"
-    fix = flag(path, ",".join((of_attention(m)[0], *names)))
-    require(not m.layer_pattern or bool(set(names) & set(in_every)), cfg, path, rule, fix)

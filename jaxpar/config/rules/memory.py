@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Callable
 
-from jaxpar.config import Config, default_of, flag, registry, require, value_of
+from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -22,7 +23,6 @@ from jaxpar.config.remat_policies import (
     REMAT_NAMES,
     REMAT_POLICIES,
     entries,
-    saves_on_host,
     without_mark,
 )
 from jaxpar.config.rules.divisibility import largest_divisor
@@ -33,9 +33,6 @@ def remat(cfg: Config) -> None:
     p, path = cfg.parallel, "parallel.remat"
     _policy(cfg, path, p.remat, lambda policy: flag(path, policy))
     path = "parallel.remat_layers"
-    rule = "needs unrolled layers, but parallel.layer_loop is scan: its layers have one policy"
-    ok = not p.remat_layers or p.layer_loop == "unroll"
-    require(ok, cfg, path, rule, flag("parallel.layer_loop", "unroll"))
     for layers, policy in entries(p):
         rule = "must be SLICE=POLICY with a slice of layers, as in ::2=full; "
         rule += "semicolons separate several"
@@ -55,18 +52,14 @@ def _of_layers(layers: str, policy: str) -> str:
 
 
 def _groups(cfg: Config) -> None:
-    """Check that groups of layers divide the layers of a loop, and that nothing is on the host."""
+    """Check that groups of layers divide the layers of a loop."""
     p, path = cfg.parallel, "parallel.remat_group"
     if p.remat_group == 1:
         return
-    rule = f"needs parallel.layer_loop scan, not {p.layer_loop}"
-    require(p.layer_loop == "scan", cfg, path, rule, flag(path, 1))
     layers = slots_per_chunk(cfg)
     rule = f"must divide the {layers} layers of a loop"
     fix = flag(path, largest_divisor(layers, max(math.isqrt(layers), 1)))
     require(layers % p.remat_group == 0, cfg, path, rule, fix)
-    rule = f"saves nothing in host memory, but parallel.remat is {p.remat}"
-    require(not saves_on_host(p), cfg, path, rule, flag(path, 1), flag("parallel.remat", "dots"))
 
 
 def _is_slice(text: str) -> bool:
@@ -140,11 +133,9 @@ def blocks_of_moments(cfg: Config) -> None:
         ok = value_of(cfg, field) != EIGHT_BITS or o.name in ("adamw", "lion")
         rule = f"is for adamw and lion, not {o.name}"
         require(ok, cfg, field, rule, flag(field, "float32"), flag("optimizer.name", "adamw"))
-    ok = o.moment_block >= SMALLEST
-    require(ok, cfg, path, f"must be at least {SMALLEST}", flag(path, 128))
     if not uses_blocks(o):
         return
-    for name, size, axes in split_sizes(m, cfg.parallel):
+    for name, size, axes in split_sizes(model_of(m), cfg.parallel):
         ways = math.prod(max(value_of(cfg, axis), 1) for axis in axes)
         fits = lambda n: size % (max(block_of(size, n), 1) * ways) == 0  # noqa: B023, E731
         factors = " * ".join(axis for axis in axes if value_of(cfg, axis) > 1)
@@ -158,27 +149,10 @@ def blocks_of_moments(cfg: Config) -> None:
 
 
 def offloaded_masters(cfg: Config) -> None:
-    """Check that master weights in host memory are updated there alone, slice by slice."""
+    """Check that master weights are in host memory with the moments."""
     path, o = "optimizer.offload_masters", cfg.optimizer
     if not o.offload_masters:
         return
     off, together = flag(path, False), flag("optimizer.offload", True)
     rule = "updates masters and moments together, so the moments must be in host memory"
     require(o.offload, cfg, path, rule, together, off)
-    others = {
-        "lora.rank": "the base weights are frozen, and have no masters",
-        "dpo.beta": "the reference's scores are computed from weights on the device",
-    }
-    for other, why in others.items():
-        rule = f"is not combined with {other}: {why}"
-        require(not value_of(cfg, other), cfg, path, rule, off, flag(other, default_of(other)))
-
-
-def offloaded_moments(cfg: Config) -> None:
-    """Check that moments in host memory belong to a rule that can update one layer at a time."""
-    name, path = cfg.optimizer.name, "optimizer.offload"
-    added = registry.function("optimizer.name", name) is not None
-    whole = registry.needs(name) == "matrices" if added else name in ("muon", "adafactor")
-    rule = f"updates one layer, or rows of a table, at a time, but {name} needs whole matrices"
-    ways = flag(path, False), flag("optimizer.name", "adamw")
-    require(not (cfg.optimizer.offload and whole), cfg, path, rule, *ways)

@@ -6,17 +6,6 @@ import re
 from jaxpar.config import Config, flag, require
 
 
-def metrics_of_layers(cfg: Config) -> None:
-    """Check that a step has what metrics of layers read."""
-    path, layers = "metrics.layers", cfg.metrics.layers
-    rule = "reads all weights after a step: not supported with optimizer.offload_masters"
-    ok = layers == "none" or not cfg.optimizer.offload_masters
-    require(ok, cfg, path, rule, flag(path, "none"), flag("optimizer.offload_masters", False))
-    rule = "measures weights that are trained: not supported with lora.rank"
-    ok = layers == "none" or not cfg.lora.rank
-    require(ok, cfg, path, rule, flag(path, "none"), flag("lora.rank", 0))
-
-
 def records_of_layers(cfg: Config) -> None:
     """Check that a step with metrics of layers is one that is recorded."""
     path, every, log = "metrics.layers_every", cfg.metrics.layers_every, cfg.train.log_every
@@ -34,9 +23,6 @@ def sinks(cfg: Config) -> None:
     require(ok, cfg, path, rule, flag(path, "jaxpar"))
     path, ok = "metrics.mlflow", len(m.mlflow) <= 500 and m.mlflow.isprintable()
     require(ok, cfg, path, "must be the name of an experiment", flag(path, "jaxpar"))
-    path, rule = "metrics.prometheus_port", "must be a port from 1 to 65535, or 0 for none"
-    ok = 0 <= m.prometheus_port <= 65535
-    require(ok, cfg, path, rule, flag(path, 9400), flag(path, 0))
     path, rule = "metrics.prometheus_address", "must be an IP address or localhost"
     ok = m.prometheus_address == "localhost" or _is_address(m.prometheus_address)
     require(ok, cfg, path, rule, flag(path, "127.0.0.1"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpar.config import Config, default_of, flag, registry, require, value_of
+from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, GLOBAL, has_global_layers, of_kind
 
 
@@ -31,32 +31,6 @@ def layer_kinds(cfg: Config) -> None:
     require(local, cfg, every, rule, window, none)
     path, rule = "parallel.layer_loop", f"must be unroll, since layers differ: {every} is {n}"
     require(p.layer_loop == "unroll", cfg, path, rule, flag(path, "unroll"), none)
-
-
-def attention_function(cfg: Config) -> None:
-    """Check that options that need softmax attention are not combined with a registered one."""
-    m, p = cfg.model, cfg.parallel
-    field = "model.attention"
-    if registry.function(field, m.attention) is None:
-        return
-    softmax = flag(field, "softmax")
-    path = "model.attention_sinks"
-    rule = f"needs softmax attention, but model.attention is {m.attention}"
-    require(not m.attention_sinks, cfg, path, rule, flag(path, False), softmax)
-    path = "model.attention_softcap"
-    require(m.attention_softcap is None, cfg, path, rule, flag(path, None), softmax)
-    path, rule = (
-        "parallel.context",
-        f"needs softmax attention, but model.attention is {m.attention}",
-    )
-    ok = p.context != "ring" or p.sequence == 1
-    require(ok, cfg, path, rule, flag(path, "allgather"), softmax)
-    path, rule = (
-        "model.attention_backend",
-        f"needs softmax attention, but model.attention is {m.attention}",
-    )
-    ok = m.attention_backend in ("auto", "reference")
-    require(ok, cfg, path, rule, flag(path, "auto"), softmax)
 
 
 def activation(cfg: Config) -> None:
@@ -129,11 +103,6 @@ def _scaled_layers(cfg: Config) -> None:
     """Check that the last branch of every layer scales the stream, with `model.layer_scale`."""
     path, m = "model.layer_scale", cfg.model
     none = flag(path, False)
-    others = {"model.parallel_block": False, "model.mtp_depth": 0}
-    for other, wanted in others.items():
-        rule = f"is not supported with {other} = {value_of(cfg, other)}"
-        ok = not m.layer_scale or value_of(cfg, other) == wanted
-        require(ok, cfg, path, rule, none, flag(other, wanted))
     rule = f"needs layers that end with a feed-forward: model.layer_pattern is {m.layer_pattern}"
     alone = not set(FEED_FORWARDS).isdisjoint(m.layer_pattern)
     require(not (m.layer_scale and alone), cfg, path, rule, none)
@@ -141,16 +110,14 @@ def _scaled_layers(cfg: Config) -> None:
 
 def float8_matmuls(cfg: Config) -> None:
     """Check that options of float8 matmuls take effect."""
-    m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
-    path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
-    ok = m.matmul_dtype == "float8"
-    require(ok or m.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
+    c, p, float8 = cfg.compute, cfg.parallel, flag("compute.matmul_dtype", "float8")
+    path = "compute.float8_scaling"
+    rule = f"needs compute.matmul_dtype float8, not {c.matmul_dtype}"
+    ok = c.matmul_dtype == "float8"
+    require(ok or c.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
     path = "parallel.gather_dtype"
-    compute = flag(path, "compute")
-    require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
-    rule = "needs ZeRO-3; ZeRO-1 and ZeRO-2 gather once per step, in the compute dtype"
-    ok = p.gather_dtype == "compute" or p.zero == 3
-    require(ok, cfg, path, rule, compute, flag("parallel.zero", 3))
+    ok = ok or p.gather_dtype == "compute"
+    require(ok, cfg, path, rule, float8, flag(path, "compute"))
 
 
 #: Head dims of the attention backends that do not support every size.
@@ -162,15 +129,11 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 
 
 def attention(cfg: Config) -> None:
-    """Check what `jaxpar/kernels/attention/capability.py` declares for each kernel,
+    """Check the head dims that `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
-    m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
-    auto, name = flag(path, "auto"), m.attention_backend
+    m, name = cfg.model, cfg.compute.attention_backend
     if name not in _HEAD_DIMS:
         return
-    rule = f"is not supported by attention_backend = {name}, which cannot cap scores"
-    ok = m.attention_softcap is None or name == "triton"
-    require(ok, cfg, "model.attention_softcap", rule, flag("model.attention_softcap", None), auto)
     sizes, words = _HEAD_DIMS[name]
     rule = f"must be {words} for attention_backend = {name}"
     heads = {"model.head_dim": m.head_dim}
@@ -178,12 +141,7 @@ def attention(cfg: Config) -> None:
         heads["model.global_head_dim"] = of_kind(m, GLOBAL).head_dim
     for head, dim in heads.items():
         fits = flag(head, next((size for size in sizes if size >= dim), 256))
-        require(dim in sizes, cfg, head, rule, fits, auto)
-    rule = "needs bfloat16 or float16, but model.dtype is float32"
-    require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
-    if name == "cudnn" and p.sequence > 1:
-        rule = f"needs tokens in order, which parallel.context = {p.context} permutes"
-        require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)
+        require(dim in sizes, cfg, head, rule, fits, flag("compute.attention_backend", "auto"))
 
 
 #: Activations of the two kinds of feed-forward.
@@ -200,7 +158,6 @@ def block(cfg: Config) -> None:
     _norms(cfg)
     _parallel(cfg)
     _positions(cfg)
-    _mixers(cfg)
 
 
 def _feed_forward(cfg: Config) -> None:
@@ -209,11 +166,6 @@ def _feed_forward(cfg: Config) -> None:
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
-    targets = cfg.lora.targets.split(",")
-    rest = ",".join(name for name in targets if name != "gate_proj") or "q_proj,v_proj"
-    ok = m.mlp_gate or not cfg.lora.rank or "gate_proj" not in targets
-    rule = f"must not have gate_proj, since {gate} is False"
-    require(ok, cfg, "lora.targets", rule, flag("lora.targets", rest))
 
 
 def _norms(cfg: Config) -> None:
@@ -226,49 +178,32 @@ def _norms(cfg: Config) -> None:
 
 
 def _parallel(cfg: Config) -> None:
-    m, p, path = cfg.model, cfg.parallel, "model.parallel_block"
-    shared, groups = "model.shared_norm", "parallel.row_groups"
+    m, path, shared = cfg.model, "model.parallel_block", "model.shared_norm"
     rule = f"needs {path}, which is False"
     ok = m.parallel_block or not m.shared_norm
     require(ok, cfg, shared, rule, flag(path, True), flag(shared, False))
     rule = "needs model.pre_norms, which is False"
     ways = flag("model.pre_norms", True), flag(shared, False)
     require(m.pre_norms or not m.shared_norm, cfg, shared, rule, *ways)
-    rule = f"must be 1 with {path}, whose branches do not wait for one another"
-    require(p.row_groups == 1 or not m.parallel_block, cfg, groups, rule, flag(groups, 1))
 
 
 def _positions(cfg: Config) -> None:
     m, path, most = cfg.model, "model.positions", "model.max_positions"
     ways: tuple[str, ...]
-    if m.positions == "rope":
+    if m.positions == "rope" and not m.layers:
         rule = f"needs {path} learned, not rope"
         ways = flag(path, "learned"), flag(most, 0)
         require(m.max_positions == 0, cfg, most, rule, *ways)
+        return
+    if m.layers and not m.max_positions:
         return
     rope = flag(path, "rope")
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
     ways = (flag(most, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1))
     ways = ways if m.max_positions else ways[:1]
     require(m.max_positions >= cfg.data.seq_len, cfg, most, rule, *ways)
-    for other in OF_ROPE:
+    for other in () if m.layers else OF_ROPE:
         default = default_of(other) if other != "model.rope_scaling" else None
         value = m.rope_scaling if other == "model.rope_scaling" else value_of(cfg, other)
         rule = f"needs {path} rope, not learned"
         require(value == default, cfg, other, rule, f"{rope} {flag(most, 0)}", flag(other, default))
-
-
-def _mixers(cfg: Config) -> None:
-    """Refuse what is not verified beside latent attention, recurrent layers and MTP."""
-    mixers = {"model.kv_lora_rank": 0, "model.layer_pattern": "", "model.mtp_depth": 0}
-    others = {"model.norm": "rms", "model.parallel_block": False, "model.positions": "rope"}
-    others |= {"model.attention_softcap": None, "model.attention_chunk": None}
-    for mixer, none in mixers.items():
-        given = value_of(cfg, mixer)
-        if given == none:
-            continue
-        for other, default in others.items():
-            ok = value_of(cfg, other) == default
-            ok = ok or (mixer, other) == ("model.layer_pattern", "model.mlp_gate")  # Nemotron-H
-            rule = f"is not supported with {mixer} = {given}"
-            require(ok, cfg, other, rule, flag(other, default), flag(mixer, none))

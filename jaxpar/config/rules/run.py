@@ -93,9 +93,6 @@ def evaluation(cfg: Config) -> None:
         check_path_or_address(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
     rule = "are never evaluated: evaluation.every is 0"
     require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
-    path, rule = "evaluation.test", "is the split that evaluation.split has evaluated before"
-    ok = not (e.test and e.split == "test" and e.every > 0)
-    require(ok, cfg, path, rule, flag("evaluation.split", "val"), flag(path, False))
 
 
 def best(cfg: Config) -> None:

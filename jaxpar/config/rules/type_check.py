@@ -13,7 +13,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, registry
 from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.layers import check_layers
 from jaxpar.config.numerals import number
-from jaxpar.config.values import Value, check_values
+from jaxpar.config.values import OR_NAMES, Value, check_values
 
 
 def check_types(cfg: Config) -> None:
@@ -25,7 +25,7 @@ def _check_types(node: Any, prefix: str) -> None:
     hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
-        if Value in typing.get_args(hint):
+        if Value in typing.get_args(hint) and not (path in OR_NAMES and isinstance(value, str)):
             check_values(path, value)
             continue
         if Layer in typing.get_args(hint):
@@ -69,6 +69,9 @@ def describe(hint: Any) -> str:
     """Return a type in words: "a whole number or None"."""
     if Layer in typing.get_args(hint):
         return "layers of components"
+    names = next((one for one in typing.get_args(hint) if typing.get_origin(one) is Literal), None)
+    if Value in typing.get_args(hint) and names:
+        return describe(names)
     if Value in typing.get_args(hint):
         several = typing.get_origin(hint) is tuple
         return (
@@ -88,6 +91,8 @@ def _example(path: str, value: Any, hint: Any) -> str:
         inner = next(p for p in field_types() if p.startswith(path + "."))
         fields = flag(inner, default_of(inner))
         return fields if section is hint else f"{flag(path, None)}, or {fields}"
+    if path in OR_NAMES:
+        hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(hint)}
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)

@@ -2,17 +2,13 @@
 
 from collections.abc import Iterator
 
-from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config import Config, value_of
 from jaxpar.config.values import FIELDS, Value
 
 
 def own_values(cfg: Config) -> None:
-    """Check what each value refuses, and let it check the config that holds it."""
+    """Let each value check the config that holds it."""
     for path, value in values_of(cfg):
-        for other, why in value.refuses.items():
-            default = default_of(other)
-            rule = f"{why}: not supported with {path}, which has {type(value).__name__}"
-            require(value_of(cfg, other) == default, cfg, other, rule, flag(other, default))
         value.check(cfg, path)
 
 
@@ -20,5 +16,6 @@ def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:
     """Yield every value of a config, with the path of its field."""
     for path, (_, several) in FIELDS.items():
         held = value_of(cfg, path)
-        for value in held if several else (held,) if held is not None else ():
-            yield path, value
+        for value in held if several else (held,):
+            if isinstance(value, Value):
+                yield path, value

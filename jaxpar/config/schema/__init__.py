@@ -7,6 +7,7 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 
 from dataclasses import dataclass, field
 
+from jaxpar.config.schema.compute import ComputeConfig
 from jaxpar.config.schema.data import DataConfig
 from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
@@ -20,6 +21,7 @@ from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
 __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
+    "ComputeConfig",
     "Config",
     "DataConfig",
     "DilocoConfig",
@@ -46,6 +48,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)

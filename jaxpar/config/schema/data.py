@@ -1,7 +1,11 @@
 """The section `data`: tokens, windows and mixtures."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxpar.components.ranges import Range, Reals
+from jaxpar.config.rules.limits import MAX_SEQUENCE
+from jaxpar.config.values import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +17,9 @@ class DataConfig:
     cache_dir: str = ""
     """Folder of this host for what is read of datasets in object stores. Empty: a folder of the
     user's cache, ~/.cache/jaxpar/data."""
-    cache_gib: float = 64.0
+    cache_gib: Annotated[float, Reals(1)] = 64.0
     """Largest size of data.cache_dir, in GiB. Parts that were not read for longest are deleted."""
-    seq_len: int = 1024
+    seq_len: Annotated[int, Range(1, MAX_SEQUENCE)] = 1024
     """Tokens per training sequence."""
     length_schedule: str = ""
     """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after STEP steps. They divide
@@ -25,10 +29,13 @@ class DataConfig:
     as many tokens. sequences: a step has as many sequences."""
     document_mask: bool = True
     """Restrict attention to a document and restart its positions. False: plain causal attention."""
-    prefetch: int = 2
+    prefetch: Annotated[int, Range(1, 1 << 10)] = 2
     """Batches to prepare in the background, ahead of the current step."""
-    tokenize_workers: int = 2
+    tokenize_workers: Annotated[int, Range(0, 1 << 10)] = 2
     """Processes that tokenize streamed datasets, for each process of the run. 0: it does itself."""
+    source: Value | None = None
+    """A `DataSource` of your own, whose batches are trained on in place of those of data.path; set
+    in Python. Its tokenizer and its held-out text remain. None: data.path."""
     mixture: str = ""
     """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
     sequences. Empty: only data.path."""

@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.components.model import Layer, MupConfig
+from jaxpar.components.ranges import Count, Natural, Positive, Range, Size, Width
 from jaxpar.components.rope import RopeScaling
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layers import summary
@@ -16,7 +17,7 @@ from jaxpar.config.layers import summary
 class ModelConfig:
     """The decoder: Llama 3 by default; docs/families.md lists others."""
 
-    num_layers: int = 4
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
     """Number of transformer layers."""
     layers: tuple[Layer, ...] = ()
     """Layers of components, by Python's list arithmetic: layers=[Layer("block", mixer,
@@ -28,13 +29,13 @@ class ModelConfig:
     Delta Attention; k: the same, with a dense feed-forward in a model with experts (Kimi Linear:
     kKK*KKK* ...). M: Mamba-2. -: a dense feed-forward layer. E: one with experts. Other layers have
     no feed-forward beside these two (Nemotron-H). Empty: attention in all layers."""
-    d_model: int = 256
+    d_model: Width = 256
     """Width of the residual stream."""
-    num_heads: int = 8
+    num_heads: Size = 8
     """Number of query heads."""
-    num_kv_heads: int = 4
+    num_kv_heads: Size = 4
     """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
-    head_dim: int = 32
+    head_dim: Size = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
     global_head_dim: int | None = None
     """Layers of kind A: width of one head (Gemma 4: 512). None: head_dim."""
@@ -43,44 +44,44 @@ class ModelConfig:
     global_keys_as_values: bool = False
     """Layers of kind A: values are the projected keys, without the norm and the rotary embedding of
     keys, and have no projection of their own (Gemma 4)."""
-    kv_lora_rank: int = 0
+    kv_lora_rank: Annotated[int, Range(0, 1 << 20)] = 0
     """Width of the latent from which multi-head latent attention computes keys and values (MLA,
     DeepSeek: 512). Each head then has its own keys. 0: keys and values are projections of the
     residual stream."""
-    q_lora_rank: int | None = None
+    q_lora_rank: Annotated[int | None, Range(1, 1 << 20)] = None
     """MLA: width of the latent from which queries are computed (DeepSeek-V3: 1536). None: from the
     residual stream (DeepSeek-V2-Lite)."""
-    qk_rope_head_dim: int = 64
+    qk_rope_head_dim: Size = 64
     """MLA: dims of each head that are rotated, the last ones of head_dim. Their key is shared by
     all heads. The others, qk_nope_head_dim in published models, are head_dim - qk_rope_head_dim."""
-    v_head_dim: int = 128
+    v_head_dim: Size = 128
     """MLA: width of a head's values, at most head_dim."""
-    latent_norm_eps: float = 1e-6
+    latent_norm_eps: Positive = 1e-6
     """MLA: added to the mean square in the RMSNorms of both latents."""
-    d_ff: int = 704
+    d_ff: Annotated[int, Range(1, 1 << 24)] = 704
     """Width of the feed-forward layer, or of each expert."""
-    num_experts: int = 0
+    num_experts: Annotated[int, Range(0, 1 << 16)] = 0
     """Experts per layer (Mixtral, Qwen3-MoE). 0: a dense feed-forward layer."""
-    experts_per_token: int = 2
+    experts_per_token: Size = 2
     """Experts that the router selects for each token (top-k)."""
     normalize_experts: bool = True
     """Normalize the weights of a token's experts to sum to 1, which needs at least two experts per
     token. False: use the router's probabilities."""
     expert_bias: bool = False
     """Biases on the three projections of each expert (gpt-oss). Shared experts have none."""
-    num_shared_experts: int = 0
+    num_shared_experts: Annotated[int, Range(0, 1 << 16)] = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     feed-forward of width num_shared_experts * d_ff."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by the sigmoid of a number that a vector computes from
     each token (Qwen3-Next)."""
-    dense_layers: int = 0
+    dense_layers: Natural = 0
     """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
     GLM-4.5: 1). Without a pipeline, needs parallel.layer_loop unroll."""
-    dense_d_ff: int | None = None
+    dense_d_ff: Annotated[int | None, Range(1, 1 << 24)] = None
     """Width of the feed-forward in dense_layers, or in layers of kind k, or - beside E. None:
     d_ff."""
-    moe_every: int = 1
+    moe_every: Count = 1
     """Every Nth layer has experts (Llama 4 Maverick: 2), and dense_layers is the number of the
     others. 1: all layers but the first dense_layers."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
@@ -91,23 +92,23 @@ class ModelConfig:
     """Add a bias per expert to the scores by which experts are chosen, but not to their weights. A
     step lowers it for experts with more tokens than the mean, by train.router_bias_rate. This
     balances experts without a loss (DeepSeek-V3)."""
-    router_groups: int = 1
+    router_groups: Size = 1
     """Groups of neighboring experts; a token uses router_groups_per_token of them (DeepSeek-V3)."""
-    router_groups_per_token: int = 1
+    router_groups_per_token: Size = 1
     """Groups that the router selects for each token, by the sum of a group's two best scores."""
     router_scales_input: bool = False
     """Multiply the input of a token's expert by its weight, in place of the output (Llama 4). Needs
     experts_per_token 1."""
     router_scale: float = 1.0
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
-    mtp_depth: int = 0
+    mtp_depth: Annotated[int, Range(0, 8)] = 0
     """Modules of multi-token prediction after the layers (DeepSeek-V3: 1). Module k predicts the
     token k places after the next one, in training and for drafts in jaxpar.sample; train.mtp_loss
     weighs their losses."""
-    vocab_size: int = 512
+    vocab_size: Annotated[int, Range(0, 1 << 26)] = 512
     """Rows of the embedding; at least the tokenizer's vocabulary. 0: that of the training data,
     rounded up to a multiple of 128, and of what the mesh divides it by."""
-    rope_theta: float = 500_000.0
+    rope_theta: Positive = 500_000.0
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the frequencies; setting one of its fields enables it. None: plain RoPE."""
@@ -120,7 +121,7 @@ class ModelConfig:
     positions: Literal["rope", "learned"] = "rope"
     """How a layer knows positions. rope: rotary embeddings. learned: an embedding of each position,
     added to those of the tokens (GPT-2, GPT-3)."""
-    max_positions: int = 0
+    max_positions: Natural = 0
     """Rows of the table of learned positions: the longest sequence (GPT-3: 2048)."""
     nope_every: int = 0
     """Every Nth layer has no rotary embedding (SmolLM3: 4). 0: all layers have it."""
@@ -128,11 +129,11 @@ class ModelConfig:
     """In the layers of nope_every, multiply queries by
     1 + nope_query_beta * log(1 + floor((position + 1) / nope_query_span)), so that scores of later
     positions are larger (Llama 4: 0.1). 0: do not."""
-    nope_query_span: int = 8192
+    nope_query_span: Count = 8192
     """Positions between two steps of nope_query_beta's factor."""
     norm: Literal["rms", "layer"] = "rms"
     """Norm of the residual stream. rms: RMSNorm. layer: LayerNorm, with a bias (GPT-3)."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the mean square inside RMSNorm, or to the variance inside LayerNorm."""
     parallel_block: bool = False
     """Attention and feed-forward read the same residual stream, and both are added to it (GPT-J,
@@ -164,7 +165,7 @@ class ModelConfig:
     attention_chunk: int | None = None
     """Attend within chunks of this many tokens of a document (Llama 4: 8192); at least 2. A chunk's
     first token sees only itself. None: no chunks."""
-    global_every: int = 0
+    global_every: Natural = 0
     """Every Nth layer attends globally, without the sliding window (Gemma 3: 6) or the chunks
     (Llama 4: 4). 0: no such layers, or those of kind A in layer_pattern."""
     local_rope_theta: float | None = None
@@ -172,15 +173,15 @@ class ModelConfig:
     local_rope_scaling: bool = True
     """Apply rope_scaling in sliding-window layers too (gpt-oss). False: only in global layers
     (Gemma 3, OLMo 3)."""
-    linear_num_key_heads: int = 4
+    linear_num_key_heads: Size = 4
     """Gated DeltaNet: heads of queries and keys. They serve equal numbers of value heads. Kimi
     Delta Attention: all heads."""
-    linear_num_value_heads: int = 8
+    linear_num_value_heads: Size = 8
     """Gated DeltaNet: heads of values, each with a state [linear_key_head_dim,
     linear_value_head_dim]. Kimi Delta Attention: linear_num_key_heads."""
-    linear_key_head_dim: int = 32
+    linear_key_head_dim: Size = 32
     """Gated DeltaNet, Kimi Delta Attention: width of a query or key."""
-    linear_value_head_dim: int = 32
+    linear_value_head_dim: Size = 32
     """Gated DeltaNet, Kimi Delta Attention: width of a value. In the latter, also that of the two
     latents from which decays and output gates are computed."""
     linear_allow_neg_eigval: bool = False
@@ -189,28 +190,28 @@ class ModelConfig:
     linear_norm_eps: float | None = None
     """Gated DeltaNet, Kimi Delta Attention: added to the mean square in the RMSNorm of a head's
     output. None: norm_eps (Qwen3-Next)."""
-    mamba_num_heads: int = 8
+    mamba_num_heads: Size = 8
     """Mamba-2: heads, each with a state [mamba_state_size, mamba_head_dim]."""
-    mamba_head_dim: int = 32
+    mamba_head_dim: Size = 32
     """Mamba-2: width of a value."""
-    mamba_state_size: int = 32
+    mamba_state_size: Size = 32
     """Mamba-2: width of a query or key, which published code calls C and B."""
-    mamba_num_groups: int = 1
+    mamba_num_groups: Size = 1
     """Mamba-2: groups of heads, which share queries and keys, and the norm of the output."""
     mamba_min_step: float = 0.0
     """Mamba-2: the least time step (Nemotron-H: 0.001)."""
-    conv_kernel_size: int = 4
+    conv_kernel_size: Annotated[int, Range(1, 1 << 10)] = 4
     """Tokens of the convolution before a recurrence, the latest included; at least 2."""
-    recurrent_chunk: int = 64
+    recurrent_chunk: Annotated[int, Range(1, 1 << 12)] = 64
     """Tokens that a recurrence processes at a time, in matmuls. It does not change what is
     computed."""
     activation: Literal["silu", "gelu", "gelu_exact", "relu_squared", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
     gelu_exact (GPT-NeoX) and relu_squared (Primer): only without mlp_gate.
     clamped_swiglu: gate * sigmoid(swiglu_alpha * gate) * (up + 1), both clamped (gpt-oss)."""
-    swiglu_limit: float = 7.0
+    swiglu_limit: Positive = 7.0
     """clamped_swiglu clamps gate to at most this, and up to at most this magnitude."""
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: Positive = 1.702
     """Factor of the gate in the sigmoid of clamped_swiglu."""
     pre_norms: bool = True
     """Apply RMSNorm to the inputs of attention and feed-forward. False, with post_norms: OLMo 2."""
@@ -225,14 +226,14 @@ class ModelConfig:
     """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: Positive = 1.0
     """Multiply embeddings by this (Granite)."""
     layer_scale: bool = False
     """Multiply the residual stream after each layer by a trained number of the layer (Gemma 4)."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: Positive = 1.0
     """Multiply the outputs of attention and feed-forward by this before the residual addition
     (Granite)."""
-    logits_scaling: float = 1.0
+    logits_scaling: Positive = 1.0
     """Divide the logits by this (Granite)."""
     logits_softcap: float | None = None
     """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
@@ -246,22 +247,9 @@ class ModelConfig:
     mup: MupConfig | None = None
     """Maximal update parametrization (µP): the best learning rate does not depend on the width
     (docs/mup.md). Setting one of its fields enables it. None: the standard parametrization."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Compute dtype. Master weights, the loss and gradient sums are always float32."""
-    matmul_dtype: Literal["compute", "float8"] = "compute"
-    """Dtype of the operands of a layer's matmuls. float8: e4m3, and e5m2 for gradients, with
-    scales computed at every step."""
-    matmul_precision: Literal["default", "tf32", "float32"] = "default"
-    """Precision of matmuls of float32 operands on GPUs. default: JAX's, which is TF32 since Ampere.
-    float32: without TF32. Other dtypes are not affected."""
-    float8_scaling: Literal["tensor", "row"] = "tensor"
-    """Granularity of float8 scales: per tensor, or per row (token). row computes weight gradients
-    in the compute dtype."""
-    logits_dtype: Literal["float32", "compute"] = "float32"
-    """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
     attention_gate: bool = False
@@ -270,14 +258,6 @@ class ModelConfig:
     attention_sinks: bool = False
     """A learned score per query head that joins the softmax's denominator and has no value, so
     that a head can attend to nothing (gpt-oss)."""
-    attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
-    """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
-    and the reason."""
-    recurrent_backend: Literal["auto", "reference", "triton"] = "auto"
-    """Kernels of recurrent layers. reference: plain JAX. auto: the fastest where it was measured,
-    else reference (docs/kernels.md#recurrences)."""
-    attention_deterministic: bool = False
-    """Make the attention backward bitwise deterministic, at a cost in speed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -361,3 +341,14 @@ class ModelConfig:
     def qk_nope_head_dim(self) -> int:
         """The number of each head's dims that are not rotated, in latent attention."""
         return self.head_dim - self.qk_rope_head_dim
+
+
+def Model(*, d_model: int, vocab_size: int, layers: Sequence[Layer], **fields: Any) -> ModelConfig:
+    """Compose a model. The list is the model: nothing else says what differs between layers.
+
+    Args:
+        layers: by Python's list arithmetic: [local] * 5 + [wide]. Layers with one name are equal,
+            and their weights are stacked.
+        fields: of the section `model` that are not of layers: norm_eps, tie_embeddings, ...
+    """
+    return ModelConfig(d_model=d_model, vocab_size=vocab_size, layers=tuple(layers), **fields)

@@ -1,17 +1,19 @@
 """The sections of objectives in place of next-token cross entropy."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxpar.components.ranges import NotNegative, Positive, Reals
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig:
     """Preference tuning on pairs of responses (DPO)."""
 
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Factor of the implicit reward, log(policy / reference). 0.1 is usual; a larger one keeps the
     policy closer to the reference. 0: no preference loss."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Reals(0, 0.5, below=True)] = 0.0
     """Share of the pairs whose preference is assumed to be wrong (cDPO)."""
     too_long: Literal["error", "drop"] = "error"
     """Pairs that are longer than data.seq_len: refuse the data, or leave them out."""
@@ -26,9 +28,9 @@ class DistillConfig:
     cache: str = ""
     """Folder of what the teacher says of the training data, which `python -m jaxpar.data teacher`
     writes: training then needs no teacher in memory. Empty: the teacher runs before each step."""
-    weight: float = 0.5
+    weight: Annotated[float, Reals(0, 1, above=True)] = 0.5
     """Share of the divergence from the teacher in the loss. The rest is the cross entropy."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Temperature of both distributions. Above 1, unlikely tokens count for more."""
     top_k: int = 64
     """Tokens of the teacher that are compared one by one, at each position. The others count as

@@ -1,7 +1,10 @@
 """The sections of the mesh and of the processes."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxpar.components.ranges import Count, Natural, Positive, Range
+from jaxpar.config.rules.limits import MAX_AXIS, MAX_SECONDS, MAX_SEQUENCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,13 +13,13 @@ class ParallelConfig:
 
     auto: str = ""
     """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
-    pipeline: int = 1
+    pipeline: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Pipeline-parallel stages (PP)."""
-    replica: int = 1
+    replica: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Replicas of the sharded model (DDP; the outer axis of HSDP)."""
-    data: int = -1
+    data: Annotated[int, Range(-1, MAX_AXIS)] = -1
     """Shards of the batch and the parameters (FSDP). -1: all remaining devices."""
-    expert: int = 1
+    expert: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Shards of the experts (EP): each device has some experts, and receives the tokens of all
     devices of the axis. Everything else treats it as a larger `data`."""
     expert_tensor: int = 0
@@ -25,20 +28,20 @@ class ParallelConfig:
     expert_dispatch: Literal["auto", "tokens", "rows"] = "auto"
     """What devices of an expert axis send. tokens: each token to all of them. rows: a row for each
     expert of a token, to the device of that expert. auto: whichever sends fewer bytes."""
-    expert_slack: float = 1.25
+    expert_slack: Positive = 1.25
     """Rows of the experts' buffer on an expert axis, as a multiple of a device's equal share. Rows
     that do not fit are computed in further rounds: a larger one needs memory, a smaller one time.
     No row is dropped. With dispatch by rows, also the rows that two devices exchange in a round."""
-    sequence: int = 1
+    sequence: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Shards of each sequence (context parallelism)."""
-    tensor: int = 1
+    tensor: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Tensor-parallel ranks, with sequence parallelism."""
-    num_microbatches: int = 1
+    num_microbatches: Annotated[int, Range(1, MAX_SEQUENCE)] = 1
     """Microbatches per step, for gradient accumulation or for the pipeline."""
-    row_groups: int = 1
+    row_groups: Annotated[int, Range(1, 1 << 16)] = 1
     """Row groups of a microbatch (Domino): one computes while another communicates. For tensor
     parallelism inside a pipeline, and for the sends of an expert axis."""
-    virtual_stages: int = 1
+    virtual_stages: Annotated[int, Range(1, 10_000)] = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
     layers_per_stage: str = ""
     """Layers of each stage, such as 15,16,16,15; of each virtual stage in the model's order. Empty:
@@ -58,10 +61,10 @@ class ParallelConfig:
     """Policies of some unrolled layers, as SLICE=POLICY, separated by semicolons: ::2=full for
     every second layer, :8=full for the first eight. Later ones win; the other layers have `remat`.
     With a pipeline, slices are of the layers in each chunk of a stage."""
-    remat_group: int = 1
+    remat_group: Count = 1
     """With layer_loop scan, layers of which only the first one's input is saved. The backward
     computes a group forward again. About the square root of the layers needs the least memory."""
-    loss_chunks: int = 0
+    loss_chunks: Natural = 0
     """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
     layer_loop: Literal["scan", "unroll"] = "scan"
     """scan compiles faster; unroll runs faster on GPUs."""
@@ -76,7 +79,7 @@ class ParallelConfig:
     """How gradients of matrices are summed over replicas, whose link may be slow. int8: rounded to
     8 bits. top_k: only the largest. What these two leave out is added to the next step's gradients
     (error feedback)."""
-    replica_top_k: float = 0.01
+    replica_top_k: Positive = 0.01
     """Share of the gradient that top_k sends."""
     gather_dtype: Literal["compute", "float8"] = "compute"
     """Dtype of ZeRO-3's weight gathers. float8 halves the bytes of bfloat16."""
@@ -91,18 +94,18 @@ class ClusterConfig:
     process."""
     coordinator: str = ""
     """host:port on which process 0 listens. Empty: detect."""
-    num_processes: int = 0
+    num_processes: Annotated[int, Range(0, MAX_AXIS)] = 0
     """Number of processes in the run. 0: detect."""
     process_id: int = -1
     """Index of this process, from 0. -1: detect."""
     network: Literal["auto", "none", "ib", "roce", "gib", "efa", "tcpxo", "tcpx", "tcp"] = "auto"
     """Network between hosts, for which variables of NCCL are set where the user has not. auto:
     detect it, for GPUs. none: set nothing."""
-    connect_seconds: int = 300
+    connect_seconds: Annotated[int, Range(1, MAX_SECONDS)] = 300
     """Seconds that processes wait for each other at startup."""
-    hang_seconds: int = 600
+    hang_seconds: Annotated[int, Range(0, MAX_SECONDS)] = 600
     """Maximum seconds of a step. A longer step is a hang: the process writes its stacks, and all
     processes end with code 124. 0: no limit."""
-    slow_seconds: int = 3600
+    slow_seconds: Annotated[int, Range(0, MAX_SECONDS)] = 3600
     """Maximum seconds of slower phases: startup, the first step, evaluation and saving. 0: no
     limit."""

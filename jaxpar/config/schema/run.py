@@ -1,7 +1,10 @@
 """The sections of a run itself: its folder, checkpoints, and guards."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxpar.components.ranges import Count, Natural, Positive, Range
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class RunConfig:
     init_changes: str = ""
     """Fields of the model that may differ from those of init_from, separated by commas, such as
     rope_theta,rope_scaling for a longer context (docs/long_context.md). Empty: none."""
-    cpu_devices: int = 0
+    cpu_devices: Annotated[int, Range(0, MAX_CPU_DEVICES)] = 0
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
     """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
@@ -37,23 +40,23 @@ class RunConfig:
 class CheckpointConfig:
     """When to save checkpoints and whether to resume from one."""
 
-    every: int = 500
+    every: Natural = 500
     """Steps between checkpoints; the last is saved too. 0: never."""
-    keep: int = 3
+    keep: Count = 3
     """Number of latest checkpoints to keep."""
-    keep_every: int = 0
+    keep_every: Natural = 0
     """Also keep every checkpoint whose step is a multiple of this. 0: none."""
     best: str = ""
     """Also keep the one with the lowest loss on held_out, ema or a set's name. Empty: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
     none."""
-    save_failures_allowed: int = 3
+    save_failures_allowed: Natural = 3
     """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
-    memory_every: int = 0
+    memory_every: Natural = 0
     """Steps between copies of the state in the memory of hosts, from which a launcher's restart
     resumes (docs/checkpoints.md#in-the-memory-of-hosts). 0: none."""
-    memory_copies: int = 1
+    memory_copies: Natural = 1
     """Other hosts that also hold each piece of a copy in memory, if there are as many."""
 
 
@@ -61,27 +64,27 @@ class CheckpointConfig:
 class GuardConfig:
     """Reactions to non-finite values, spikes and corruption."""
 
-    max_skips: int = 3
+    max_skips: Count = 3
     """Consecutive updates that are skipped as non-finite before the run ends with code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
     """At a spike: tell it, or rewind: return to the last checkpoint and skip its batches."""
     spike_metric: str = "loss"
     """The metric that is watched, of every step. Of one by layer, the largest value counts."""
-    spike_deviations: float = 10.0
+    spike_deviations: Positive = 10.0
     """Deviations above the median that count as a spike. A deviation is 1.48 MAD, or 1% of the
     median if that is more."""
-    spike_window: int = 64
+    spike_window: Annotated[int, Range(1, 1_000_000)] = 64
     """Recent steps that a value is compared with. Detection starts once half of them have run."""
-    spike_skip: int = 4
+    spike_skip: Count = 4
     """Batches that a rewind skips, up to and including the one of the spike."""
-    max_rewinds: int = 3
+    max_rewinds: Natural = 3
     """Maximum rewinds per run. One more spike ends it with code 17."""
-    recent_steps: int = 512
+    recent_steps: Annotated[int, Range(0, 1_000_000)] = 512
     """Steps to keep in RUN/recent.jsonl, for `jaxpar.checkpoint replay`. 0: as spike detection
     needs."""
-    replica_check_every: int = 0
+    replica_check_every: Natural = 0
     """Steps between comparisons of the replicated state across devices. 0: never compare."""
     loss_scale: float = 65536.0
     """float16: initial loss scale, a power of two; halved on overflow."""
-    loss_scale_interval: int = 1000
+    loss_scale_interval: Count = 1000
     """float16: steps without overflow after which the loss scale is doubled."""

@@ -1,8 +1,10 @@
 """The sections of training and evaluation: steps, batches, losses, adapters, held-out text."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from jaxpar.components.ranges import Count, Natural, NotNegative, Range
+from jaxpar.config.rules.limits import MAX_SEQUENCE
 from jaxpar.config.values import Value
 
 
@@ -10,46 +12,46 @@ from jaxpar.config.values import Value
 class TrainConfig:
     """Length of the run and batch size."""
 
-    num_steps: int = 1000
+    num_steps: Count = 1000
     """Total optimizer steps, over all resumes."""
-    num_tokens: int = 0
+    num_tokens: Annotated[int, Range(0, 10**16)] = 0
     """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
-    num_epochs: float = 0.0
+    num_epochs: NotNegative = 0.0
     """Length of the run in passes over the training text, such as 1.5, but not over a mixture: sets
     num_tokens once the data is open. 0: num_tokens or num_steps decides."""
-    global_batch_size: int = 32
+    global_batch_size: Annotated[int, Range(1, MAX_SEQUENCE)] = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
-    global_batch_tokens: int = 0
+    global_batch_tokens: Natural = 0
     """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
     of data.seq_len. 0: global_batch_size decides."""
     batch_schedule: str = ""
     """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
     global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
     have global_batch_size."""
-    micro_batch_size: int = 0
+    micro_batch_size: Annotated[int, Range(0, MAX_SEQUENCE)] = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
-    early_stop_patience: int = 0
+    early_stop_patience: Natural = 0
     """Evaluations in a row without a lower loss of checkpoint.best that end the run. 0: never."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of the initial weights and the data order."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics."""
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Weight of the squared log-partition penalty, which keeps logits small (PaLM, section 5)."""
     z_loss_schedule: str = ""
     """Weights in place of z_loss, by step: STEP:WEIGHT;STEP:WEIGHT, on straight lines between them,
     and constant before the first and after the last. Empty: z_loss at every step."""
-    balance_loss: float = 0.0
+    balance_loss: NotNegative = 0.0
     """Weight of the loss that balances experts, per layer. It is 1 if all have the same load."""
     balance_over: Literal["sequence", "batch"] = "sequence"
     """Tokens over which experts are balanced: each sequence, or all sequences of a microbatch on
     all devices, which constrains the router less."""
-    router_z_loss: float = 0.0
+    router_z_loss: NotNegative = 0.0
     """Weight of the squared log-partition penalty of each layer's router (ST-MoE)."""
     router_bias_rate: float = 1e-3
     """Step size of model.router_bias (DeepSeek-V3: 1e-3)."""
-    mtp_loss: float = 0.1
+    mtp_loss: NotNegative = 0.1
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
     mtp_loss_schedule: str = ""
     """Weights in place of mtp_loss, by step, like z_loss_schedule."""
@@ -69,7 +71,7 @@ class TrainConfig:
 class LoraConfig:
     """Fine-tuning with low-rank adapters on frozen base weights (LoRA)."""
 
-    rank: int = 0
+    rank: Natural = 0
     """Rank of the adapters; only they are trained. 0: no adapters, all weights are trained."""
     alpha: float = 16.0
     """Adapter outputs are multiplied by alpha / rank."""
@@ -83,9 +85,9 @@ class LoraConfig:
 class EvaluationConfig:
     """Evaluation on held-out data during training."""
 
-    every: int = 500
+    every: Natural = 500
     """Steps between evaluations; the last step is evaluated too. 0: never."""
-    num_batches: int = 8
+    num_batches: Count = 8
     """Global batches per evaluation, the same ones every time; fewer if the data has fewer."""
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""

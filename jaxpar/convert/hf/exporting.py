@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config.layers import SavedComponent
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import tokenizer
@@ -25,15 +26,11 @@ from jaxpar.convert.hf.config import (
     why_not,
 )
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
-from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import check_tensors, copy_carried, create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
-    Sizes,
     assign,
-    shape_of,
-    sizes_of,
     tensor_names,
     tensor_shape,
     tensors_in,
@@ -46,7 +43,7 @@ from jaxpar.model.mup.widths import standard
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter
-from jaxpar.sharding.grid import extent, grid, volume
+from jaxpar.sharding.grid import Box, extent, grid, volume
 
 #: Keys of config.json with the same meaning in every family, which no field of jaxpar sets.
 OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
@@ -54,23 +51,32 @@ OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_e
 #: Maximum size of a weights file, unless a single tensor is larger.
 SHARD_BYTES = 5_000_000_000
 
+#: Yields, for a box of a parameter: an index in the box, the name of a tensor, and the view of the
+#: tensor where the values at the index go.
+type Parts = Callable[[Box], Iterator[tuple[tuple[int, ...], str, np.ndarray]]]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
-    """A checkpoint, and the format to export it in."""
+class Opened:
+    """A checkpoint to export."""
 
     run: Path
     step: int
     config: Config
-    family: Family
     dtype: str
     """Dtype of the weights on disk."""
-    carried: Values
-    """Values of the imported config.json; only OF_ANY_FAMILY for another family."""
     arrays: RunArrays
     """The model's parameters, with adapters merged into them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Opened):
+    """A checkpoint, and the published format to export it in."""
+
+    family: Family
+    carried: Values
+    """Values of the imported config.json; only OF_ANY_FAMILY for another family."""
     entries: list[Entry]
-    sizes: Sizes
 
     @property
     def num_bytes(self) -> int:
@@ -81,48 +87,61 @@ class Export:
         """Return the name and shape of each tensor, layer by layer as in published files."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
-            found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
-        return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
+            found |= dict.fromkeys(tensor_names(entry), tensor_shape(entry))
+        return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
 
 
 def open_export(
     run: str | Path,
     step: int | None = None,
     dtype: str | None = None,
-    family: str | Family | None = None,
+    family: str | None = None,
     weights: Weights = TRAINED,
 ) -> Export:
     """Open a checkpoint for export, and choose dtype and family.
 
     Args:     step: None for the latest. dtype: None for that of the imported weights, or the
-              model's compute dtype. family: a family or its `model_type`; None for that of the
-              imported model, or the first that can express the model. weights: as in `open_run`.
+              model's compute dtype. family: its `model_type`; None for that of the imported model,
+              or the first that can express the model. weights: as in `open_run`.
     Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
-    if cfg.model.layers:
-        rule, fix = "are not converted yet", "read the run's checkpoint with Orbax"
-        raise ConfigError("model.layers", f"{len(cfg.model.layers)} layers", rule, fix)
-    cfg = dataclasses.replace(cfg, model=standard(cfg.model))
-    kept = Path(run) / CARRIED
-    carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
-    family = choose(family, cfg.model, carried)
-    if dtype is None:
-        dtype = dtype_of(carried) if carried else cfg.model.dtype
-    arrays = open_run(run, cfg, saved.step, weights)
-    cfg = without_padding(run, cfg)
+    for layer in cfg.model.layers:
+        for term in (layer.mixer, layer.feed_forward):
+            if isinstance(term, SavedComponent):  # of a user's own class
+                rule, fix = "fits no published family", f"use `to-torch {run} model.safetensors`"
+                raise ConfigError(f"model.{layer.name}", term.name, rule, fix)
+    carried = carried_config(run)
+    chosen = choose(family, standard(cfg.model), carried)
+    opened = open_checkpoint(run, saved.step, cfg, dtype, weights)
     return Export(
-        run=Path(run),
-        step=saved.step,
-        config=cfg,
-        family=family,
-        dtype=dtype,
-        carried=carried_values(carried, family),
-        arrays=MergedArrays(arrays, cfg) if cfg.lora.rank else arrays,
-        entries=entry_table(family, cfg.model),
-        sizes=sizes_of(cfg.model),
+        **vars(opened),
+        family=chosen,
+        carried=carried_values(carried, chosen),
+        entries=entry_table(chosen, opened.config.model),
     )
+
+
+def open_checkpoint(
+    run: str | Path, step: int, cfg: Config, dtype: str | None, weights: Weights
+) -> Opened:
+    """Open a checkpoint. Args:     cfg: that of the run. Others, and errors, as `open_export`."""
+    cfg = dataclasses.replace(cfg, model=standard(cfg.model))
+    if dtype is None:
+        carried = carried_config(run)
+        dtype = dtype_of(carried) if carried else cfg.compute.dtype
+    arrays = open_run(run, cfg, step, weights)
+    cfg = without_padding(run, cfg)
+    if cfg.lora.rank:
+        arrays = MergedArrays(arrays, cfg)
+    return Opened(run=Path(run), step=step, config=cfg, dtype=dtype, arrays=arrays)
+
+
+def carried_config(run: str | Path) -> Values:
+    """Return the config.json that came with the run's weights; {} without."""
+    kept = Path(run) / CARRIED
+    return read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
 
 
 def without_padding(run: str | Path, cfg: Config) -> Config:
@@ -141,21 +160,18 @@ def without_padding(run: str | Path, cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size))
 
 
-def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Family:
+def choose(family: str | None, m: ModelConfig, carried: Values) -> Family:
     """Return the family to export a model as; arguments and errors as `open_export`."""
     if family is None:
-        family = family_of(carried) if carried else choose_family(m)
-    elif isinstance(family, str):
-        family = named_family(family, m)
-    reason = why_not(family, m)
-    if reason is not None and family not in FAMILIES:
-        rule = f"cannot be exported by to-torch ({reason})"
-        raise ConfigError("RUN", "its model", rule, "use a run of another model")
+        chosen = family_of(carried) if carried else choose_family(m)
+    else:
+        chosen = named_family(family)
+    reason = why_not(chosen, m)
     if reason is not None:
         fix = f"use --family {choose_family(m).model_type}"
         rule = f"cannot express this model ({reason})"
-        raise ConfigError("--family", family.model_type, rule, fix)
-    return family
+        raise ConfigError("--family", chosen.model_type, rule, fix)
+    return chosen
 
 
 def carried_values(imported: Values, family: Family) -> Values:
@@ -186,8 +202,8 @@ def to_hf(
             check_merge(export.arrays, export.config, tolerance, log)
         if tolerance is not None:
             tensors = find_tensors(temporary)
-            check_tensors(tensors, export.entries, export.sizes)
-            published = selfcheck.published_reader(export.entries, export.sizes, tensors)
+            check_tensors(tensors, export.entries)
+            published = selfcheck.published_reader(export.entries, tensors)
             run = selfcheck.run_reader(export.arrays, m, export.dtype)
             selfcheck.check_conversion(
                 m, run, published, temporary, tolerance, log, "the written files"
@@ -229,32 +245,40 @@ def own_values(cfg: Config) -> Values:
 
 
 def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
+    """Copy a parameter into the tensors of its entry; errors as `copy_parameter`."""
+    writable = lambda name: stored[name].open("r+")  # noqa: E731
+    parts = lambda box: tensors_in(entry, box, writable)  # noqa: E731
+    copy_parameter(export, entry.path, entry.shape, parts, progress)
+
+
+def copy_parameter(
+    export: Opened, path: str, shape: tuple[int, ...], parts: Parts, progress: Meter
+) -> None:
     """Copy a parameter, chunk by chunk.
 
+    Args:     shape: that of the run, or smaller (`without_padding`). parts: where a box of it goes.
     Raises:   ConfigError that names the tensor when a value is too large for the dtype; Damaged
               when the parameter differs from what was saved.
     """
-    arrays, sizes = export.arrays, export.sizes
-    found = arrays.counted(entry.path)
-    writable = lambda name: stored[name].open("r+")  # noqa: E731
-    shape = shape_of(entry.ours, sizes)  # that of the run, or smaller: `without_padding`
-    for box in grid(arrays.shape(entry.path), arrays.chunk(entry.path)):
-        values = arrays.read(entry.path, box)
+    arrays = export.arrays
+    found = arrays.counted(path)
+    for box in grid(arrays.shape(path), arrays.chunk(path)):
+        values = arrays.read(path, box)
         found.add(values, [part.start for part in box])
         box = tuple(slice(p.start, min(p.stop, n)) for p, n in zip(box, shape, strict=True))
         if not volume(box):
             continue
         values = values[tuple(map(slice, extent(box)))]
-        for place, name, part in tensors_in(entry, sizes, box, writable):
+        for place, name, part in parts(box):
             with np.errstate(over="ignore"):
                 assign(part, values[place])
             if export.dtype == "float16" and np.isinf(part).any():
                 rule = "has values beyond 65,504, the largest float16"
                 raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
             progress.advance(part.nbytes)
-    arrays.compare(entry.path, str(found))
+    arrays.compare(path, str(found))
 
 
-def _in_order(name: str) -> list[tuple[int, int | str]]:
+def in_order(name: str) -> list[tuple[int, int | str]]:
     """Return a sorting key that puts layer 10 after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

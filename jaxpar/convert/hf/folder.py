@@ -12,7 +12,7 @@ import numpy as np
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.convert.hf import float8_blocks, mxfp4
-from jaxpar.convert.hf.tensor_layout import Entry, Sizes, tensor_names, tensor_shape
+from jaxpar.convert.hf.tensor_layout import Entry, tensor_names, tensor_shape
 from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create_file, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -157,9 +157,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def check_tensors(
-    tensors: Tensors, entries: Iterable[Entry], sizes: Sizes, by: str = "config.json"
-) -> None:
+def check_tensors(tensors: Tensors, entries: Iterable[Entry], by: str = "config.json") -> None:
     """Check that a folder contains exactly the tensors of the entries, with their shapes.
 
     Args:     by: what describes the model, for messages.
@@ -169,7 +167,7 @@ def check_tensors(
     there = {name: s.shape for name, s in tensors.stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in entries:
-        wanted |= dict.fromkeys(tensor_names(entry, sizes), tensor_shape(entry, sizes))
+        wanted |= dict.fromkeys(tensor_names(entry), tensor_shape(entry))
     missing = [name for name in wanted if name not in there]
     extra = [name for name in there if name not in wanted]
     if missing:

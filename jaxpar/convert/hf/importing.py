@@ -13,28 +13,33 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.checkpoint import MODEL_FIELDS, weights_alone
+from jaxpar.checkpoint import weights_alone
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     ConfigError,
     DataConfig,
     ModelConfig,
     ParallelConfig,
     RunConfig,
-    value_of,
 )
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.composed import differences
 from jaxpar.convert.hf.config import (
+    COMPUTE_DTYPES,
     check_count,
     dtype_keys,
     dtype_of,
     entry_table,
     family_of,
-    model_of,
+)
+from jaxpar.convert.hf.config import (
+    model_of as read_model,
 )
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json, refuse
 from jaxpar.convert.hf.family import Family
@@ -47,15 +52,11 @@ from jaxpar.convert.hf.folder import (
     find_tensors,
 )
 from jaxpar.convert.hf.keys.known import unknown
-from jaxpar.convert.hf.keys.two_forms import TAKEN
 from jaxpar.convert.hf.other_names import as_published
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
-    Sizes,
     chunk_shape,
     read_box,
-    shape_of,
-    sizes_of,
     tensors_in,
 )
 from jaxpar.convert.run_arrays import (
@@ -99,7 +100,6 @@ class PublishedModel:
     config: Config
     """The model, with defaults for all other fields."""
     entries: list[Entry]
-    sizes: Sizes
     tensors: Tensors
     left_out: tuple[str, ...] = ()
     """Names of tensors of layers for multi-token prediction: all of them in some families, and
@@ -138,12 +138,12 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
     check_count(values, family, len(tensors.stored))
     absent = _absent_modules(values, family, tensors)
     values |= dict.fromkeys(absent, 0)
-    model = model_of(values, family)
+    model = read_model(values, family)
     cfg = config_for(model, values)
-    entries, sizes = entry_table(family, model), sizes_of(model)
+    entries = entry_table(family, model)
     left_out = _mtp_tensors(family, tensors) + _copies(model, family, tensors)
     tensors = Tensors({name: t for name, t in tensors.stored.items() if name not in left_out})
-    check_tensors(tensors, entries, sizes)
+    check_tensors(tensors, entries)
     return PublishedModel(
         folder=folder,
         name=found.name,
@@ -151,7 +151,6 @@ def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
         family=family,
         config=cfg,
         entries=entries,
-        sizes=sizes,
         tensors=tensors,
         left_out=left_out,
         absent=absent,
@@ -170,8 +169,7 @@ def _absent_modules(values: Values, family: Family, tensors: Tensors) -> Values:
     Conversions of a model often lack them, and keep the key.
     """
     key, layers = family.fields.get("mtp_depth", ""), values.get("num_hidden_layers")
-    taken = TAKEN.get(family.model_type, {})
-    names = [key, *(other for other, own in taken.items() if own == key)]
+    names = [key, *(other for other, own in family.taken.items() if own == key)]
     prefix = f"model.layers.{layers}."
     there = any(name.startswith(prefix) for name in tensors.stored)
     return {} if there else {name: values[name] for name in names if values.get(name)}
@@ -183,7 +181,8 @@ def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, 
     Raises:   ConfigError for one that is not: jaxpar has one embedding and one head.
     """
     found = []
-    for k in range(model.num_layers, model.num_layers + model.mtp_depth):
+    first = len(model_of(model).layers)
+    for k in range(first, first + model.mtp_depth):
         for name, other in family.copies.items():
             name = name.format(P=k)
             if name not in tensors.stored or other not in tensors.stored:
@@ -197,15 +196,19 @@ def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, 
 
 
 def config_for(model: ModelConfig, values: Values) -> Config:
-    """Return the config of a run for a model, with defaults for all other fields.
+    """Return the config of a run for a model, in the compute dtype of its weights.
+
+    All other fields have their defaults.
 
     Raises:   ConfigError if the model is invalid.
     """
     longest = model.max_positions or values.get("max_position_embeddings") or MAX_SEQ_LEN
-    differ = model.global_every or model.nope_every or model.dense_layers
-    loop: Literal["scan", "unroll"] = "unroll" if differ else "scan"
+    of = model_of(model)
+    hybrid = any(x.mixer is None or x.mixer.recurrent for x in of.layers)
+    loop: Literal["scan", "unroll"] = "scan" if hybrid or len(of.stacks) == 1 else "unroll"
     cfg = Config(
         model=model,
+        compute=ComputeConfig(dtype=COMPUTE_DTYPES[dtype_of(values)]),
         data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
         parallel=ParallelConfig(layer_loop=loop),
     )
@@ -238,7 +241,7 @@ def from_hf(
     cfg = source_config(source, run_dir)
     with new_run(cfg, [source], log) as temporary:
         if tolerance is not None:
-            published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+            published = selfcheck.published_reader(source.entries, source.tensors)
             run = selfcheck.run_reader(
                 open_run(temporary, cfg, weights_alone.STEP), cfg.model, "float32"
             )
@@ -266,7 +269,7 @@ def new_run(
     with new_folder(run_dir) as folder:
         source, about = parts[0], about_import(cfg, [part.name for part in parts])
         placed = [(part, entry) for part in parts for entry in part.entries]
-        chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
+        chunks = {entry.path: chunk_shape(entry, PIECE) for _, entry in placed}
         arrays = create_run(folder, cfg, chunks, about)
         with meter(sum(part.num_bytes for part in parts)) as progress:
             found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
@@ -311,12 +314,11 @@ def copy_in(
 ) -> RunningFingerprint:
     """Copy a parameter, chunk by chunk. Returns its fingerprint."""
     found = arrays.counted(entry.path)
-    shape = shape_of(entry.ours, source.sizes)
-    for box in grid(shape, arrays.chunk(entry.path)):
-        values = read_box(entry, source.sizes, box, source.tensors.open)
+    for box in grid(entry.shape, arrays.chunk(entry.path)):
+        values = read_box(entry, box, source.tensors.open)
         arrays.write(entry.path, box, values)
         found.add(values, [part.start for part in box])
-        parts = tensors_in(entry, source.sizes, box, source.tensors.open)
+        parts = tensors_in(entry, box, source.tensors.open)
         progress.advance(sum(part.nbytes for _, _, part in parts))
     return found
 
@@ -332,40 +334,56 @@ def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[
     Args:     source: from `importing.open_source`. cfg: a resolved config with the source's model;
               fields that do not affect the weights may differ. log: called with what was read.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
-    Raises:   ConfigError that names the first field of the model that differs.
+    Raises:   ConfigError that names the first tensor of another shape.
     """
-    check_model(source, cfg)
+    entries = entry_table(source.family, cfg.model)  # by the names of its layers
+    check_tensors(source.tensors, entries, "the config")
     to = {path: a.sharding for path, a in flat(abstract_logical(cfg, mesh).params).items()}
-    shards = sum(_bytes_here(source, entry, to[entry.path]) for entry in source.entries)
+    shards = sum(_bytes_here(entry, to[entry.path]) for entry in entries)
     with meter(shards) as progress:
-        arrays = {e.path: _load(source, e, to[e.path], progress) for e in source.entries}
+        arrays = {e.path: _load(source, e, to[e.path], progress) for e in entries}
         log(f"read {progress.summary(source.largest)}")
     tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
     return to_running(TrainState((), tree, ()), cfg).params
 
 
-def check_model(source: PublishedModel, cfg: Config) -> None:
-    """Raises:   ConfigError that names the first field that differs from the source's model."""
-    for path in MODEL_FIELDS:
-        now, there = value_of(cfg, path), value_of(source.config, path)
-        if now != there:
-            rule = f"{source.folder} has {there!r}"
-            raise ConfigError(path, now, rule, f"set it to {there!r}")
+#: Fields of mixers that a name in `run.init_changes` stands for.
+_CHANGES = {
+    "rope_theta": ("rope.theta",),
+    "rope_scaling": ("rope.scaling",),
+    "local_rope_theta": ("rope.theta",),
+    "local_rope_scaling": ("rope.scaling",),
+    "sliding_window": ("window",),
+}
+
+
+def changes_of(cfg: Config, source: PublishedModel) -> str:
+    """Describe the fields of `run.init_changes` that differ from those of a published model.
+
+    Raises:   ConfigError that names every other field that differs.
+    """
+    allowed = tuple(
+        f".mixer.{x}" for n in cfg.run.init_changes.split(",") for x in _CHANGES.get(n, ())
+    )
+    every = list(differences(cfg.model, source.config.model))
+    if wrong := [d for d in every if not any(a in f"{d.path}." for a in allowed)]:
+        short = (f"{d.path.removeprefix('model.')} {d.other}, not {d.value}" for d in wrong)
+        named, rule = cfg.run.init_from, f"contains a model with {', '.join(short)}"
+        raise ConfigError("run.init_from", named, rule, f"--model.from {named}")
+    return ", ".join(f"{d.path} {d.other} -> {d.value}" for d in every)
 
 
 def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Meter) -> jax.Array:
     """Load a parameter shard by shard: read it once, put it on all its devices, and free it."""
-    shape = shape_of(entry.ours, source.sizes)
     placed: list[jax.Array] = []
-    for box, devices in boxes_of(shape, to).items():
-        values = read_box(entry, source.sizes, box, source.tensors.open)
+    for box, devices in boxes_of(entry.shape, to).items():
+        values = read_box(entry, box, source.tensors.open)
         placed += [jax.device_put(values, device) for device in devices]
         jax.block_until_ready(placed)
         progress.advance(values.nbytes)
-    return jax.make_array_from_single_device_arrays(shape, to, placed)
+    return jax.make_array_from_single_device_arrays(entry.shape, to, placed)
 
 
-def _bytes_here(source: PublishedModel, entry: Entry, to: NamedSharding) -> int:
+def _bytes_here(entry: Entry, to: NamedSharding) -> int:
     """Return the size of these shards, in bytes."""
-    shape = shape_of(entry.ours, source.sizes)
-    return sum(4 * volume(box) for box in boxes_of(shape, to))
+    return sum(4 * volume(box) for box in boxes_of(entry.shape, to))

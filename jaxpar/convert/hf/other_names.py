@@ -24,28 +24,6 @@ from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import Readable
 from jaxpar.convert.safetensors_file import STORED
 
-_LAYER = r"(?<=model\.layers\.)(\d+)\."
-
-#: By `model_type`: {pattern of a name in memory, or in another version: the published one}.
-RENAMED: dict[str, dict[str, str]] = {
-    "mixtral": {_LAYER + r"mlp\.(gate|experts)\.": r"\1.block_sparse_moe.\2."},
-    "gpt_neox": {r"^lm_head\.": "embed_out."},
-    "kimi_linear": {
-        _LAYER + r"mlp\.(gate|experts|shared_experts)\.": r"\1.block_sparse_moe.\2.",
-        # transformers 5.24 saves a dense layer under the names of those with experts.
-        _LAYER + r"block_sparse_moe\.(gate|up|down)_proj\.": r"\1.mlp.\2_proj.",
-        r"\.self_attn\.forget_gate\.": ".self_attn.",
-    },
-    "nemotron_h": {
-        r"^model\.(?=layers\.|embeddings\.|norm_f\.)": "backbone.",
-        r"^(backbone|model)\.embedding\.": "backbone.embeddings.",
-    },
-    "olmo_hybrid": {
-        r"\.attention_layer_norm\.": ".input_layernorm.",
-        r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
-    },
-}
-
 #: By `model_type`: where convolutions of queries, keys and values are one after the other, and the
 #: keys of config.json whose product is the width of each.
 _WIDTHS = (("linear_num_key_heads", "linear_key_head_dim"),) * 2
@@ -96,7 +74,7 @@ def as_published(
     found: dict[str, Readable] = {}
     for name, tensor in stored.items():
         new = name
-        for pattern, replacement in RENAMED.get(family.model_type, {}).items():
+        for pattern, replacement in family.renamed.items():
             new = re.sub(pattern, replacement, new)
         found[new if new not in stored else name] = tensor
     found = dict(_convolutions(found, family, values))
@@ -140,12 +118,9 @@ def _experts(
     stored: dict[str, Readable], family: Family, values: Values
 ) -> Iterator[tuple[str, Readable]]:
     """Yield all tensors, with those of packed experts apart."""
-    ends = {
-        entry.path.rpartition("/")[2]: entry.name.partition("experts.{E}.")[2]
-        for entry in family.entries
-        if "experts.{E}." in entry.name
-    }
-    width = values.get(family.fields.get("d_model", ""))
+    named = family.names.of_each_expert.items()
+    ends = {weight: name.partition("experts.{E}.")[2] for weight, name in named}
+    width = values.get(family.fields["d_model"])
     for name, tensor in stored.items():
         packed = PACKED.fullmatch(name)
         parts = _parts(packed[2], tensor, stored, packed[1], width) if packed and ends else []

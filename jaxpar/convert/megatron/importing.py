@@ -1,6 +1,5 @@
 """`from-megatron`: converts a checkpoint of Megatron-LM to a run with a checkpoint of step 0."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,15 +9,17 @@ from typing import Any
 import numpy as np
 
 from jaxpar.checkpoint import weights_alone
+from jaxpar.components.attention import Attention
 from jaxpar.config import ConfigError
 from jaxpar.convert import selfcheck
-from jaxpar.convert.hf.config import entry_table, model_of
+from jaxpar.convert.hf.config import model_of
 from jaxpar.convert.hf.config_file import Values
 from jaxpar.convert.hf.families import LLAMA, MIXTRAL
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.folder import Tensors, check_tensors
 from jaxpar.convert.hf.importing import PublishedModel, config_for, new_run, source_config
-from jaxpar.convert.hf.tensor_layout import Entry, Sizes, shape_of, sizes_of, tensor_name
+from jaxpar.convert.hf.names import Names, entries_of
+from jaxpar.convert.hf.tensor_layout import Entry, shape_of, tensor_name
 from jaxpar.convert.megatron.checkpoint import AGAIN, Checkpoint, Sharded, open_checkpoint
 from jaxpar.convert.megatron.torch_zip import Built, Pairs, UnreadablePickle
 from jaxpar.convert.run_arrays import open_run
@@ -157,27 +158,32 @@ def _number(name: str, found: Any) -> int | float:
 
 _LAYERS = "decoder.layers."
 _LAYER = _LAYERS + "{L}."
-_ATTENTION = _LAYER + "self_attention."
-_EXPERT = _LAYER + "mlp.experts.{E}."
 
-#: Parameters and the tensors that hold them. A part of a tensor is in brackets.
-ENTRIES = (
-    Entry("embed", "embedding.word_embeddings.weight", "VD", "V D"),
-    Entry("final_norm", "decoder.final_layernorm.weight", "D", "D"),
-    Entry("head", "output_layer.weight", "DV", "V D"),
-    Entry("layers/attn_norm", _ATTENTION + "linear_qkv.layer_norm_weight", "LD", "D"),
-    Entry("layers/wq", _ATTENTION + "linear_qkv.weight[query]", "LDHK", "HK D"),
-    Entry("layers/wk", _ATTENTION + "linear_qkv.weight[key]", "LDGK", "GK D"),
-    Entry("layers/wv", _ATTENTION + "linear_qkv.weight[value]", "LDGK", "GK D"),
-    Entry("layers/wo", _ATTENTION + "linear_proj.weight", "LHKD", "D HK"),
-    Entry("layers/mlp_norm", _LAYER + "mlp.linear_fc1.layer_norm_weight", "LD", "D"),
-    Entry("layers/w_gate", _LAYER + "mlp.linear_fc1.weight[gate]", "LDF", "F D"),
-    Entry("layers/w_up", _LAYER + "mlp.linear_fc1.weight[up]", "LDF", "F D"),
-    Entry("layers/w_down", _LAYER + "mlp.linear_fc2.weight", "LFD", "D F"),
-    Entry("layers/router", _LAYER + "mlp.router.weight", "LDE", "E D"),
-    Entry("layers/w_gate", _EXPERT + "linear_fc1.weight[gate]", "LEDF", "F D"),
-    Entry("layers/w_up", _EXPERT + "linear_fc1.weight[up]", "LEDF", "F D"),
-    Entry("layers/w_down", _EXPERT + "linear_fc2.weight", "LEFD", "D F"),
+#: The tensors that hold parameters. A part of a tensor is in brackets.
+NAMES = Names(
+    top={
+        "embed": "embedding.word_embeddings.weight",
+        "final_norm": "decoder.final_layernorm.weight",
+        "head": "output_layer.weight",
+    },
+    layer=_LAYER,
+    weights={
+        "attn_norm": "self_attention.linear_qkv.layer_norm_weight",
+        "wq": "self_attention.linear_qkv.weight[query]",
+        "wk": "self_attention.linear_qkv.weight[key]",
+        "wv": "self_attention.linear_qkv.weight[value]",
+        "wo": "self_attention.linear_proj.weight",
+        "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
+        "w_gate": "mlp.linear_fc1.weight[gate]",
+        "w_up": "mlp.linear_fc1.weight[up]",
+        "w_down": "mlp.linear_fc2.weight",
+    },
+    experts={
+        "router": "mlp.router.weight",
+        "w_gate": "mlp.experts.{E}.linear_fc1.weight[gate]",
+        "w_up": "mlp.experts.{E}.linear_fc1.weight[up]",
+        "w_down": "mlp.experts.{E}.linear_fc2.weight",
+    },
 )
 
 #: Other names of tensors: those of the layers without fused norms.
@@ -245,15 +251,16 @@ class View:
 _HEADS = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
 
 
-def find_views(checkpoint: Checkpoint, entries: list[Entry], sizes: Sizes) -> Tensors:
+def find_views(checkpoint: Checkpoint, entries: list[Entry], attention: Attention) -> Tensors:
     """Find the parameters of the entries in a checkpoint.
 
     Raises:   ConfigError for a tensor of another dtype, or that is none of the parameters.
     """
-    groups = sizes["H"] // sizes["G"], sizes["G"], sizes["K"]
+    heads, width = attention.num_kv_heads, attention.head_dim
+    groups = attention.num_heads // heads, heads, width
     views, used = {}, set()
     for entry in entries:
-        for index in np.ndindex(*shape_of(entry.stacked, sizes)):
+        for index in np.ndindex(*shape_of(entry.stacked, entry.sizes)):
             name = tensor_name(entry, index)
             where, _, part = name.removesuffix("]").partition("[")
             for stored, at in _candidates(where, entry, index):
@@ -331,9 +338,10 @@ def open_source(folder: str | Path) -> PublishedModel:
     values["vocab_size"] = embed.shape[0] if embed and embed.shape else 0
     model = model_of(values, family)
     cfg = config_for(model, values)
-    entries, sizes = entry_table(_named(family), model), sizes_of(model)
-    tensors = find_views(checkpoint, entries, sizes)
-    check_tensors(tensors, entries, sizes, "arguments")
+    entries, mixer = entries_of(NAMES, model), model.layers[0].mixer
+    assert isinstance(mixer, Attention)  # of both families
+    tensors = find_views(checkpoint, entries, mixer)
+    check_tensors(tensors, entries, "arguments")
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     return PublishedModel(
         folder=checkpoint.folder,
@@ -342,14 +350,8 @@ def open_source(folder: str | Path) -> PublishedModel:
         family=family,
         config=cfg,
         entries=entries,
-        sizes=sizes,
         tensors=tensors,
     )
-
-
-def _named(family: Family) -> Family:
-    """Return a family with Megatron-LM's names of tensors."""
-    return dataclasses.replace(family, entries=ENTRIES)
 
 
 def _check_count(argument: str, asked: int | float, found: int) -> None:
@@ -376,7 +378,7 @@ def from_megatron(
     cfg = source_config(source, run_dir)
     with new_run(cfg, [source], log) as temporary:
         if tolerance is not None:
-            read = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+            read = selfcheck.published_reader(source.entries, source.tensors)
             arrays = open_run(temporary, cfg, weights_alone.STEP)
             m, tokens = cfg.model, selfcheck.random_tokens(cfg.model)
             ours = selfcheck.logits(selfcheck.run_reader(arrays, m, "float32"), m, tokens)

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
-from jaxpar.config import Config, ConfigError, value_of
-from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.checkpoint import saved_steps
+from jaxpar.components.weight import Weight, vector
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.composed import differences
 from jaxpar.convert.hf.config import entry_table
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.exporting import Export, copy_out
@@ -41,9 +43,6 @@ from jaxpar.stores.reading import run_at
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
-#: Matrices whose last dimension is the output.
-_ROW_PARALLEL = ("/wo", "/w_down", "_out")
-
 #: PEFT's prefix of module names.
 _PREFIX = "base_model.model."
 
@@ -56,19 +55,20 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
     found = []
     _check_names(family, cfg)
     for target, entry in _targeted(family, cfg):
-        path, layer = entry.path, entry.ours[0]
-        if not entry.theirs.replace(" ", "").isalpha():
+        path = entry.path
+        if entry.is_part:
             module = entry.name.split(".")[-2]
             rule = f"is a part of {module} in {family.model_type}, whose adapters are not of parts"
             fix = "export the merged model with `to-hf`"
             raise ConfigError("lora.targets", target, rule, fix)
-        cut = len(entry.ours) - 1 if path.endswith(_ROW_PARALLEL) else 2
+        cut = len(entry.ours) - entry.columns
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")
-        of = functools.partial(Entry, first=entry.first, layers=entry.layers)
+        sizes = {**entry.sizes, "R": cfg.lora.rank}
+        of = functools.partial(Entry, sizes=sizes, layers=entry.layers)
         found += [
-            of(path + A, f"{module}lora_A.weight", f"{layer}{inputs}R", f"R {inputs}"),
-            of(path + B, f"{module}lora_B.weight", f"{layer}R{outputs}", f"{outputs} R"),
+            of(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
+            of(path + B, f"{module}lora_B.weight", f"LR{outputs}", f"{outputs} R"),
         ]
     return found
 
@@ -77,9 +77,8 @@ def _check_names(family: Family, cfg: Config) -> None:
     """Raises:   ConfigError when PEFT would take the name of a targeted matrix for another, too."""
     named = {_module(entry): target for target, entry in _targeted(family, cfg)}
     paths = {entry.path for _, entry in _targeted(family, cfg)}
-    matrices = {name for names in TARGETS.values() for name in names}
     for entry in entry_table(family, cfg.model):
-        is_matrix = entry.path.partition("/")[2] in matrices and entry.path not in paths
+        is_matrix = _declared(entry, cfg).is_matrix and entry.path not in paths
         if is_matrix and _module(entry) in named:
             target = named[_module(entry)]
             rule = f"is {_module(entry)} in {family.model_type}, as is the matrix {entry.path}"
@@ -93,13 +92,21 @@ def _module(entry: Entry) -> str:
 
 def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
     """Return each target with the entries of its matrices, of every stack of layers."""
-    table = [entry for entry in entry_table(family, cfg.model) if not entry.path.startswith("mtp/")]
+    table = entry_table(family, cfg.model)
     return [
         (target, entry)
         for target in cfg.lora.targets.split(",")
         for entry in table
-        if entry.path.partition("/")[2] in TARGETS[target]
+        if _declared(entry, cfg).adapter == target
     ]
+
+
+def _declared(entry: Entry, cfg: Config) -> Weight:
+    """Return the declaration of a layer's weight; one without outputs for other arrays."""
+    stack, _, name = entry.path.partition("/")
+    layers = model_of(cfg.model).stacks.get(stack)
+    weights = layers[0].weights(model_of(cfg.model)) if layers else {}
+    return weights.get(name) or vector((), ())
 
 
 def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:
@@ -157,7 +164,6 @@ def to_peft(
         export,
         arrays=arrays.own,
         entries=adapter_entries(export.family, cfg),
-        sizes=export.sizes | {"R": cfg.lora.rank},
     )
     with new_folder(folder) as temporary:
         about = adapter_config(export.family, cfg, base)
@@ -193,14 +199,14 @@ def check(
     published, what = own, "the run's base model and the written adapters"
     if there:
         source = open_source(str(base))
-        other = [p for p in MODEL_FIELDS if value_of(source.config, p) != value_of(cfg, p)]
-        if other:
+        if other := [d.path for d in differences(cfg.model, source.config.model)]:
             rule = f"is another model than the run's: {', '.join(other)} differ"
             raise ConfigError("--base", base, rule, "use the model that the run started from")
-        published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+        entries = entry_table(source.family, cfg.model)  # by the names of its layers
+        published = selfcheck.published_reader(entries, source.tensors)
         what = f"{base} and the written adapters"
 
-    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
+    adapters = selfcheck.published_reader(export.entries, written)
     read = either(adapters, published)
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
@@ -222,7 +228,7 @@ def why_no_peft(cfg: Config) -> str | None:
     """Return why PEFT cannot compute the logits here; None if it can."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return selfcheck.why_no_transformers(cfg.model)
+    return selfcheck.why_not_in_torch(cfg.model, "transformers")
 
 
 def peft_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:

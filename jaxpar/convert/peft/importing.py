@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import weights_alone
-from jaxpar.config import Config, ConfigError, LoraConfig
+from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.config.lists.lora_targets import TARGETS
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.lists.lora_targets import targets_of
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
@@ -77,9 +78,10 @@ def read_adapter_config(folder: Path) -> Values:
     return values
 
 
-def lora_of(values: Values) -> LoraConfig:
+def lora_of(values: Values, m: ModelConfig) -> LoraConfig:
     """Convert PEFT's config of adapters to a LoraConfig.
 
+    Args:     m: the base model.
     Raises:   ConfigError that names a key with an unsupported value.
     """
     rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
@@ -88,16 +90,17 @@ def lora_of(values: Values) -> LoraConfig:
             rule = "must be a number above 0"
             fix = "use the value of the training"
             raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, fix)
-    known = isinstance(targets, list) and all(t in [*TARGETS] for t in targets)
+    there = list(targets_of(model_of(m)))
+    known = isinstance(targets, list) and all(t in there for t in targets)
     if not known or not targets:
-        rule = f"must be a list of names from {', '.join(TARGETS)}"
+        rule = f"must be a list of names from {', '.join(there)}"
         fix = "train adapters for only these"
         raise ConfigError(f"{ADAPTER_CONFIG} target_modules", targets, rule, fix)
     return LoraConfig(
         rank=int(rank or 0),
         alpha=float(alpha or 0),
         rank_stabilized=bool(values.get("use_rslora")),
-        targets=",".join(name for name in TARGETS if name in targets),
+        targets=",".join(name for name in there if name in targets),
     )
 
 
@@ -133,7 +136,8 @@ def from_peft(
     folder, run_dir = Path(folder), Path(run_dir)
     values = read_adapter_config(folder)
     source = open_source(base_folder(values, base), "--base")
-    cfg = dataclasses.replace(source_config(source, run_dir), lora=lora_of(values))
+    cfg = source_config(source, run_dir)
+    cfg = dataclasses.replace(cfg, lora=lora_of(values, cfg.model))
     check(cfg)
     adapters = _adapters(folder, source, cfg)
     check_tokenizer(source.folder, log, strict=tolerance is not None)
@@ -142,7 +146,7 @@ def from_peft(
             tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, weights_alone.STEP), cfg)
             ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
-            reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
+            reader = lambda s: selfcheck.published_reader(s.entries, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)
             theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
             selfcheck.compare(theirs, ours, "the published files", tolerance, log)
@@ -161,8 +165,5 @@ def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedMod
         raise ConfigError("DIR", str(folder), rule, fix)
     tensors = Tensors(read_header(file))
     entries = adapter_entries(source.family, cfg)
-    sizes = source.sizes | {"R": cfg.lora.rank}
-    check_tensors(tensors, entries, sizes)
-    return dataclasses.replace(
-        source, name=str(folder), tensors=tensors, entries=entries, sizes=sizes
-    )
+    check_tensors(tensors, entries)
+    return dataclasses.replace(source, name=str(folder), tensors=tensors, entries=entries)

@@ -48,7 +48,7 @@ def decode(
     if new.lengths is not None:  # with the keys and values of every head
         q, k_nope, v, _ = heads.up_projections(c, w, a)
         q, k = heads.rotated(q, rope, a), heads.join_rope_key(k_nope, entries[1])
-        out = attention(q, k, v, context.mask, backend=cfg.model.attention_backend)[0]
+        out = attention(q, k, v, context.mask, backend=cfg.compute.attention_backend)[0]
     else:
         out = _to_held(c, held, w, rope, mask_of_slots(context, held[0]), a)
     return row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out"), held

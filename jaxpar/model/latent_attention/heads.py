@@ -105,7 +105,7 @@ def heads(c: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
     Communication: that of `context_attention` over SEQUENCE.
     """
-    m, a = ex.cfg.model, component(context, LatentAttention)
+    how, a = ex.cfg.compute, component(context, LatentAttention)
     parts = c.map(up_projections, w, a).in_order()
     q, k_nope, v, rope_key = (named(y, "qkv") for y in parts)
     q, k = positioned(q, k_nope, rope_key, context.rope, a)
@@ -113,8 +113,8 @@ def heads(c: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     out = context_attention(
         *(q, k, v, context.mask),
         kind=ex.cfg.parallel.context,
-        backend=m.attention_backend,
-        deterministic=m.attention_deterministic,
+        backend=how.attention_backend,
+        deterministic=how.attention_deterministic,
     )
     side_by_side = out.reshape(*out.shape[:2], -1)
     return c.split(side_by_side).map(row_parallel, w, "wo", "attn_out")

@@ -181,8 +181,8 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
     Returns:  weighted sums of the experts here: partial ones over TENSOR, if experts are split.
     """
     w = buffers_of_use(w, 0)
-    m, of = ex.cfg.model, component(context, Experts)
-    how = products_of(of.expert, m, 1 if ex.gathers_experts else 0)
+    c, of = ex.cfg.compute, component(context, Experts)
+    how = products_of(of.expert, c, 1 if ex.gathers_experts else 0)
     there = [name for name in ("w_gate", "w_up", "w_down") if name in w]
     matrices = {name: _named_matrix(w[name]) for name in there}
     if how.expert_dim == 1:  # undo what the gather did last
@@ -193,7 +193,7 @@ def mixture(d: SentTokens, w: Weights, context: AttentionContext, ex: Execution)
     partial, here = of_sent(how, keeps, d.sent, d.sent_weights, of_experts, d.plan), None
     if "b_down" in w:
         once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0
-        here = _down_biases(d.experts, d.weights, w["b_down"].astype(m.dtype), once)
+        here = _down_biases(d.experts, d.weights, w["b_down"].astype(c.dtype), once)
     shared = None if d.tokens is None else _shared(d.tokens, w, of.expert)
     return Mixed(partial, here, shared, d.plan, d.shape)
 

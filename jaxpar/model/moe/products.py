@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.components import feed_forward
-from jaxpar.config import ModelConfig
+from jaxpar.config import ComputeConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.glu import Activation, GluKernel, SwiGLU
@@ -73,10 +73,10 @@ class Products(Protocol):
         """Return matrices to multiply, given arrays: in a step, `weights.gather` makes them."""
 
 
-def products_of(expert: feed_forward.Glu, m: ModelConfig, expert_dim: int) -> Products:
-    """Return the products of experts by `model.matmul_dtype`."""
-    if m.matmul_dtype == "float8":
-        return InFloat8(kernel_of(expert), expert_dim, m.float8_scaling)
+def products_of(expert: feed_forward.Glu, c: ComputeConfig, expert_dim: int) -> Products:
+    """Return the products of experts by `compute.matmul_dtype`."""
+    if c.matmul_dtype == "float8":
+        return InFloat8(kernel_of(expert), expert_dim, c.float8_scaling)
     if isinstance(expert, feed_forward.Mlp):
         return WithoutGate(expert_dim, plain_activation(expert))
     return InComputeDtype(expert_dim, kernel_of(expert))
@@ -151,13 +151,13 @@ class InFloat8:
 
     Matrices are `float8.Float8Weight`s, and values to multiply are `kernels.Float8Rows`: e4m3, and
     e5m2 for gradients. Gradients of matrices are computed in the compute dtype, as with
-    `model.float8_scaling` row.
+    `compute.float8_scaling` row.
     """
 
     glu: GluKernel
     expert_dim: int
     scaling: Literal["tensor", "row"]
-    """`model.float8_scaling`."""
+    """`compute.float8_scaling`."""
 
     def rows(self, plan: Dispatch, sent: Any) -> kernels.Float8Rows:
         return plan.permuted(sent, kernels.rows_taken_in_float8)

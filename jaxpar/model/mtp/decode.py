@@ -5,13 +5,14 @@ hidden state of the module before and the token at i + k, and predicts the token
 has a cache of its own, with the same slots.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 
+from jaxpar.components.model import Layer
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules
+from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.model import decode, norm
 from jaxpar.model.attention_context import context_of_layer
 from jaxpar.model.fused_weights import outside_layer
@@ -22,9 +23,16 @@ from jaxpar.model.mtp.parameters import prefix
 type Tree = dict[str, Any]
 
 
-def as_layers(m: ModelConfig) -> ModelConfig:
-    """Return a model whose layers need the cache of the modules."""
-    return dataclasses.replace(m, num_layers=m.mtp_depth, mtp_depth=0)
+def layers_of(m: ModelConfig) -> tuple[Layer, ...]:
+    """Return the layer of each module: those of their cache."""
+    return (layer_of_modules(m),) * m.mtp_depth
+
+
+def can_draft(m: ModelConfig) -> bool:
+    """Return whether the modules' drafts can be verified: by layers without a recurrent state,
+    which could not go back before drafts that are rejected."""
+    mixers = (layer.mixer for layer in model_of(m).layers)
+    return m.mtp_depth > 0 and not any(isinstance(mixer, Recurrent) for mixer in mixers)
 
 
 def step(
@@ -52,7 +60,7 @@ def step(
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, contexts = decode.context_of(tokens, first, of_text, cache.slots, cfg)
     context = context_of_layer(contexts, layer_of_modules(m))
-    x = joined(x, decode.embed(weights["top"], tokens, positions, m), w, m)
+    x = joined(x, decode.embed(weights["top"], tokens, positions, cfg), w, m)
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)
     return norm.norm(x, w["out_norm"], m), decode.Cache(tuple(held), cache.slots)

@@ -25,7 +25,7 @@ from jaxpar.model import norm
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.mtp.parameters import DIMS
 from jaxpar.parallel.collectives import all_gather
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import SEQUENCE
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -70,7 +70,7 @@ def shifted(batch: Batch, cfg: Config) -> Batch:
     Communication: all-gathers over SEQUENCE of tokens, labels and documents, 4 bytes per token.
     """
     T = cfg.data.seq_len
-    order = token_order(cfg.parallel, T)
+    order = order_of(cfg)
     places, n = jnp.asarray(_successors(order, T)), lax.axis_size(SEQUENCE)
     whole = lambda a: a if n == 1 else all_gather(a, SEQUENCE, dim=1)  # noqa: E731
     if n > 1:

@@ -1,6 +1,6 @@
 """The parameters of multi-token prediction, and their names in the fused weight layout.
 
-A module has a layer of the kind of the model's last ones, two norms, a projection and a last norm.
+A module has a layer like the model's last one, two norms, a projection and a last norm.
 The modules are stacked, as "mtp". In the fused layout, they are beside the arrays outside the
 layers, with flat names: "mtp0.wo" is an array of the first module.
 """

@@ -19,6 +19,8 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.model import Layer
 from jaxpar.config import ModelConfig, MupConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.sharding.params import ParamSpec
@@ -71,6 +73,15 @@ def scaled(m: ModelConfig, specs: Tree) -> Tree:
     return {name: of_stack(name, tree) for name, tree in specs.items()}
 
 
+def mup_score_factor(a: Attention, m: ModelConfig) -> float:
+    """Return µP's factor of attention scores, beside that of the standard parametrization."""
+    if m.mup is None or m.mup.base_head_dim is None:
+        return 1.0
+    narrower = m.mup.base_head_dim / a.head_dim
+    is_constant = a.scale is not None or a.scale_dim is not None
+    return narrower if is_constant else math.sqrt(narrower)
+
+
 def standard(m: ModelConfig) -> ModelConfig:
     """Return the model in the standard parametrization that computes the same function.
 
@@ -79,14 +90,21 @@ def standard(m: ModelConfig) -> ModelConfig:
     """
     if m.mup is None:
         return m
-    return dataclasses.replace(
-        m,
-        mup=None,
-        logits_scaling=m.logits_divisor,
-        residual_multiplier=m.branch_factor,
-        attention_multiplier=m.attention_scale,
-        query_scale_dim=None,
-    )
+    top: dict[str, Any] = {"mup": None, "logits_scaling": m.logits_divisor}
+    top["residual_multiplier"] = m.branch_factor
+    if not m.layers:
+        scale: dict[str, Any] = {"attention_multiplier": m.attention_scale, "query_scale_dim": None}
+        return dataclasses.replace(m, **top, **scale)
+
+    def scaled(layer: Layer) -> Layer:
+        a = layer.mixer
+        if not isinstance(a, Attention):
+            return layer
+        plain = a.scale if a.scale is not None else (a.scale_dim or a.head_dim) ** -0.5
+        own = dataclasses.replace(a, scale=plain * mup_score_factor(a, m), scale_dim=None)
+        return dataclasses.replace(layer, mixer=own)
+
+    return dataclasses.replace(m.with_layers(tuple(map(scaled, m.layers))), **top)
 
 
 def in_words(m: ModelConfig) -> str:

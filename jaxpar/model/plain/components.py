@@ -6,12 +6,13 @@ from typing import Any
 import jax
 
 from jaxpar.components.attention import Attention
-from jaxpar.components.component import Term
+from jaxpar.components.component import Mixer, Term
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from jaxpar.model.own_components import token_by_token
 from jaxpar.model.plain import attention, feed_forward, recurrent
 
 #: Called with the name of a point of a layer (`model/probes.py`), and the value there.
@@ -44,6 +45,8 @@ def plain(
     for kind in type(component).__mro__:
         if kind in _PLAIN:
             return _PLAIN[kind](component, h, w, positions, segments, model, watch)
-        if "plain" in vars(kind):
+        if not {"plain", "compute"}.isdisjoint(vars(kind)):
             break
+    if isinstance(component, Mixer) and component.has_state and not component.has_plain:
+        return token_by_token(component, h, w, positions)
     return component.plain(h, w, positions, segments, model)

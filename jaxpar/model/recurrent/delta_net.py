@@ -67,7 +67,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
         causal_convolution(projected.mixed, w["delta_conv"], positions), a, projected.mixed.dtype
     )
     rates = gates(projected, w, a)
-    out, _ = delta_rule(q, k, v, *rates, positions == 0, a.chunk, ex.cfg.model.recurrent_backend)
+    out, _ = delta_rule(q, k, v, *rates, positions == 0, a.chunk, ex.cfg.compute.recurrent_backend)
     out = named(gated(out, projected.gate, w, a), "attn_out")
     return h.split(out).map(row_parallel, w, "delta_out", "attn_out")
 
@@ -156,7 +156,7 @@ def decode(
     log_decay, rate = gates(projected, w, a)
     if lengths is not None:
         log_decay, rate = (within(positions, lengths, x) for x in (log_decay, rate))
-        begins, backend = positions == 0, cfg.model.recurrent_backend
+        begins, backend = positions == 0, cfg.compute.recurrent_backend
         out, matrix = delta_rule(q, k, v, log_decay, rate, begins, a.chunk, backend)
         held = State(matrix, latest(projected.mixed, lengths, a.conv_kernel_size))
     else:

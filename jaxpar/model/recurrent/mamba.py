@@ -81,7 +81,7 @@ def mix(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shar
     projected = split(named(h.map(project, w).in_order(), "qkv"), a)
     x = inputs(projected, causal_convolution(projected.mixed, w["mamba_conv"], positions), w, a)
     recurrence = x.queries, x.keys, x.written, x.log_decay
-    out, _ = state_space(*recurrence, positions == 0, a.chunk, ex.cfg.model.recurrent_backend)
+    out, _ = state_space(*recurrence, positions == 0, a.chunk, ex.cfg.compute.recurrent_backend)
     out = named(gated(out, x.values, projected.gate, w, a), "attn_out")
     return h.split(out).map(row_parallel, w, "mamba_out", "attn_out")
 
@@ -159,7 +159,7 @@ def decode(
     if lengths is not None:
         step, log_decay = (within(positions, lengths, y) for y in (x.step, x.log_decay))
         x = x._replace(step=step, log_decay=log_decay)
-        how = positions == 0, a.chunk, cfg.model.recurrent_backend
+        how = positions == 0, a.chunk, cfg.compute.recurrent_backend
         out, matrix = state_space(x.queries, x.keys, x.written, x.log_decay, *how)
         held = State(matrix, latest(projected.mixed, lengths, a.conv_kernel_size))
     else:

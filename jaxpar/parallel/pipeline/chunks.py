@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel import vjp_segments
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import PipelineSchedule
 from jaxpar.parallel.staged_model import StagedModel, add_gradients, take
 
 
@@ -84,7 +84,7 @@ class SingleChunk:
 class BranchedChunks(SingleChunk):
     """One branch per chunk around everything that it computes, and one for idle slots."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
 
     def run(self, i: jax.Array, c: jax.Array, fn: Callable, idle: Callable) -> Any:
         work = [partial(fn, chunk, k) for k, chunk in enumerate(self.weights)]
@@ -118,7 +118,7 @@ class IndexedChunks:
         return tuple(take(sums, k) for k in range(virtual))
 
 
-def chunks_of(model: StagedModel, weights: tuple, schedule: Schedule) -> Chunks:
+def chunks_of(model: StagedModel, weights: tuple, schedule: PipelineSchedule) -> Chunks:
     """Return the implementation of `Chunks` that this model's layers allow."""
     if not model.stage_wide_collectives:
         return BranchedChunks(model, weights, schedule)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.pipeline import slots
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import PipelineSchedule
 from jaxpar.parallel.pipeline.slots import to_stage
 from jaxpar.parallel.staged_model import StagedModel, Sums, take
 from jaxpar.sharding.params import join
@@ -24,7 +24,7 @@ from jaxpar.sharding.params import join
 
 def forward_only(model: StagedModel, weights: Any, microbatches: Any, virtual: int) -> Sums:
     """Compute loss sums without gradients, for evaluation, with or without stages."""
-    step = slots.step_of(Schedule, model, weights, microbatches, virtual=virtual)
+    step = slots.step_of(PipelineSchedule, model, weights, microbatches, virtual=virtual)
     schedule, P = step.schedule, step.schedule.stages
 
     def tick(carry, t):
@@ -70,7 +70,7 @@ def one_f_one_b(
     """
     weights = join(trainable, frozen)
     step = slots.step_of(
-        Schedule, model, weights, microbatches, virtual=virtual, scale=scale, save=save
+        PipelineSchedule, model, weights, microbatches, virtual=virtual, scale=scale, save=save
     )
     carry = slots.empty_carry(step, trainable)
     phases = step.schedule.phases()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Interleaved 1F1B: which action each stage runs at each tick.
 
     The first backward follows the first microbatch's last forward: first_backward is v*P - 1.
@@ -85,7 +85,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class GPipe(Schedule):
+class GPipe(PipelineSchedule):
     """GPipe: all forwards, then all backwards, in two loops. For stages of one chunk (v = 1).
 
     The first backward follows the last microbatch's last forward: first_backward is M + P - 1. Both
@@ -114,7 +114,7 @@ class GPipe(Schedule):
 
 
 @dataclass(frozen=True)
-class ZeroBubble(Schedule):
+class ZeroBubble(PipelineSchedule):
     """Interleaved 1F1B in which stages compute some weight gradients where they would be idle.
 
     Forwards and backwards are those of 1F1B. A backward is the gradient of the input (B) and of the

@@ -17,7 +17,7 @@ from jaxpar.parallel import vjp_segments
 from jaxpar.parallel.collectives import shift, varying
 from jaxpar.parallel.pipeline import stash
 from jaxpar.parallel.pipeline.chunks import Chunks, chunks_of
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import PipelineSchedule
 from jaxpar.parallel.staged_model import (
     StagedModel,
     Sums,
@@ -38,7 +38,7 @@ class Step:
     top: Any
     chunks: Chunks
     microbatches: Any
-    schedule: Schedule
+    schedule: PipelineSchedule
     scale: Any
     save: Literal["residuals", "inputs"]
 
@@ -60,7 +60,7 @@ class Step:
 
 
 def step_of(
-    kind: type[Schedule],
+    kind: type[PipelineSchedule],
     model: StagedModel,
     weights: Any,
     microbatches: Any,

@@ -2,7 +2,7 @@
 
 Each array has a ring of slots. With `residuals`, the arrays are the residuals of each segment's
 pullback. With `inputs`, the stash holds the chunk's input, and the backward recomputes the chunk.
-The i-th forward writes slot i mod `Schedule.stash_size`.
+The i-th forward writes slot i mod `PipelineSchedule.stash_size`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import PipelineSchedule
 from jaxpar.parallel.staged_model import take
 
 
@@ -51,7 +51,7 @@ def residual_types(vjps_of: Callable[[jax.Array], list[Any]], x: jax.Array) -> l
     return types
 
 
-def put(stash: Any, values: Any, i: jax.Array, schedule: Schedule, num_slots: int) -> Any:
+def put(stash: Any, values: Any, i: jax.Array, schedule: PipelineSchedule, num_slots: int) -> Any:
     """Write the values of the i-th forward. Those of idle stages go to the last slot."""
     valid = (i >= 0) & (i < schedule.num_actions)
     slot = jnp.where(valid, i % schedule.stash_size, num_slots - 1)
@@ -59,6 +59,6 @@ def put(stash: Any, values: Any, i: jax.Array, schedule: Schedule, num_slots: in
     return jax.tree.map(write, stash, varying(values))
 
 
-def get(stash: Any, forward: jax.Array, schedule: Schedule) -> Any:
+def get(stash: Any, forward: jax.Array, schedule: PipelineSchedule) -> Any:
     """Read the values of a forward, given its index."""
     return take(stash, forward % schedule.stash_size)

@@ -131,7 +131,7 @@ def _matmul_seconds(
     t, n = cfg.parallel.tensor, shard.tokens
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = component.matmuls(model_of(cfg.model), t)
-    rate = matmul_rate(cfg, gpu, float8=cfg.model.matmul_dtype == "float8")
+    rate = matmul_rate(cfg, gpu, float8=cfg.compute.matmul_dtype == "float8")
     seconds = 0.0
     for name, site in ((name, site) for name, of in sites.items() for site in of):
         tokens = n * site.share
@@ -167,7 +167,7 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
     if float8 and gpu.float8 is not None:
         return gpu.float8.value
     # float32 matmuls use TF32 at half the rate: an estimate.
-    return gpu.matmul.value * (0.5 if cfg.model.dtype == "float32" else 1.0)
+    return gpu.matmul.value * (0.5 if cfg.compute.dtype == "float32" else 1.0)
 
 
 def _layer_mixing(
@@ -223,7 +223,7 @@ def _recurrence(cfg: Config, mixer: Mixer, shard: Shard, gpu: Gpu, repeated: set
 
     The backward takes twice the forward, and needs all but the last product again. An estimate.
     """
-    t, kernels = cfg.parallel.tensor, by_kernels(cfg.model)
+    t, kernels = cfg.parallel.tensor, by_kernels(cfg.compute)
     passes = 3 + ("attention" in repeated)
     flops = passes * shard.tokens * mixer.token_flops(t)
     moved = 2 * passes * shard.tokens * mixer.backward_bytes(t, by_kernels=kernels)
@@ -259,7 +259,7 @@ def _layer_elementwise(
     if layer.mixer:
         forward += layer.mixer.output_passes * w.out
         again += layer.mixer.output_passes * w.out if "attention" in repeated else 0.0
-    extra = _quantized(cfg, layer) if m.matmul_dtype == "float8" else 0.0
+    extra = _quantized(cfg, layer) if cfg.compute.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream
     elements = forward + backward + again + _between_ranks(cfg, layer, shard, repeated)
@@ -321,8 +321,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     chunk = n / num_chunks(n, shard.vocab, cfg.parallel.loss_chunks)
     share = rates.matmul_share(chunk, D, shard.vocab)
     rate = matmul_rate(cfg, gpu, float8=False) * share
-    logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
-    reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
+    logit = 4 if cfg.compute.logits_dtype == "float32" else shard.width
+    reads = 2 if cfg.compute.dtype == "float16" else 1  # and the exponentials written
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab

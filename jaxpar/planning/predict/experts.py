@@ -153,12 +153,12 @@ def saved_bytes(cfg: Config, of: Experts, remat: str) -> float:
     copy.
     """
     m, p, names = cfg.model, cfg.parallel, saved_names(remat)
-    width, total = jnp.dtype(m.dtype).itemsize, 0.0
+    width, total = jnp.dtype(cfg.compute.dtype).itemsize, 0.0
     if "moe_tokens" in names:
         received = dispatched(cfg, of).received or tokens_of(cfg)
         total += received * width * m.d_model
     if "moe_weights" in names:
-        byte = 1 if m.matmul_dtype == "float8" else width
+        byte = 1 if cfg.compute.matmul_dtype == "float8" else width
         here = of.num_experts / expert_ways(p)
         total += _matrices(of) * byte * m.d_model * _width(cfg, of) * here
     return total / _attended(cfg)
@@ -175,7 +175,7 @@ def backward_bytes(cfg: Config, of: Experts, width: int) -> float:
     sizes, wide = dispatched(cfg, of), _width(cfg, of)
     values = max(m.d_model + (n + 1) * wide, 3 * m.d_model + n * wide)
     elements = sizes.buffer * values + 5 * sizes.received * m.d_model
-    in_8_bits = sizes.buffer * 2 * wide if m.matmul_dtype == "float8" else 0
+    in_8_bits = sizes.buffer * 2 * wide if cfg.compute.matmul_dtype == "float8" else 0
     return (width * elements + in_8_bits) / _attended(cfg)
 
 
@@ -198,7 +198,7 @@ def product_seconds(
     speed = gpu.matmul.value / H200.matmul.value * min(narrower, 1.0)
     flops = 2 * rows_in_use(cfg, of, shard) * m.d_model * wide
     grouped = rates.GROUPED
-    if m.matmul_dtype == "float8" and gpu.float8 is not None:
+    if cfg.compute.matmul_dtype == "float8" and gpu.float8 is not None:
         grouped = grouped | rates.GROUPED_FLOAT8
     return {name: count * flops / grouped[name] / speed for name, count in times.items()}
 
@@ -227,7 +227,7 @@ def moved_elements(cfg: Config, of: Experts, shard: Shard, repeated: set[str]) -
     by_kernel = n == 3 and expert.activation != "gelu" and wide % HOPPER_WARPGROUP == 0
     activation = n * (used if by_kernel else sizes.buffer) + 2 * n * used
     turned = 0.0
-    if m.matmul_dtype == "float8":
+    if cfg.compute.matmul_dtype == "float8":
         byte = 1 / shard.width
         permuted += (2 * byte - 1 + (byte - 1) * ("gate_up" in repeated)) * used
         if expert.activation == "silu" and not expert.bias:

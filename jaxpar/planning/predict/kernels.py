@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig
+from jaxpar.config import ComputeConfig, Config, DataConfig, ModelConfig, ParallelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
@@ -27,7 +27,7 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     """Return whether attention falls back to the reference, which stores all scores.
 
     Args:     cfg: resolved.
-    Raises:   ValueError if `model.attention_backend` does not support the layout.
+    Raises:   ValueError if `compute.attention_backend` does not support the layout.
     """
     mixers = (layer.mixer for layer in model_of(cfg.model).layers)
     if any(one and one.attention_heads and one.attention_heads.is_own for one in mixers):
@@ -41,16 +41,21 @@ def attention_backends(cfg: Config, gpu: Gpu) -> frozenset[str]:
     Empty without softmax attention. Args and Raises: as above.
     """
     p, rows = cfg.parallel, shard_of(cfg).rows
-    return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
+    return _chosen(cfg.model, cfg.compute, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
 
 
 @functools.cache
 def _chosen(
-    model: ModelConfig, data: DataConfig, cut: tuple[int, int, str], rows: int, gpu: Gpu
+    model: ModelConfig,
+    compute: ComputeConfig,
+    data: DataConfig,
+    cut: tuple[int, int, str],
+    rows: int,
+    gpu: Gpu,
 ) -> frozenset[str]:
     sequence, tensor, context = cut
     parallel = ParallelConfig(data=1, sequence=sequence, tensor=tensor, context=context)  # type: ignore[arg-type]
-    cfg = Config(model=model, data=data, parallel=parallel)
+    cfg = Config(model=model, compute=compute, data=data, parallel=parallel)
     tokens = data.seq_len // sequence
     shape = jax.ShapeDtypeStruct((rows, tokens), "int32")
     describe = functools.partial(masks_of, cfg=cfg, max_segments=SOME_DOCUMENTS)
@@ -58,10 +63,10 @@ def _chosen(
     heads = map(heads_of, attention_layers(model))
     choices = [
         choose(
-            model.attention_backend,
+            compute.attention_backend,
             *kernel_request(cfg, mask, of.queries, of.keys, of.key_dim),
             platform=platform_of(gpu),
-            deterministic=model.attention_deterministic,
+            deterministic=compute.attention_deterministic,
             softcap=of.softcap,
         )
         for of, mask in zip(heads, masks, strict=True)

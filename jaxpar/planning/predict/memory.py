@@ -21,7 +21,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_split import dense_before_stages
+from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -174,7 +174,7 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
 
 def _before_stages(cfg: Config, shard: Shard) -> float:
     """Return what the backward of the dense layers before the stages saves of one microbatch."""
-    layers = dense_before_stages(cfg.model, cfg.parallel)
+    layers = layers_before_stages(cfg.model, cfg.parallel)
     if not layers:
         return 0.0
     device, host = _saved_by(cfg, before_stages(cfg), cfg.parallel.remat)
@@ -243,7 +243,7 @@ def host_bytes(cfg: Config) -> float:
 
 def _stream(cfg: Config) -> int:
     """Return the bytes of a token's residual stream."""
-    return jnp.dtype(cfg.model.dtype).itemsize * cfg.model.d_model
+    return jnp.dtype(cfg.compute.dtype).itemsize * cfg.model.d_model
 
 
 def bytes_of_names(cfg: Config, layer: Layer) -> dict[str, float]:
@@ -251,10 +251,10 @@ def bytes_of_names(cfg: Config, layer: Layer) -> dict[str, float]:
 
     In a layer with experts, gate_up and mlp_hidden are those of a row of one expert.
     """
-    m, tensor, of = cfg.model, cfg.parallel.tensor, layer.feed_forward
-    width, stream, w = jnp.dtype(m.dtype).itemsize, _stream(cfg), widths(layer, cfg, tensor)
+    c, tensor, of = cfg.compute, cfg.parallel.tensor, layer.feed_forward
+    width, stream, w = jnp.dtype(c.dtype).itemsize, _stream(cfg), widths(layer, cfg, tensor)
     has_experts = isinstance(of, Experts)
-    of_row = of.expert.hidden(model_of(m), tensor) if isinstance(of, Experts) else None
+    of_row = of.expert.hidden(model_of(cfg.model), tensor) if isinstance(of, Experts) else None
     into, f = of_row or hidden(layer, cfg, tensor)
     heads = layer.mixer.attention_heads if layer.mixer else None
     sizes = {
@@ -271,7 +271,7 @@ def bytes_of_names(cfg: Config, layer: Layer) -> dict[str, float]:
         "gate_up": width * into,
         "mlp_hidden": width * f,
     }
-    if m.matmul_dtype == "float8" and m.float8_scaling == "tensor":
+    if c.matmul_dtype == "float8" and c.float8_scaling == "tensor":
         # Experts' kernels read the norm's output, and round its rows again in the backward.
         for name in ("attn_norm", "mlp_hidden", *["mlp_norm"] * (not has_experts)):
             sizes[name] /= width
@@ -305,7 +305,7 @@ def _backward_bytes(cfg: Config, kind: LayerKind, shard: Shard) -> float:
     if kind.experts:
         total += experts.backward_bytes(cfg, kind.experts, shard.width)
     if mixer:
-        total += mixer.backward_bytes(cfg.parallel.tensor, by_kernels=by_kernels(cfg.model))
+        total += mixer.backward_bytes(cfg.parallel.tensor, by_kernels=by_kernels(cfg.compute))
     return total
 
 
@@ -375,15 +375,15 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
         wide = 12 if cfg.distill.teacher else 8
         chunk = (wide + shard.width) * shard.tokens / n * shard.vocab
         return 4 * shard.table * shard.trainable + chunk + kept
-    logits = 4 if cfg.model.logits_dtype == "float32" else 0
-    of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
+    logits = 4 if cfg.compute.logits_dtype == "float32" else 0
+    of_head = 4 if n > 1 or cfg.compute.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
     return (1 + cfg.model.mtp_depth) * of_head * shard.table * shard.trainable + chunk
 
 
 def _logits_beside_exponentials(cfg: Config, shard: Shard) -> float:
     """A chunk of logits in the compute dtype, which the softmax's kernel would overwrite."""
-    if cfg.model.logits_dtype == "float32" or cfg.dpo.beta or cfg.distill.teacher:
+    if cfg.compute.logits_dtype == "float32" or cfg.dpo.beta or cfg.distill.teacher:
         return 0.0  # `_loss_bytes` has them
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     return shard.width * shard.tokens / n * shard.vocab
@@ -395,7 +395,7 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
     Those of experts are a part of `experts.backward_bytes`.
     """
     kinds = [*layer_kinds(cfg)]
-    if dense_before_stages(cfg.model, cfg.parallel):
+    if layers_before_stages(cfg.model, cfg.parallel):
         kinds.append(before_stages(cfg))
     widest = max(hidden(kind.layer, cfg, cfg.parallel.tensor)[1] for kind in kinds)
     return 3 * shard.tokens * shard.width * widest

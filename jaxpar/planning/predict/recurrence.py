@@ -3,28 +3,28 @@
 import dataclasses
 
 from jaxpar.components.recurrent import Recurrent
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import ComputeConfig, Config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.platform import Platform
 
 
 def with_backend(cfg: Config, platform: Platform) -> Config:
-    """Return the config with the backend that `model.recurrent_backend` auto takes on a platform.
+    """Return the config with the backend that `compute.recurrent_backend` auto takes on a platform.
 
     The reference, unless kernels compute every recurrence of the model.
     """
-    m = cfg.model
-    mixers = {layer.mixer for layer in model_of(m).layers if isinstance(layer.mixer, Recurrent)}
-    if m.recurrent_backend != "auto" or not mixers:
+    c, layers = cfg.compute, model_of(cfg.model).layers
+    mixers = {layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)}
+    if c.recurrent_backend != "auto" or not mixers:
         return cfg
-    shapes = [recurrence.Shape(one.chunk, *one.state[1:], m.dtype) for one in mixers]
+    shapes = [recurrence.Shape(one.chunk, *one.state[1:], c.dtype) for one in mixers]
     chosen = {recurrence.choose("auto", shape, platform) for shape in shapes}
     kernels = all(one.has_kernels for one in mixers) and chosen == {"triton"}
-    there = dataclasses.replace(m, recurrent_backend="triton" if kernels else "reference")
-    return dataclasses.replace(cfg, model=there)
+    there = dataclasses.replace(c, recurrent_backend="triton" if kernels else "reference")
+    return dataclasses.replace(cfg, compute=there)
 
 
-def by_kernels(m: ModelConfig) -> bool:
-    """Return whether kernels compute the model's recurrences, after `with_backend`."""
-    return m.recurrent_backend == "triton"
+def by_kernels(compute: ComputeConfig) -> bool:
+    """Return whether kernels compute recurrences, after `with_backend`."""
+    return compute.recurrent_backend == "triton"

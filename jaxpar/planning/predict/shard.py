@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.model import period_of
 from jaxpar.config import (
+    ComputeConfig,
     Config,
     DilocoConfig,
     LoraConfig,
@@ -29,7 +29,7 @@ from jaxpar.config import (
 from jaxpar.config.features import without_state
 from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
-from jaxpar.config.layout.layer_split import dense_before_stages, layers_per_chunk
+from jaxpar.config.layout.layer_split import layers_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.parameters import param_specs, specs_of
@@ -60,17 +60,18 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     They are exact. With `optimizer.offload`, they include the moments in host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
-    layers = num_slots(cfg) + dense_before_stages(cfg.model, cfg.parallel)
-    model = _with_layers(cfg.model, layers)
-    weights, rest = _bytes_on_device(model, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
+    model = _with_slots(cfg)
+    weights, rest = _bytes_on_device(model, cfg.compute, cfg.lora, cfg.optimizer, cfg.diloco, sizes)
     return weights, rest + feedback_bytes(cfg)
 
 
-def _with_layers(m: ModelConfig, n: int) -> ModelConfig:
-    """Return the model with n layers: more of the same."""
+def _with_slots(cfg: Config) -> ModelConfig:
+    """Return the model with a layer for each slot."""
+    m, before = cfg.model, layers_before_stages(cfg.model, cfg.parallel)
     if not m.layers:
-        return dataclasses.replace(m, num_layers=n)
-    return m.with_layers([*itertools.islice(itertools.cycle(period_of(m.layers)), n)])
+        return dataclasses.replace(m, num_layers=num_slots(cfg) + before)
+    chunks = cfg.parallel.pipeline * cfg.parallel.virtual_stages
+    return m.with_layers([*m.layers[:before], *layers_of_chunk(cfg) * chunks])
 
 
 def feedback_bytes(cfg: Config) -> int:
@@ -82,6 +83,7 @@ def feedback_bytes(cfg: Config) -> int:
 @functools.cache
 def _bytes_on_device(
     model: ModelConfig,
+    compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig,
@@ -94,20 +96,28 @@ def _bytes_on_device(
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
     replicas = ways_of[REPLICA] if diloco.every else 1
-    weights, rest = _state_leaves(model, lora, optimizer, diloco, replicas)
+    weights, rest = _state_leaves(model, compute, lora, optimizer, diloco, replicas)
     return on_device(weights), on_device(rest)
 
 
 @functools.cache
 def _state_leaves(
     model: ModelConfig,
+    compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig,
     replicas: int,
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     parallel = ParallelConfig(replica=replicas)
-    cfg = Config(model=model, lora=lora, optimizer=optimizer, diloco=diloco, parallel=parallel)
+    cfg = Config(
+        model=model,
+        compute=compute,
+        lora=lora,
+        optimizer=optimizer,
+        diloco=diloco,
+        parallel=parallel,
+    )
     state, specs = abstract_state(cfg), state_specs(cfg)
 
     def leaves(arrays: Any, partitions: Any) -> tuple[Leaf, ...]:
@@ -234,7 +244,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     rows = rows_per_device(cfg)
     layers = num_slots(cfg) // p.pipeline
     ways_of_layers = p.tensor, p.expert, spreads_experts(p)
-    before = dense_before_stages(m, p)
+    before = layers_before_stages(m, p)
     here = Counter(layer.name for layer in layers_of_chunk(cfg) * p.virtual_stages)
     here.update(layer.name for layer in model_of(m).layers[:before])
     of_stacks = {name: _of_a_layer(m, name, *ways_of_layers) for name in here}
@@ -256,7 +266,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         expert_fsdp=ways(cfg, EXPERT_FSDP_AXES),
-        width=jnp.dtype(m.dtype).itemsize,
+        width=jnp.dtype(cfg.compute.dtype).itemsize,
         execution=execution,
         trainable=cfg.lora.rank == 0,
         imbalance=imbalance if expert_ways(p) > 1 else 1.0,
@@ -270,7 +280,7 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> tuple[int, int]:
     but the first.
     """
     stages, sizes = cfg.parallel.pipeline, layers_per_chunk(cfg)
-    before = dense_before_stages(cfg.model, cfg.parallel)
+    before = layers_before_stages(cfg.model, cfg.parallel)
     if execution.stage_wide_collectives or cfg.parallel.layer_loop == "scan":
         return num_slots(cfg) // stages + before, before
     (first, *others), *rounds = itertools.batched(sizes, stages)

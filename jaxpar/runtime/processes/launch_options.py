@@ -125,7 +125,7 @@ def obstacle(cfg: Config, devices: int) -> str:
     if cfg.parallel.auto:
         return ""  # the planner finds a layout
     try:
-        resolve(cfg, devices)
+        resolve(cfg, devices, explain=False)
     except ConfigError as error:
         return f"{error.field} {error.rule}"
     return ""

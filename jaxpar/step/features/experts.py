@@ -14,6 +14,7 @@ from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of, stacks_
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.moe.router import LOSSES
 from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Probed, Seen
@@ -196,14 +197,20 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
         return {stack: params[stack] | {"router_bias": params[stack]["router_bias"] + step}}
 
     found = params
-    for stack, rows in _rows_by_stack(loads.rows, cfg.model).items():
+    for stack, rows in _rows_by_stack(loads.rows, cfg).items():
         found = found | balanced(stack, rows)
     return found if loads.modules is None else found | balanced(STACK_OF_MODULES, loads.modules)
 
 
-def _rows_by_stack(rows: jax.Array, m: ModelConfig) -> dict[str, jax.Array]:
+def _names_here(cfg: Config) -> list[str]:
+    """Return the names of a stage's layers with experts, in the order of its slots."""
+    chunk = [one.name for one in layers_of_chunk(cfg) if isinstance(one.feed_forward, Experts)]
+    return chunk * cfg.parallel.virtual_stages
+
+
+def _rows_by_stack(rows: jax.Array, cfg: Config) -> dict[str, jax.Array]:
     """Split what this stage's layers with experts have, in order, by their stacks."""
-    here = stacks_of_experts(m)[: len(rows)]  # a stage has whole periods
+    here = _names_here(cfg)
     if len(set(here)) == 1:
         return {here[0]: rows}
     places = lambda name: [i for i, other in enumerate(here) if other == name]  # noqa: E731

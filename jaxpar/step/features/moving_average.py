@@ -13,6 +13,7 @@ Source:   Polyak and Juditsky 1992; the decay is that of TensorFlow's `Exponenti
 
 import dataclasses
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -63,15 +64,15 @@ def update(
     average: Any,
     params: Any,
     step: jax.Array,
-    layers: jax.Array,
+    layers: Mapping[str, jax.Array],
     ok: jax.Array,
 ) -> Any:
     """Update the average once, on local shards.
 
     Args:     specs: of the trainable parameters. average: as stored. params: the new
-              trainable parameters, float32. step: int32 scalar, counted from 0. layers: int32, the
-              logical indices of this device's layers. ok: bool scalar; if False, the average is
-              returned unchanged, bit for bit.
+              trainable parameters, float32. step: int32 scalar, counted from 0. layers: as in
+              `moments.update`. ok: bool scalar; if False, the average is returned unchanged, bit
+              for bit.
     Returns:  the average, in the dtype of the input.
     """
     keep, spec_of = decay(cfg.optimizer.ema_decay, step), flat(partition_specs(specs))

@@ -39,9 +39,6 @@ class Probe(Value):
     """
 
     kind: ClassVar[str] = "Probe"
-    refuses: ClassVar[dict[str, str]] = {
-        "lora.rank": "trains adapters alone, and probes are among the trained weights of layers"
-    }
 
     name: str = ""
     """Of the metric. Empty: that of the class."""

@@ -17,7 +17,7 @@ from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import partition_specs
 from jaxpar.step.feature import Feature
-from jaxpar.step.layer_order import EMPTY, layer_order
+from jaxpar.step.layer_order import EMPTY, order_of
 
 type Tree = dict[str, Any]
 
@@ -34,10 +34,6 @@ class PostUpdate(Value):
     """
 
     kind: ClassVar[str] = "PostUpdate"
-    refuses: ClassVar[dict[str, str]] = {
-        "diloco.every": "replicas have weights of their own",
-        "optimizer.offload_masters": "weights are in host memory",
-    }
 
     key: str = ""
     """Name of its state in checkpoints. Empty: that of the class."""
@@ -115,50 +111,47 @@ def applied(
     Returns:  (parameters, state of the post-updates by name), sharded as in a state.
     Communication: what XLA finds that the functions need.
     """
-    order = layer_order(cfg)
-    new, old = _logical(params, order), _logical(before, order)
+    new, old = _logical(params, cfg), _logical(before, cfg)
     found: dict[str, Tree] = {}
     with jax.named_scope("post_updates"):
         for update in post_updates_of(cfg):
-            own = _logical(extra.get(update.name, {}), order)
+            own = _logical(extra.get(update.name, {}), cfg)
             new, changed = update(new, old, own, step)
             found[update.name] = changed
     found = {name: tree for name, tree in found.items() if name in extra}
     to = shardings(mesh, partition_specs(specs_of(cfg)))
     keep = lambda a, b: jnp.where(ok, a, b)  # noqa: E731
-    new = jax.tree.map(keep, _running(new, params, order), params)
+    new = jax.tree.map(keep, _running(new, params, cfg), params)
     new = jax.tree.map(lax.with_sharding_constraint, new, to)
-    state = {
-        n: jax.tree.map(keep, _running(t, extra[n], order), extra[n]) for n, t in found.items()
-    }
+    state = {n: jax.tree.map(keep, _running(t, extra[n], cfg), extra[n]) for n, t in found.items()}
     return new, state
 
 
-def _logical(tree: Tree, order: np.ndarray | None) -> Tree:
+def _logical(tree: Tree, cfg: Config) -> Tree:
     """Put arrays by layer in the model's order."""
-    if order is None:
-        return tree
-    slots = np.array([int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)])
-    return _of_layers(lambda a: jnp.take(a, slots, axis=0), tree)
+
+    def of(order: np.ndarray, a: jax.Array) -> jax.Array:
+        slots = np.array([int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)])
+        return jnp.take(a, slots, axis=0)
+
+    return _of_layers(of, cfg, tree)
 
 
-def _running(tree: Tree, like: Tree, order: np.ndarray | None) -> Tree:
+def _running(tree: Tree, like: Tree, cfg: Config) -> Tree:
     """Put arrays by layer where the mesh has them. Empty slots stay as they are."""
-    if order is None:
-        return tree
-    empty = order == EMPTY
 
-    def of(a: jax.Array, old: jax.Array) -> jax.Array:
+    def of(order: np.ndarray, a: jax.Array, old: jax.Array) -> jax.Array:
+        empty = order == EMPTY
         moved = jnp.take(a, np.where(empty, 0, order), axis=0)
         return jnp.where(empty.reshape(-1, *[1] * (a.ndim - 1)), old, moved)
 
-    return _of_layers(of, tree, like)
+    return _of_layers(of, cfg, tree, like)
 
 
-def _of_layers(fn: Callable, tree: Tree, *more: Tree) -> Tree:
+def _of_layers(fn: Callable, cfg: Config, tree: Tree, *more: Tree) -> Tree:
     def one(path: Any, a: jax.Array, *others: jax.Array) -> jax.Array:
-        by_layer = any(getattr(key, "key", None) == "layers" for key in path)
-        return fn(a, *others) if by_layer else a
+        order = order_of(path, cfg)
+        return a if order is None else fn(order, a, *others)
 
     return jax.tree_util.tree_map_with_path(one, tree, *more)
 

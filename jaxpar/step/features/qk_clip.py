@@ -23,9 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.components.component import Mixer
+from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.config import Config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.metrics import Metric
+from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.largest_scores import across, largest
 from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Seen
@@ -33,7 +36,7 @@ from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import PIPELINE, TENSOR, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.feature import Feature, TrainStep
-from jaxpar.step.layer_order import EMPTY
+from jaxpar.step.layer_order import EMPTY, layers_here
 
 
 def _largest(s: Seen) -> jax.Array:
@@ -43,7 +46,14 @@ def _largest(s: Seen) -> jax.Array:
 
 
 def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
-    return len(batch.tokens), cfg.model.num_heads // lax.axis_size(TENSOR)
+    heads = next(m.attention_heads for m in _mixers(cfg).values() if m.attention_heads)
+    return len(batch.tokens), heads.queries // lax.axis_size(TENSOR)
+
+
+def _mixers(cfg: Config) -> dict[str, Mixer]:
+    """Return the mixer of each name whose layers have logits to clip."""
+    layers = model_of(cfg.model).layers
+    return {one.name: one.mixer for one in layers if one.mixer and one.has_point("queries")}
 
 
 MAXIMUM = LayerProbe("qk_maximum", "queries", _largest, _shape, by_row=True)
@@ -73,7 +83,8 @@ class QkClip(Feature):
         here = s.probes[MAXIMUM.name].stage
         assert here is not None
         logits = lax.pmax(jnp.max(here, axis=-2), TOKEN_AXES)
-        logits = jnp.where((s.layers == EMPTY)[:, None], -jnp.inf, logits)
+        layers = layers_here(s.cfg)[jnp.array(s.probes[MAXIMUM.name].places)]
+        logits = jnp.where((layers == EMPTY)[:, None], -jnp.inf, logits)
         axes = (PIPELINE, TENSOR)
         above = jnp.sum(logits > s.cfg.optimizer.qk_clip, dtype=jnp.float32)
         s = s.with_metrics(
@@ -83,16 +94,26 @@ class QkClip(Feature):
 
     @jax.named_scope("qk_clip")
     def after_update(self, s: TrainStep) -> TrainStep:
-        dense, params, m = s.cfg.model.dense_layers, s.trainable, s.cfg.model
-        eta = jnp.where(s.ok, factors(s.results[self.name], s.cfg.optimizer.qk_clip), 1.0)
-        found = params | {"layers": rescaled(params["layers"], eta[dense:], m)}
-        if dense:  # which every stage holds: one stage alone, so this changes the type and no value
-            of_dense = lax.pmin(eta[:dense], PIPELINE)
-            found["dense_layers"] = rescaled(params["dense_layers"], of_dense, m)
+        cfg, params, mixers = s.cfg, s.trainable, _mixers(s.cfg)
+        eta = jnp.where(s.ok, factors(s.results[self.name], cfg.optimizer.qk_clip), 1.0)
+        chunk = [layer.name for layer in layers_of_chunk(cfg) if layer.name in mixers]
+        names, found = chunk * cfg.parallel.virtual_stages, dict(params)
+        for name in dict.fromkeys(names):
+            of_stack = _rows(eta, [i for i, other in enumerate(names) if other == name])
+            if name in model_of(cfg.model).leading_stacks:
+                # Every stage holds them: one stage alone, so this changes the type and no value.
+                of_stack = lax.pmin(of_stack, PIPELINE)
+            found[name] = rescaled(params[name], of_stack, mixers[name])
         return s.replace(trainable=found)
 
     def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
         return clipped(new, largest_logits(before, batch, cfg), cfg)
+
+
+def _rows(a: jax.Array, rows: list[int]) -> jax.Array:
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return a[rows[0] : rows[-1] + 1]
+    return a[jnp.array(rows)]
 
 
 def factors(largest: jax.Array, threshold: float) -> jax.Array:
@@ -100,14 +121,14 @@ def factors(largest: jax.Array, threshold: float) -> jax.Array:
     return jnp.where(largest > threshold, threshold / jnp.maximum(largest, threshold), 1.0)
 
 
-def rescaled(w: dict[str, Any], eta: jax.Array, m: ModelConfig) -> dict[str, Any]:
+def rescaled(w: dict[str, Any], eta: jax.Array, mixer: Mixer) -> dict[str, Any]:
     """Return the weights of attention of stacked layers, rescaled.
 
-    Args:     w: of stacked layers, as named in `model/parameters.py`; a device's shards or whole.
+    Args:     w: of stacked layers, as `mixer` names them; a device's shards, or complete.
               eta: float32 [L, H], of the same layers and heads.
     """
-    if m.kv_lora_rank:
-        return w | _latent(w, eta, m)
+    if isinstance(mixer, LatentAttention):
+        return w | _latent(w, eta, mixer)
     L, H = eta.shape
     G = w["wk"].shape[2]
     of_group = jnp.max(eta.reshape(L, G, H // G), axis=2)
@@ -117,7 +138,7 @@ def rescaled(w: dict[str, Any], eta: jax.Array, m: ModelConfig) -> dict[str, Any
     return w | {name: _times(w[name], factor) for name, factor in by_head.items() if name in w}
 
 
-def _latent(w: dict[str, Any], eta: jax.Array, m: ModelConfig) -> dict[str, Any]:
+def _latent(w: dict[str, Any], eta: jax.Array, m: LatentAttention) -> dict[str, Any]:
     half, nope = jnp.sqrt(eta)[..., None], m.qk_nope_head_dim
     query = "wq_b" if m.q_lora_rank else "wq"
     of_query = jnp.concatenate(
@@ -153,11 +174,12 @@ def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
 
 def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
     """Return parameters after QK-clip, given the largest logits of the step."""
-    eta, places = factors(largest, cfg.optimizer.qk_clip), model_of(cfg.model).places
+    eta, mixers = factors(largest, cfg.optimizer.qk_clip), _mixers(cfg)
+    names = [layer.name for layer in model_of(cfg.model).layers if layer.name in mixers]
     found = dict(params)
-    for stack in dict.fromkeys(name for name, _ in places):
-        rows = jnp.array([i for i, (name, _) in enumerate(places) if name == stack])
-        found[stack] = rescaled(params[stack], eta[rows], cfg.model)
+    for name in dict.fromkeys(names):
+        rows = [i for i, other in enumerate(names) if other == name]
+        found[name] = rescaled(params[name], _rows(eta, rows), mixers[name])
     return found
 
 

@@ -22,7 +22,7 @@ from jaxpar.components.experts import Experts, experts_in, num_experts
 from jaxpar.config import Config
 from jaxpar.config.layout.composition import model_of, stacks_of_experts
 from jaxpar.config.lists.recorded_steps import id_bits
-from jaxpar.model.chunks import layers_of_chunk
+from jaxpar.model.chunks import layers_of_chunk, scan_period
 from jaxpar.model.probes import Feed, LayerProbe, Seen
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import PIPELINE, TENSOR
@@ -107,12 +107,17 @@ def _to_repeat(experts: jax.Array, cfg: Config) -> Any:
     here = varying(jnp.moveaxis(experts, 2, 0)[layers].astype(jnp.float32))
     chunks: list[Any] = []
     for of_chunk in jnp.split(here, p.virtual_stages):
-        if p.layer_loop == "scan":
-            chunks.append({REPEAT.key: of_chunk})
+        has_experts = [isinstance(one.feed_forward, Experts) for one in layers_of_chunk(cfg)]
+        if p.layer_loop == "scan" and (n := scan_period(layers_of_chunk(cfg))) > 1:
+            by_period = of_chunk.reshape(-1, sum(has_experts[:n]), *of_chunk.shape[1:])
+            of_each = iter(jnp.moveaxis(by_period, 1, 0))
+            in_order: Any = [{REPEAT.key: next(of_each)} if has else {} for has in has_experts[:n]]
+        elif p.layer_loop == "scan":
+            in_order = {REPEAT.key: of_chunk}
         else:
             of_each = iter(of_chunk)
-            has_experts = [isinstance(one.feed_forward, Experts) for one in layers_of_chunk(cfg)]
-            chunks.append(tuple({REPEAT.key: next(of_each)} if has else {} for has in has_experts))
+            in_order = tuple({REPEAT.key: next(of_each)} if has else {} for has in has_experts)
+        chunks.append(in_order)
     return {"top": {}, "layers": tuple(chunks)}
 
 

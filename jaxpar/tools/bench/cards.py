@@ -29,11 +29,13 @@ GPU = ("gpu", "driver", "power limit")
 #: Conditions that must agree for figures to be comparable; so must the model and these fields.
 ALIKE = ("gpu", "device")
 ALIKE_CONFIG = ("config.data.seq_len",)
-#: Fields of the model that only select an implementation.
+#: The sections of the config that decide what a step computes.
+MODEL = ("config.model.", "config.compute.")
+#: Fields of them that only select an implementation.
 CHOICES = (
-    "config.model.attention_backend",
-    "config.model.attention_deterministic",
-    "config.model.recurrent_backend",
+    "config.compute.attention_backend",
+    "config.compute.attention_deterministic",
+    "config.compute.recurrent_backend",
 )
 
 
@@ -105,7 +107,7 @@ def warnings(names: Sequence[str], cards: Sequence[Card]) -> list[str]:
     """
     lines = []
     for name, values in differing_conditions(cards).items():
-        model = name.startswith("config.model.") and name not in CHOICES
+        model = name.startswith(MODEL) and name not in CHOICES
         told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]
         known = {value for value in values if value != MISSING}
         if len(known) > 1 and (model or name in (*ALIKE, *ALIKE_CONFIG)):

@@ -321,7 +321,7 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         was_set.append("NCCL_NVLS_ENABLE=0")
     # The flags for 8-bit matmuls include one that spares minutes of autotuning.
-    flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
+    flags = replace(cfg, **{"compute.matmul_dtype": "float8", "run.compilation_cache": ""})
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # missing devices are a finding
     if place is not None:

@@ -30,7 +30,7 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     None for an attention function of a user, whose kernels are unknown.
 
     Args:     cfg: resolved. max_segments: maximum number of documents in a sequence.
-    Raises:   ConfigError when `model.attention_backend` cannot compute this attention.
+    Raises:   ConfigError when `compute.attention_backend` cannot compute this attention.
     """
     m, p = cfg.model, cfg.parallel
     heads = [*map(heads_of, attention_layers(m))]
@@ -39,7 +39,7 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
     rows = jax.ShapeDtypeStruct(shard, "int32")
     describe = functools.partial(masks_of, cfg=cfg, max_segments=max_segments)
     masks = jax.eval_shape(describe, Batch(rows, rows, rows, rows))
-    name, exact = m.attention_backend, m.attention_deterministic
+    name, exact = cfg.compute.attention_backend, cfg.compute.attention_deterministic
     try:
         return tuple(
             choose(
@@ -51,8 +51,8 @@ def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
             for of, mask in zip(heads, masks, strict=True)
         )
     except ValueError as error:
-        fix = "use --model.attention-backend auto"
-        raise ConfigError("model.attention_backend", name, str(error), fix) from error
+        fix = "use --compute.attention-backend auto"
+        raise ConfigError("compute.attention_backend", name, str(error), fix) from error
 
 
 def test_kernels(
@@ -86,17 +86,17 @@ def _test_choice(
 ) -> None:
     if {choice.forward, choice.backward} == {"reference"}:
         return  # there is nothing to compare; the run's summary names the kernels
-    began, m = time.perf_counter(), cfg.model
+    began, c = time.perf_counter(), cfg.compute
     group = of.queries // of.keys
-    shape = mask, group, of.key_dim, m.dtype, cfg.train.seed, of.value_dim
+    shape = mask, group, of.key_dim, c.dtype, cfg.train.seed, of.value_dim
     values = random_values(*shape)
     q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
     try:
         errors = check(choice, q, k, v, mask, d_out)
     except WrongKernel as error:
-        fix = "use --model.attention-backend reference or another backend, and report the bug"
-        name = m.attention_backend
-        raise ConfigError("model.attention_backend", name, str(error), fix) from error
+        fix = "use --compute.attention-backend reference or another backend, and report the bug"
+        name = c.attention_backend
+        raise ConfigError("compute.attention_backend", name, str(error), fix) from error
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     log(f"attention self-test: {found}, {time.perf_counter() - began:.1f} s")
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.feed_forward import ClampedSwiglu
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import ComputeConfig, Config, ConfigError, ModelConfig
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
@@ -53,30 +53,30 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
 
     Raises:   ConfigError when they disagree.
     """
-    cfg, m = ex.cfg, ex.cfg.model
+    cfg, m, dtype = ex.cfg, ex.cfg.model, ex.cfg.compute.dtype
     if not experts_in(model_of(m)):
         return
     of = _experts(m)
     D, F = m.d_model, of.expert.d_ff // cfg.parallel.tensor
-    why = kernels.refusal(D, F, m.dtype)
+    why = kernels.refusal(D, F, dtype)
     if why is not None:
         log(f"expert kernels: reference (not hopper: {why})")
         return
     began = time.perf_counter()
     errors = errors_of(cfg, 1 if ex.gathers_per_layer else 0)
     # `not <=` rather than `>`: a NaN is wrong, too.
-    float8 = m.matmul_dtype == "float8"
+    float8 = cfg.compute.matmul_dtype == "float8"
     beside = " beyond the reference in float8" if float8 else ""
     wrong = [f"{name} is off by {e:.1e}{beside}" for name, e in errors.items() if not e <= BOUND]
     if wrong:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
-        fix = "use --model.dtype float32, which runs the reference, and report the bug"
+        fix = "use --compute.dtype float32, which runs the reference, and report the bug"
         raise ConfigError("model.num_experts", of.num_experts, rule, fix)
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     seconds = time.perf_counter() - began
     log(f"expert kernels: hopper; self-test, error{beside}: {found}, {seconds:.1f} s")
-    why = refusal_in_float8(D, F, m.dtype) or refusal_in_float8(F, D, m.dtype)
+    why = refusal_in_float8(D, F, dtype) or refusal_in_float8(F, D, dtype)
     if float8 and why is not None:
         log(f"products of experts in float8: reference (not hopper: {why})")
 
@@ -87,7 +87,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     With matmuls in float8, it is the error beyond the reference's in float8. Independent errors add
     up in squares. On an H100, with D 2048 and F 768, it was 2e-3 to 6e-3.
     """
-    m, of = cfg.model, _experts(cfg.model)
+    c, of = cfg.compute, _experts(cfg.model)
     E, expert = min(of.num_experts, EXPERTS), of.expert
     # As they arrive on an expert axis, where parts are equal.
     parts = math.gcd(expert_ways(cfg.parallel), TOKENS) if cfg.parallel.pipeline == 1 else 1
@@ -95,20 +95,20 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     key = jax.device_put(jax.random.key(cfg.train.seed), jax.local_devices()[0])
     (x, weights, (w, b), d_out), chosen = draw(key)
 
-    def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
-        how = experts.products_of(expert, m, expert_dim)
+    def run(c: ComputeConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
+        how = experts.products_of(expert, c, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
         names = NAMES if len(expert.into) == 2 else WITHOUT_GATE
         names += OF_BIASES if expert.bias else ()
         found = _run(how, E, parts, x_w_d, (weights, b), chosen)
         return dict(zip(names, found, strict=True))
 
-    in_float32 = lambda a: a.astype(m.dtype).astype(jnp.float32)  # noqa: E731
-    exact = run(dataclasses.replace(m, matmul_dtype="compute"), 0, in_float32)
-    errors = _errors(run(m, expert_dim, lambda a: a.astype(m.dtype)), exact)
-    if m.matmul_dtype != "float8":
+    in_float32 = lambda a: a.astype(c.dtype).astype(jnp.float32)  # noqa: E731
+    exact = run(dataclasses.replace(c, matmul_dtype="compute"), 0, in_float32)
+    errors = _errors(run(c, expert_dim, lambda a: a.astype(c.dtype)), exact)
+    if c.matmul_dtype != "float8":
         return errors
-    own = _errors(run(m, 0, in_float32), exact)
+    own = _errors(run(c, 0, in_float32), exact)
     return {name: _beyond(error, own[name]) for name, error in errors.items()}
 
 

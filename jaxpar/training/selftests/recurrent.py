@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.components.recurrent import Recurrent
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape
@@ -32,7 +32,7 @@ BOUND = 2e-2
 
 NAMES = ("out", "last", "dq", "dk", "dv", "d_log_decay", "d_rate", "d_state")
 
-PATH = "model.recurrent_backend"
+PATH = "compute.recurrent_backend"
 
 #: The program runs once. Autotuning it would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -92,11 +92,11 @@ def with_gradients(delta: bool, size: int, backend: str, x: RecurrenceInputs) ->
     return [*found, *pullback((x.d_out, x.d_last))]
 
 
-def recurrences(m: ModelConfig) -> dict[Recurrent, Shape]:
+def recurrences(cfg: Config) -> dict[Recurrent, Shape]:
     """Return the different recurrences of a model, with what a backend of each must support."""
-    mixers = (layer.mixer for layer in model_of(m).layers)
+    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
     kinds = dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Recurrent))
-    return {mixer: Shape(mixer.chunk, *mixer.state[1:], m.dtype) for mixer in kinds}
+    return {mixer: Shape(mixer.chunk, *mixer.state[1:], cfg.compute.dtype) for mixer in kinds}
 
 
 def backends_of(cfg: Config) -> dict[Recurrent, str]:
@@ -105,16 +105,17 @@ def backends_of(cfg: Config) -> dict[Recurrent, str]:
     Raises:   ConfigError when the kernels that are asked for by name cannot compute a recurrence on
               this device.
     """
-    m = cfg.model
+    named = cfg.compute.recurrent_backend
     # Those without kernels are computed by plain JAX.
-    asked = lambda mixer: m.recurrent_backend if mixer.has_kernels else "reference"  # noqa: E731
+    asked = lambda mixer: named if mixer.has_kernels else "reference"  # noqa: E731
     try:
         return {
-            mixer: recurrence.choose(asked(mixer), shape) for mixer, shape in recurrences(m).items()
+            mixer: recurrence.choose(asked(mixer), shape)
+            for mixer, shape in recurrences(cfg).items()
         }
     except ValueError as error:
-        fix = "use --model.recurrent-backend auto"
-        raise ConfigError(PATH, m.recurrent_backend, str(error), fix) from error
+        fix = "use --compute.recurrent-backend auto"
+        raise ConfigError(PATH, named, str(error), fix) from error
 
 
 def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
@@ -122,14 +123,18 @@ def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
 
     Raises:   ConfigError when they disagree, and as `backends_of`.
     """
-    m, shapes = cfg.model, recurrences(cfg.model)
+    shapes = recurrences(cfg)
     for mixer, backend in backends_of(cfg).items():
         name, shape = mixer.title, shapes[mixer]
         if not mixer.has_kernels:
             log(f"kernels of {name}: reference (decays of each channel have no others)")
         elif backend == "reference":
             why = recurrence.refusal(shape) or "no measurement on this kind of GPU"
-            named = "as configured" if m.recurrent_backend == backend else f"not triton: {why}"
+            named = (
+                "as configured"
+                if cfg.compute.recurrent_backend == backend
+                else f"not triton: {why}"
+            )
             log(f"kernels of {name}: reference ({named})")
         else:
             _test(mixer.is_delta_rule, name, shape, cfg, log)
@@ -143,8 +148,8 @@ def _test(delta: bool, name: str, shape: Shape, cfg: Config, log: Callable[[str]
     if wrong:
         device = jax.local_devices()[0].device_kind
         rule = f"the kernels of {name} disagree with the reference on {device}: {', '.join(wrong)}"
-        fix = "use --model.recurrent-backend reference, and report the bug"
-        raise ConfigError(PATH, cfg.model.recurrent_backend, rule, fix)
+        fix = "use --compute.recurrent-backend reference, and report the bug"
+        raise ConfigError(PATH, cfg.compute.recurrent_backend, rule, fix)
     found = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
     seconds = time.perf_counter() - began
     log(f"kernels of {name}: triton; self-test, error: {found}, {seconds:.1f} s")

@@ -30,7 +30,8 @@ TRAIN = {
     "environment": ["--xla_a=1", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"],
     "commit": "aaaa",
     "config": {
-        "model": {"num_layers": 32, "attention_backend": "auto"},
+        "model": {"num_layers": 32},
+        "compute": {"attention_backend": "auto", "matmul_dtype": "compute"},
         "data": {"seq_len": 8192},
         "parallel": {"remat": "dots"},
     },
@@ -121,6 +122,11 @@ def test_conditions_that_differ(compare):
         ("gpu", "NVIDIA B200, 1, 2 W", "gpu is NVIDIA H200 in A, NVIDIA B200 in B"),
         ("device", "8 x NVIDIA H200", "device is 4 x NVIDIA H200 in A, 8 x NVIDIA H200 in B"),
         ("config__model__num_layers", 16, "config.model.num_layers is 32 in A, 16 in B"),
+        (
+            "config__compute__matmul_dtype",
+            "float8",
+            "config.compute.matmul_dtype is compute in A, float8 in B",
+        ),
         ("config__data__seq_len", 4096, "config.data.seq_len is 8192 in A, 4096 in B"),
     ],
 )
@@ -131,9 +137,9 @@ def test_what_ought_to_agree(compare, path, value, said):
 
 
 def test_another_backend_is_the_same_model(compare):
-    lines = compare(TRAIN, changed(TRAIN, config__model__attention_backend="cudnn"))
+    lines = compare(TRAIN, changed(TRAIN, config__compute__attention_backend="cudnn"))
     assert not any("warning" in line for line in lines)
-    assert row(lines, "config.model.attention_backend") == ["auto", "cudnn"]
+    assert row(lines, "config.compute.attention_backend") == ["auto", "cudnn"]
 
 
 def test_the_older_cards(capsys):

@@ -281,7 +281,7 @@ REFUSED = [
     (["--seconds", "1e10"], "must be above 0, and at most 1,000,000"),
     (["--mesh", "data=2,data=4"], "--mesh = 'data=2,data=4': names data twice"),
     (["--run.cpu-devices", "-1"], "must not be negative"),
-    (["--run.cpu-devices", "100000"], "must be at most 4096"),
+    (["--run.cpu-devices", "100000"], "must be at most 4,096"),
     (["--cpu-device", "2"], "'--cpu-device': is not an option of python -m jaxpar.doctor"),
     (["--cpu-devices", "2"], "Fix: use --run.cpu-devices"),
     (["--train.seed", "1"], "'--train.seed': is not an option of python -m jaxpar.doctor"),

@@ -54,7 +54,7 @@ def scopes_in(**changes) -> set[str]:
         slow({"parallel.tensor": 2}, DENSE),
         ({"model.num_experts": 4, "model.num_shared_experts": 1}, EXPERTS),
         (
-            {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
+            {"lora.rank": 4, "compute.matmul_dtype": "float8", "compute.dtype": "bfloat16"},
             {"adapters", "float8_scales"},
         ),
         slow(

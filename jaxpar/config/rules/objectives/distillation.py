@@ -1,24 +1,14 @@
-"""Rules about distillation, and what it is not combined with."""
+"""Rules about distillation."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
 
 TEACHER = "distill.teacher"
 OTHERS = ("distill.cache", "distill.weight", "distill.temperature", "distill.top_k")
 
-#: Fields that must have this value: their losses are not part of the head of a student.
-ALONE = {
-    "dpo.beta": 0.0,
-    "model.mtp_depth": 0,
-    "train.z_loss": 0.0,
-    "train.z_loss_schedule": "",
-    "train.batch_schedule": "",
-    "data.length_schedule": "",
-}
-
 
 def distillation(cfg: Config) -> None:
-    """Check the fields of distillation, and that nothing else replaces the loss."""
-    d, none = cfg.distill, flag(TEACHER, "")
+    """Check the fields of distillation."""
+    d = cfg.distill
     if not d.teacher:
         for path in OTHERS:
             default = default_of(path)
@@ -26,13 +16,6 @@ def distillation(cfg: Config) -> None:
             ways = flag(path, default), flag(TEACHER, "runs/teacher")
             require(value_of(cfg, path) == default, cfg, path, rule, *ways)
         return
-    path = "distill.weight"
-    require(0 < d.weight <= 1, cfg, path, "must be above 0, and at most 1", flag(path, 0.5))
-    path = "distill.temperature"
-    require(d.temperature > 0, cfg, path, "must be above 0", flag(path, 1.0))
     path, vocab = "distill.top_k", cfg.model.vocab_size
     rule = f"must be from 1 to model.vocab_size = {vocab}"
     require(1 <= d.top_k <= vocab, cfg, path, rule, flag(path, min(64, vocab)))
-    for path, value in ALONE.items():
-        rule = f"is not supported beside {TEACHER} = {d.teacher}"
-        require(value_of(cfg, path) == value, cfg, path, rule, flag(path, value), none)

@@ -1,23 +1,6 @@
 """Rules about zero-bubble pipelines (`parallel.schedule`)."""
 
-from jaxpar.config import Config, flag, require, value_of
-
-
-def zero_bubble(cfg: Config) -> None:
-    """Check that a zero-bubble schedule has weight gradients to postpone, and idle slots."""
-    p, path = cfg.parallel, "parallel.schedule"
-    if p.schedule != "zero_bubble" or p.pipeline == 1:
-        return
-    other = flag(path, "1f1b")
-    for name, value in {"zero": 1, "layer_loop": "unroll", "sequence": 1}.items():
-        field = f"parallel.{name}"
-        rule = f"must be {value} with {path} zero_bubble"
-        require(value_of(cfg, field) == value, cfg, field, rule, flag(field, value), other)
-    matmuls, field = cfg.model.matmul_dtype, "model.matmul_dtype"
-    rule = f"must be compute with {path} zero_bubble"
-    require(matmuls == "compute", cfg, field, rule, flag(field, "compute"), other)
-    rule = f"must be 0 with {path} zero_bubble"
-    require(not cfg.lora.rank, cfg, "lora.rank", rule, flag("lora.rank", 0), other)
+from jaxpar.config import Config, flag, require
 
 
 def enough_microbatches(cfg: Config) -> None:

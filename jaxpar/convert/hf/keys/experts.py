@@ -1,8 +1,10 @@
 """The key of config.json with the width of shared experts, in families that do not count them."""
 
-from jaxpar.config import ModelConfig
+from jaxpar.convert.hf.composed import ABSENT, Composition
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
+
+NUMBER, WIDTH = "Experts.num_shared_experts", "Experts.expert.d_ff"
 
 
 def read(values: Values, family: Family, d_ff: int) -> Values:
@@ -17,11 +19,14 @@ def read(values: Values, family: Family, d_ff: int) -> Values:
     width = values.get(key)
     check_kind(key, width, int)
     if width is None or width < 0 or width % max(d_ff, 1):
-        rule = f"must be a multiple of {family.fields['d_ff']} = {d_ff}, the width of an expert"
+        rule = f"must be a multiple of {family.fields[WIDTH]} = {d_ff}, the width of an expert"
         raise refuse(key, width, rule, "use a model in which it is")
-    return {"num_shared_experts": width // max(d_ff, 1)}
+    return {NUMBER: width // max(d_ff, 1)}
 
 
-def write(m: ModelConfig, family: Family) -> Values:
+def write(of: Composition, family: Family) -> Values:
     """Return the keys that `read` reads."""
-    return {family.shared_width: m.num_shared_experts * m.d_ff} if family.shared_width else {}
+    count, width = of.one(NUMBER), of.one(WIDTH)
+    if not family.shared_width or ABSENT in (count, width):
+        return {}
+    return {family.shared_width: count * width}

@@ -7,18 +7,10 @@ latter counts only where values are keys. Import reads either form. Export write
 
 from typing import Any
 
-from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import ATTENTION, GLOBAL, kinds, of_kind
+from jaxpar.convert.hf.composed import CannotSay, Composition, Draft, same
 from jaxpar.convert.hf.config_file import Values, check_kind, refuse
-from jaxpar.convert.hf.keys.patterns import FULL, SLIDING, period
-from jaxpar.convert.hf.keys.ropes import RopeKeys, read_rope, write_rope
-
-#: The fields of ModelConfig that these keys set.
-FIELDS = (
-    *("layer_pattern", "sliding_window", "global_head_dim", "global_num_kv_heads"),
-    *("global_keys_as_values", "rope_theta", "rope_scaling", "local_rope_theta"),
-    "local_rope_scaling",
-)
+from jaxpar.convert.hf.keys.patterns import FULL, SLIDING
+from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
 
 BY_LAYER, HEAD_DIM, KV_HEADS = "per_layer_config", "global_head_dim", "num_global_key_value_heads"
 KEYS_AS_VALUES, BOTH_WAYS = "attention_k_eq_v", "use_bidirectional_attention"
@@ -38,88 +30,98 @@ DEFAULT_HEAD_DIM = 512
 EVERY = 6
 
 
-def read(values: Values, num_layers: int) -> Values:
-    """Read these fields.
+def read(values: Values, drafts: list[Draft]) -> None:
+    """Read the window, the heads and the rotary embedding of each layer.
 
     Raises:   ConfigError that names the key that is not supported.
     """
     if values.get(BOTH_WAYS) not in (None, "vision"):  # of images alone
         rule = "lets text attend to later tokens, which jaxpar does not support"
         raise refuse(BOTH_WAYS, values.get(BOTH_WAYS), rule, "use a model without it")
-    letters = _letters(values, num_layers)
+    kinds = _kinds(values, len(drafts))
     window, shared = values.get("sliding_window"), values.get(KEYS_AS_VALUES, False)
     for key, value, kind in (("sliding_window", window, int), (KEYS_AS_VALUES, shared, bool)):
         check_kind(key, value, kind)
     if window is None:
         raise refuse("sliding_window", window, "must be a number of tokens", "add it")
-    heads = _heads(values, letters, shared=bool(shared))
-    pattern = {"layer_pattern": period(letters), "sliding_window": window}
-    return pattern | heads | {"global_keys_as_values": bool(shared)} | _ropes(values)
+    heads = _heads(values, kinds, shared=bool(shared))
+    ropes = _ropes(values)
+    for draft, reach in zip(drafts, kinds, strict=True):
+        draft.own["rope"] = ropes[reach]
+        if reach == FULL:
+            draft.own |= heads | {"keys_as_values": bool(shared)}
+        else:
+            draft.own["window"] = window
 
 
-def write(m: ModelConfig) -> Values:
+def write(of: Composition) -> Values:
     """Return the keys that `read` reads."""
-    own, of_all = of_kind(m, GLOBAL), kinds(m)
-    heads = {"head_dim": own.head_dim, "num_key_value_heads": own.num_kv_heads}
-    local = RopeKeys(m.local_rope_theta or m.rope_theta, _local_scaling(m), 1.0)
+    wide = [i for i, a in enumerate(of.mixers) if not a.is_local]
+    others = [i for i in range(len(of.layers)) if i not in wide]
+
+    def one(places: list[int], name: str) -> Any:
+        return same([getattr(of.mixers[i], name) for i in places], name)
+
+    if not wide or not others:
+        raise CannotSay("its models have layers with a window, and layers without")
+    if None in (one(wide, "rope"), one(others, "rope")):
+        raise CannotSay("its models have rotary embeddings")
+    heads = {"head_dim": one(wide, "head_dim"), "num_key_value_heads": one(wide, "num_kv_heads")}
+    local, shared = of.mixers[others[0]], one(wide, "keys_as_values")
+    alike = heads["num_key_value_heads"] == local.num_kv_heads and not shared
+    if not alike and not shared:
+        raise CannotSay("other key heads of global layers need keys_as_values in its models")
     return {
-        "layer_types": [FULL if kind == GLOBAL else SLIDING for kind in of_all],
-        "sliding_window": m.sliding_window,
-        HEAD_DIM: own.head_dim,
-        KV_HEADS: m.global_num_kv_heads,
-        BY_LAYER: {str(i): dict(heads) for i, kind in enumerate(of_all) if kind == GLOBAL},
-        KEYS_AS_VALUES: m.global_keys_as_values,
+        "layer_types": [FULL if i in wide else SLIDING for i in range(len(of.layers))],
+        "sliding_window": one(others, "window"),
+        "head_dim": one(others, "head_dim"),
+        "num_key_value_heads": one(others, "num_kv_heads"),
+        HEAD_DIM: heads["head_dim"],
+        KV_HEADS: None if alike else heads["num_key_value_heads"],
+        BY_LAYER: {str(i): dict(heads) for i in wide},
+        KEYS_AS_VALUES: shared,
         "rope_parameters": {
-            FULL: write_rope(RopeKeys(m.rope_theta, m.rope_scaling, 1.0)),
-            SLIDING: write_rope(local),
+            FULL: write_rope(one(wide, "rope")),
+            SLIDING: write_rope(one(others, "rope")),
         },
     }
 
 
-def why_not(m: ModelConfig) -> str | None:
-    """Return why these keys cannot express a model; None if they can."""
-    if GLOBAL not in m.layer_pattern:
-        return f"model.layer_pattern = {m.layer_pattern!r}, but its models have layers of {GLOBAL}"
-    if m.global_num_kv_heads not in (None, m.num_kv_heads) and not m.global_keys_as_values:
-        return "model.global_num_kv_heads needs model.global_keys_as_values in its models"
-    return None
-
-
-def _letters(values: Values, num_layers: int) -> str:
-    """Return the letter of each layer. Readers make the last one global, whatever the file says."""
+def _kinds(values: Values, num_layers: int) -> list[str]:
+    """Return the kind of each layer. Readers make the last one global, whatever the file says."""
     given = values.get("layer_types")
     if given is None:
         given = [SLIDING if (i + 1) % EVERY else FULL for i in range(num_layers)]
         given = [*given[:-1], FULL]
-    letters = {SLIDING: ATTENTION, FULL: GLOBAL}
-    known = isinstance(given, list) and set(given) <= set(letters)
-    if not known or len(given) != num_layers or {*given} != {*letters} or given[-1] != FULL:
+    known = isinstance(given, list) and set(given) == {SLIDING, FULL}
+    if not known or len(given) != num_layers or given[-1] != FULL:
         rule = f"must name {num_layers} layers, {SLIDING} or {FULL}, some of each, the last {FULL}"
         raise refuse("layer_types", given, rule, "use a model with both kinds of layers")
-    return "".join(letters[kind] for kind in given)
+    return list(given)
 
 
-def _heads(values: Values, letters: str, *, shared: bool) -> Values:
+def _heads(values: Values, kinds: list[str], *, shared: bool) -> Values:
     """Return the fields of the heads of global layers."""
     by_layer = values.get(BY_LAYER)
     if by_layer is None:
         dim, count = values.get(HEAD_DIM, DEFAULT_HEAD_DIM), values.get(KV_HEADS)
         count = count if shared else None
     else:
-        dim, count = _of_each(by_layer, letters)
+        dim, count = _of_each(by_layer, kinds)
         for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
             if None not in (value, values.get(key)) and value != values[key]:
                 rule = f"contradicts {key} = {values[key]}, another form of the same setting"
                 raise refuse(BY_LAYER, by_layer, rule, f"remove {key}")
     for key, value in ((HEAD_DIM, dim), (KV_HEADS, count)):
         check_kind(key, value, int)
-    return {"global_head_dim": dim, "global_num_kv_heads": count}
+    found = {"head_dim": dim, "num_kv_heads": count}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
+def _of_each(by_layer: Any, kinds: list[str]) -> tuple[Any, Any]:
     """Return head_dim and num_key_value_heads of the global layers, which must be alike."""
     known = {"head_dim", "num_key_value_heads"}
-    wanted = {str(i) for i, letter in enumerate(letters) if letter == GLOBAL}
+    wanted = {str(i) for i, kind in enumerate(kinds) if kind == FULL}
     good = isinstance(by_layer, dict) and all(isinstance(one, dict) for one in by_layer.values())
     alike = list(by_layer.values()) if good else []
     # transformers writes "05" beside "11".
@@ -133,7 +135,7 @@ def _of_each(by_layer: Any, letters: str) -> tuple[Any, Any]:
 
 
 def _ropes(values: Values) -> Values:
-    """Return the fields of the rotary embeddings of both kinds of layers."""
+    """Return the rotary embeddings of both kinds of layers."""
     key, given = "rope_parameters", values.get("rope_parameters")
     check_kind(key, given, dict)
     found = given or {
@@ -152,13 +154,4 @@ def _ropes(values: Values) -> Values:
         rule = f"is not that of {FULL}, and jaxpar has one RoPE scaling"
         fix = f"use a model with rope_type default in {SLIDING}"
         raise refuse(f"{key} {SLIDING}", local.scaling.kind, rule, fix)
-    return {
-        "rope_theta": of_global.theta,
-        "rope_scaling": of_global.scaling,
-        "local_rope_theta": local.theta,
-        "local_rope_scaling": local.scaling == of_global.scaling,
-    }
-
-
-def _local_scaling(m: ModelConfig) -> Any:
-    return m.rope_scaling if m.local_rope_scaling else None
+    return {FULL: of_global.made("halves"), SLIDING: local.made("halves")}

@@ -4,22 +4,20 @@ Published files have `linear_attn_config`, in which layers are counted from 1, a
 dense first layers. Those that `transformers` saves name each layer's mixer and feed-forward.
 """
 
-from jaxpar.config import ModelConfig
-from jaxpar.config.layout.layer_kinds import ATTENTION, KDA, KDA_DENSE, kinds
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.recurrent import KimiDeltaAttention
+from jaxpar.convert.hf.composed import ABSENT, CannotSay, Composition, Draft
 from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys import patterns
 
 CONFIG, DENSE = "linear_attn_config", "first_k_dense_replace"
 
-#: Keys in CONFIG, and those of `transformers`, by the fields that they set.
+#: Fields of Kimi Delta Attention by name: keys in CONFIG, and those of `transformers`.
 _SIZES = {
-    ("linear_num_key_heads", "linear_num_value_heads"): ("num_heads", "linear_num_heads"),
-    ("linear_key_head_dim", "linear_value_head_dim"): ("head_dim", "linear_head_dim"),
-    ("conv_kernel_size",): ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+    "num_heads": ("num_heads", "linear_num_heads"),
+    "key_head_dim": ("head_dim", "linear_head_dim"),
+    "conv_kernel_size": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
 }
-
-#: The fields of ModelConfig that these keys set.
-FIELDS = {"layer_pattern", *(field for fields in _SIZES for field in fields)}
 
 #: All keys that say what the layers are, and one that changes nothing with one group of experts.
 KEYS = {CONFIG, DENSE, *(other for _, other in _SIZES.values()), "use_grouped_topk"}
@@ -29,8 +27,8 @@ KEYS |= {"layer_types", "mlp_layer_types"}
 _REQUIRED = {"gate_lower_bound": None, "use_full_rank_gate": False, "kda_layer_index_base": 1}
 
 
-def read(values: Values, num_layers: int) -> Values:
-    """Read these fields.
+def read(values: Values, drafts: list[Draft]) -> Values:
+    """Read the mixer and the feed-forward of each layer. Returns values by address.
 
     Raises:   ConfigError that names the key that is missing or not supported.
     """
@@ -41,14 +39,18 @@ def read(values: Values, num_layers: int) -> Values:
             fix = f"use a model with {wanted!r}"
             raise refuse(f"{CONFIG}.{key}", config[key], "is not supported by jaxpar", fix)
     found: Values = {}
-    for fields, (key, other) in _SIZES.items():
+    for name, (key, other) in _SIZES.items():
         value = config.get(key, values.get(other))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             rule = "must be a whole number above 0"
             raise refuse(f"{CONFIG}.{key}", value, rule, CORRECT)
-        found |= dict.fromkeys(fields, value)
-    letters = _letters(values, config, num_layers)
-    return found | {"layer_pattern": patterns.period(letters)}
+        found[f"KimiDeltaAttention.{name}"] = value
+    for draft, (is_kda, is_dense) in zip(drafts, _kinds(values, config, len(drafts)), strict=True):
+        if is_kda:
+            draft.mixer = KimiDeltaAttention
+            draft.name = "kda_dense_layers" if is_dense else "kda_layers"
+            draft.feed_forward = Glu if is_dense else draft.feed_forward
+    return found | {"KimiDeltaAttention.value_head_dim": found["KimiDeltaAttention.key_head_dim"]}
 
 
 def check_forms(values: Values, num_layers: int) -> None:
@@ -85,7 +87,8 @@ def check_forms(values: Values, num_layers: int) -> None:
         raise refuse("mlp_layer_types", str(kinds_of)[:80], rule, f"remove it, or {DENSE}")
 
 
-def _letters(values: Values, config: Values, num_layers: int) -> str:
+def _kinds(values: Values, config: Values, num_layers: int) -> list[tuple[bool, bool]]:
+    """Return whether each layer has Kimi Delta Attention, and a dense feed-forward."""
     mixers = _mixers(values, config, num_layers)
     dense = values.get("mlp_layer_types")
     check_kind("mlp_layer_types", dense, list)
@@ -96,27 +99,26 @@ def _letters(values: Values, config: Values, num_layers: int) -> str:
     if len(dense) != num_layers or not set(dense) <= {"dense", "sparse"}:
         rule = f"must name dense or sparse for each of num_hidden_layers = {num_layers} layers"
         raise refuse("mlp_layer_types", dense, rule, CORRECT)
-    both = [(mixer, kind == "dense") for mixer, kind in zip(mixers, dense, strict=True)]
-    if (ATTENTION, True) in both:
-        rule = f"makes layer {both.index((ATTENTION, True)) + 1} dense, which has attention"
+    both = [(is_kda, kind == "dense") for is_kda, kind in zip(mixers, dense, strict=True)]
+    if (False, True) in both:
+        rule = f"makes layer {both.index((False, True)) + 1} dense, which has attention"
         rule += f" by {'full_attn_layers' if values.get('layer_types') is None else 'layer_types'}"
         raise refuse(DENSE, values.get(DENSE), rule, "use a model whose dense layers have none")
-    if len(set(mixers)) < 2 or (KDA, False) not in both:
+    if len(set(mixers)) < 2 or (True, False) not in both:
         rule = "must have layers with Kimi Delta Attention and experts, and layers with attention"
         raise refuse(CONFIG, config, rule, "use a model with both")
-    return "".join(KDA_DENSE if dense else mixer for mixer, dense in both)
+    return both
 
 
-def _mixers(values: Values, config: Values, num_layers: int) -> str:
-    """Return the letter of each layer's mixer."""
+def _mixers(values: Values, config: Values, num_layers: int) -> list[bool]:
+    """Return whether each layer has Kimi Delta Attention."""
     kda, full = "kda_layers", "full_attn_layers"
     named = values.get("layer_types")
     if named is not None:
-        letters = {patterns.LINEAR: KDA, patterns.FULL: ATTENTION}
-        if len(named) != num_layers or not set(named) <= set(letters):
+        if len(named) != num_layers or not set(named) <= {patterns.LINEAR, patterns.FULL}:
             rule = f"must name {patterns.FULL} or {patterns.LINEAR} for each of {num_layers} layers"
             raise refuse("layer_types", named, rule, CORRECT)
-        return "".join(letters[name] for name in named)
+        return [name == patterns.LINEAR for name in named]
     of_kda, of_full = (config.get(key) or [] for key in (kda, full))
     lists = isinstance(of_kda, list) and isinstance(of_full, list)
     if not lists or sorted([*of_kda, *of_full], key=str) != sorted(
@@ -124,42 +126,30 @@ def _mixers(values: Values, config: Values, num_layers: int) -> str:
     ):
         rule = f"must have each of num_hidden_layers = {num_layers} layers once, from 1, in {kda} "
         raise refuse(CONFIG, config, f"{rule}or {full}", CORRECT)
-    return "".join(KDA if i in of_kda else ATTENTION for i in range(1, num_layers + 1))
+    return [i in of_kda for i in range(1, num_layers + 1)]
 
 
-def why_not(m: ModelConfig) -> str | None:
-    """Return why these keys cannot express a model; None if they can."""
-    if m.linear_key_head_dim != m.linear_value_head_dim:
-        return (
-            f"model.linear_key_head_dim = {m.linear_key_head_dim}, but its models have "
-            f"linear_value_head_dim, {m.linear_value_head_dim}"
-        )
-    of_layers = kinds(m)
-    dense = of_layers.count(KDA_DENSE)
-    if not set(of_layers) <= {ATTENTION, KDA, KDA_DENSE} or KDA_DENSE in of_layers[dense:]:
-        return (
-            f"model.layer_pattern = {m.layer_pattern}, but its models have layers of kind "
-            f"{KDA_DENSE} first, then of {KDA} and {ATTENTION}"
-        )
-    return None
-
-
-def write(m: ModelConfig) -> Values:
+def write(of: Composition) -> Values:
     """Return the keys that `read` reads, in both forms."""
-    of_layers = kinds(m)
-    full = [i for i, kind in enumerate(of_layers, 1) if kind == ATTENTION]
-    dense = of_layers.count(KDA_DENSE)
+    count = len(of.layers)
+    full = [i for i, a in enumerate(of.mixers, 1) if not isinstance(a, KimiDeltaAttention)]
+    dense = [isinstance(layer.feed_forward, Glu) for layer in of.layers]
+    first = sum(dense)
+    if any(dense[first:]):
+        raise CannotSay("layers with a dense feed-forward come first in its models")
     config = {
-        "kda_layers": [i for i in range(1, m.num_layers + 1) if i not in full],
+        "kda_layers": [i for i in range(1, count + 1) if i not in full],
         "full_attn_layers": full,
     }
-    sizes = {keys: getattr(m, fields[0]) for fields, keys in _SIZES.items()}
+    sizes = {keys: of.one(f"KimiDeltaAttention.{name}") for name, keys in _SIZES.items()}
+    if ABSENT in sizes.values():
+        raise CannotSay("no layer has Kimi Delta Attention")
     config |= {key: size for (key, _), size in sizes.items()}
     return {other: size for (_, other), size in sizes.items()} | {
         CONFIG: config,
-        DENSE: dense,
+        DENSE: first,
         "layer_types": [
-            patterns.FULL if i + 1 in full else patterns.LINEAR for i in range(m.num_layers)
+            patterns.FULL if i in full else patterns.LINEAR for i in range(1, count + 1)
         ],
-        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(m.num_layers)],
+        "mlp_layer_types": ["dense" if i < first else "sparse" for i in range(count)],
     }

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from jaxpar.config.layout.layer_kinds import EXPERTS
 from jaxpar.convert.hf.config_file import HOLDS, Values
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.hybrid_families import NEMOTRON_H_EXPERTS
 from jaxpar.convert.hf.keys import global_heads, kimi_linear, two_forms
 
 #: Keys that transformers has written for any model: how it is run, how its text is generated, and
@@ -49,11 +47,6 @@ OF_LETTERS = frozenset(
     residual_in_fp32 use_mamba_kernels""".split()
 )
 
-#: Keys about experts, which transformers writes for Nemotron-H without experts, too.
-UNREAD = {*NEMOTRON_H_EXPERTS.fields.values(), *NEMOTRON_H_EXPERTS.required} | {
-    NEMOTRON_H_EXPERTS.shared_width
-}
-
 #: Keys with the only supported value, which all families may have.
 REQUIRED: dict[str, Any] = {
     "quantization_config": None,
@@ -81,5 +74,4 @@ def unknown(values: Values, family: Family) -> Values:
     known |= kimi_linear.KEYS if family.kimi_linear else set()
     known |= global_heads.KEYS | global_heads.UNREAD if family.global_heads else set()
     known |= OF_LETTERS if family.letters else set()
-    known |= set(UNREAD) if family.letters and EXPERTS not in family.letters else set()
     return {key: value for key, value in values.items() if key not in known and value is not None}

@@ -3,18 +3,16 @@
 import dataclasses
 import math
 
-from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.components.rope import RopeScaling
+from jaxpar.convert.hf.composed import Composition
 from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
-
-#: The fields of ModelConfig that these keys set.
-FIELDS = ("head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 
 #: The keys that are numbers in every model.
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def read(values: Values) -> Values:
-    """Read these fields.
+    """Read the fields of a mixer.
 
     Raises:   ConfigError that names the key that is missing or not a number.
     """
@@ -23,13 +21,8 @@ def read(values: Values) -> Values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise refuse(key, value, "must be a whole number above 0", CORRECT)
     check_kind("q_lora_rank", values.get("q_lora_rank"), int)
-    return {
-        "head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
-        "kv_lora_rank": values["kv_lora_rank"],
-        "q_lora_rank": values.get("q_lora_rank"),
-        "qk_rope_head_dim": values["qk_rope_head_dim"],
-        "v_head_dim": values["v_head_dim"],
-    }
+    sizes = (*_SIZES, "q_lora_rank")
+    return {f"LatentAttention.{key}": values.get(key) for key in sizes}
 
 
 def with_score_factor(s: RopeScaling | None, rope: Values) -> RopeScaling | None:
@@ -55,12 +48,7 @@ def score_keys(s: RopeScaling) -> Values:
     return {"mscale": mscale, "mscale_all_dim": s.mscale_all_dim}
 
 
-def write(m: ModelConfig) -> Values:
+def write(of: Composition) -> Values:
     """Return the keys for a model."""
-    return {
-        "kv_lora_rank": m.kv_lora_rank,
-        "q_lora_rank": m.q_lora_rank,
-        "qk_nope_head_dim": m.qk_nope_head_dim,
-        "qk_rope_head_dim": m.qk_rope_head_dim,
-        "v_head_dim": m.v_head_dim,
-    }
+    keys = ("kv_lora_rank", "q_lora_rank", *_SIZES[1:])
+    return {key: of.one(f"LatentAttention.{key}") for key in keys}

@@ -14,9 +14,6 @@ from jaxpar.convert.hf.keys.patterns import FULL, LINEAR, SLIDING
 
 TYPES, EVERY, INTERVAL = "layer_types", "sliding_window_pattern", "full_attention_interval"
 
-#: Keys that a family reads in place of `layer_types`; others ignore them, but for their default.
-READ = {EVERY: ("gemma3_text",), INTERVAL: ("qwen3_next", "qwen3_5_text")}
-
 
 def check(values: Values, family: Family) -> None:
     """Check that all forms of the layers' kinds say the same.
@@ -46,7 +43,7 @@ def _other_forms(values: Values, family: Family, count: int) -> Iterator[tuple[s
             return
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             return
-        alone = values.get(TYPES) is None and family.model_type not in READ[key]
+        alone = values.get(TYPES) is None and not family.reads_interval
         if alone and every != family.defaults[key]:
             rule = f"is not read in files of {family.model_type}, which have {TYPES}"
             raise refuse(key, every, rule, f"write {TYPES}, with a name for each layer")

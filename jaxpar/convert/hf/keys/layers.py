@@ -6,8 +6,13 @@ there are two kinds. In the older form, there are `rope_theta` and `rope_scaling
 readers ignore the form they do not know. `ropes.py` has the keys of one RoPE.
 """
 
-from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.config.layout.layer_kinds import dense_places
+from typing import Any
+
+from jaxpar.components.attention import QueryGrowth
+from jaxpar.components.experts import Experts
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.rope import Rope, RopeScaling
+from jaxpar.convert.hf.composed import CannotSay, Composition, Draft, same
 from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.family import Family
 from jaxpar.convert.hf.keys import global_heads, kimi_linear, latents, patterns, ropes
@@ -23,43 +28,30 @@ from jaxpar.convert.hf.keys.ropes import (
 
 CHUNKED = "chunked_attention"
 
-
-def fields(family: Family) -> set[str]:
-    """Return the fields of ModelConfig that these keys set, in a family."""
-    if family.kimi_linear:
-        return {*kimi_linear.FIELDS, *latents.FIELDS}
-    if not family.rope:
-        return {"layer_pattern"} if family.letters else set()
-    if family.global_heads:
-        return set(global_heads.FIELDS)
-    found = {"rope_theta", "rope_scaling"} | ({*latents.FIELDS} if family.latent else set())
-    if family.rope_fraction is not None or family.null_rope:
-        found |= {"rope_fraction"}
-    if family.nope:
-        found |= {"nope_every"}
-    if family.chunked:
-        found |= {"attention_chunk", "global_every", "nope_query_beta", "nope_query_span"}
-        found |= {"qk_norm_gain", "dense_layers"}
-    if family.hybrid:
-        found |= {"layer_pattern"}
-    if family.sliding:
-        found |= {"sliding_window"}
-    if family.two_kinds:
-        found |= {"global_every"}
-    return found | {"local_rope_theta", "local_rope_scaling"} if family.two_ropes else found
+#: Most layers of a model: more would fill the memory.
+MOST_LAYERS = 10_000
 
 
-def read(values: Values, family: Family, num_layers: int) -> Values:
-    """Read these fields.
+def read(values: Values, family: Family, num_layers: int) -> tuple[list[Draft], Values]:
+    """Read what each layer is composed of.
 
+    Returns:  the layers, and values by address.
     Raises:   ConfigError that names the key that is not supported.
     """
+    if num_layers > MOST_LAYERS:
+        key = family.fields["num_layers"]
+        raise refuse(key, num_layers, f"must be at most {MOST_LAYERS}", CORRECT)
     if family.letters:
-        return {"layer_pattern": patterns.read_letters(values, family.letters, num_layers)}
+        return patterns.read_letters(values, num_layers), {"Attention.rope": None}
+    drafts = [Draft(family.mixer, family.feed_forward) for _ in range(num_layers)]
+    if family.dense_first:
+        for draft in drafts[: values[family.dense_first]]:
+            draft.feed_forward, draft.name = Glu, "dense_layers"
+    found: Values = latents.read(values) if family.latent or family.kimi_linear else {}
     if family.kimi_linear:
-        return kimi_linear.read(values, num_layers) | latents.read(values)
+        return drafts, found | kimi_linear.read(values, drafts) | {"LatentAttention.rope": None}
     if not family.rope:
-        return {}
+        return drafts, {"Attention.rope": None}
     kinds = values.get("layer_types")
     if (
         kinds is not None
@@ -69,50 +61,71 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
         rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
         raise refuse("layer_types", kinds, rule, CORRECT)
     if family.global_heads:
-        return global_heads.read(values, num_layers)
+        global_heads.read(values, drafts)
+        return drafts, {}
+    if family.hybrid:
+        patterns.read(values, drafts)
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if family.mrope:
         rope = ropes.without_mrope(rope, {PARTIAL: family.rope_fraction} | values)
     if family.two_ropes is not None:
-        return _read_two_ropes(values, rope, family.two_ropes, num_layers)
+        _read_two_ropes(values, rope, family.two_ropes, drafts)
+        return drafts, {}
+    _rotate(drafts, _read_one_rope(values, rope, family))
+    if family.nope:
+        _read_nope(values, drafts)
+    if family.chunked:
+        _read_chunks(values, drafts)
+    if family.two_kinds:
+        _read_windows(values, drafts)
+    elif family.sliding and (window := _read_alike(values, family, num_layers)):
+        _put(drafts, window=window)
+    return drafts, found
+
+
+def _put(drafts: list[Draft], **fields: Any) -> None:
+    for draft in drafts:
+        if draft.attends:
+            draft.own |= fields
+
+
+def _rotate(drafts: list[Draft], rope: Rope | None) -> None:
+    _put(drafts, rope=rope)
+
+
+def _read_one_rope(values: Values, rope: Values, family: Family) -> Rope | None:
     if family.rope_fraction is not None:
         values = {PARTIAL: family.rope_fraction} | values
     one = ropes.read_null(values) if family.null_rope else None
     one = one or read_rope(rope, values)
     if reason := why_not_rope(family, one.scaling):
         raise refuse("rope_parameters", rope, f"has {reason}", "use a model of another family")
-    found: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
     if family.latent:
-        found |= latents.read(values)
-        found["rope_scaling"] = latents.with_score_factor(one.scaling, rope)
-    if family.rope_fraction is not None or family.null_rope:
-        found["rope_fraction"] = one.fraction
-    elif one.fraction != 1:
+        one = RopeKeys(one.theta, latents.with_score_factor(one.scaling, rope), one.fraction)
+    if family.rope_fraction is None and not family.null_rope and one.fraction != 1:
         raise refuse(PARTIAL, one.fraction, "is not supported in this family", "use 1.0")
-    if family.nope:
-        found["nope_every"] = _read_nope(values, num_layers)
-    if family.chunked:
-        found |= _read_chunks(values, num_layers, found["nope_every"])
-    if family.hybrid:
-        found["layer_pattern"] = patterns.read(values, num_layers)
-    if family.two_kinds:
-        return found | _read_windows(values, num_layers)
-    if family.sliding:
-        found["sliding_window"] = _read_alike(values, family, num_layers)
-    return found
+    return one.made(family.rope_layout)
 
 
 def why_not_rope(family: Family, scaling: RopeScaling | None) -> str | None:
     """Return why a family cannot express the scaling of RoPE; None if it can."""
     kind = "default" if scaling is None else scaling.kind
     if family.ropes and kind not in family.ropes:
-        return f"model.rope_scaling of kind {kind}, but its models have {' or '.join(family.ropes)}"
+        return f"RoPE scaling of kind {kind}, but its models have {' or '.join(family.ropes)}"
     if scaling is not None and scaling.query_beta and not family.query_beta:
-        return f"model.rope_scaling.query_beta = {scaling.query_beta}, but its models have 0"
+        return f"RoPE scaling with query_beta = {scaling.query_beta}, but its models have 0"
     return None
 
 
-def _read_nope(values: Values, num_layers: int) -> int:
+def _read_nope(values: Values, drafts: list[Draft]) -> None:
+    """Read which layers have no RoPE."""
+    every = _every_nope(values, len(drafts))
+    for i, draft in enumerate(drafts, 1):
+        if every and i % every == 0:
+            draft.own["rope"] = None
+
+
+def _every_nope(values: Values, num_layers: int) -> int:
     """Return every which layer has no RoPE, from a list with 1 for each layer that has it."""
     key, every = "no_rope_layers", values.get("no_rope_layer_interval")
     check_kind("no_rope_layer_interval", every, int)
@@ -132,60 +145,68 @@ def _read_nope(values: Values, num_layers: int) -> int:
     return without[0]
 
 
-def _read_chunks(values: Values, num_layers: int, nope_every: int) -> Values:
-    """Read which layers attend within chunks, and the growth of queries without RoPE.
-
-    Args:     nope_every: from `_read_nope`.
-    """
-    size, kinds = values.get("attention_chunk_size"), values.get("layer_types")
+def _read_chunks(values: Values, drafts: list[Draft]) -> None:
+    """Read which layers attend within chunks, which have experts, and the growth of queries
+    without RoPE."""
+    size, kinds, num_layers = (
+        values.get("attention_chunk_size"),
+        values.get("layer_types"),
+        len(drafts),
+    )
     check_kind("attention_chunk_size", size, int)
     if kinds is None:
-        every = nope_every
+        every = _every_nope(values, num_layers)
     else:
         every = kinds.index(FULL) + 1 if FULL in kinds else 0
     pattern = [FULL if every and (i + 1) % every == 0 else CHUNKED for i in range(num_layers)]
     if kinds is not None and set(kinds) != {FULL} and kinds != pattern:
         rule = "is not a repeating pattern"
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
-    if size is None or every == 1:
-        size, every = None, 0
     step, experts = values["interleave_moe_layer_step"], values.get("moe_layers")
     check_kind("interleave_moe_layer_step", step, int)
-    if step < 1:
+    if step is None or step < 1:
         raise refuse("interleave_moe_layer_step", step, "must be 1 or more", "use 1")
     with_experts = list(range(step - 1, num_layers, step))
     if experts is not None and experts != with_experts:
         rule = "is not every Nth layer, of interleave_moe_layer_step"
         raise refuse("moe_layers", experts, rule, "use a model in which it is")
-    found: Values = {"attention_chunk": size, "global_every": every}
-    found |= {"dense_layers": num_layers - len(with_experts)}
-    found["qk_norm_gain"] = not values["use_qk_norm"]
-    if not values.get("attn_temperature_tuning") or not nope_every:
-        return found
     for key, kind in (("attn_scale", float), ("floor_scale", int)):
         check_kind(key, values.get(key), kind)
-    grown = {"nope_query_beta": values["attn_scale"], "nope_query_span": values["floor_scale"]}
-    return found | grown
+    tuned, beta, span = (
+        values.get(key) for key in ("attn_temperature_tuning", "attn_scale", "floor_scale")
+    )
+    for i, (draft, attends) in enumerate(zip(drafts, pattern, strict=True)):
+        if attends == CHUNKED and size is not None:
+            draft.own["chunk"] = size
+        if draft.own["rope"] is None and tuned and beta:
+            draft.own["growth"] = QueryGrowth(beta=beta, span=span or QueryGrowth.span)
+        if (i + 1) % step:
+            draft.feed_forward, draft.name = Glu, "dense_layers"
 
 
-def _write_chunks(m: ModelConfig) -> Values:
+def _write_chunks(of: Composition) -> Values:
     """Return the keys that `_read_chunks` reads."""
-    every = m.global_every or m.num_layers + 1
-    kinds = [CHUNKED if (i + 1) % every else FULL for i in range(m.num_layers)]
+    chunk = same([a.chunk for a in of.attention if a.chunk], "chunk")
+    growths = [a.growth for a in of.attention if a.rope is None]
+    growth = same(growths, "growth") or QueryGrowth(beta=0.0)
+    with_experts = [i for i, x in enumerate(of.layers) if isinstance(x.feed_forward, Experts)]
+    if not with_experts:
+        raise CannotSay("no layer has experts")
     return {
-        "attention_chunk_size": m.attention_chunk,
-        "layer_types": [FULL] * m.num_layers if m.attention_chunk is None else kinds,
-        "attn_temperature_tuning": m.nope_query_beta > 0,
-        "attn_scale": m.nope_query_beta or 0.1,
-        "floor_scale": m.nope_query_span,
-        "moe_layers": [i for i in range(m.num_layers) if i not in dense_places(m)],
+        "attention_chunk_size": chunk,
+        "layer_types": [CHUNKED if a.chunk else FULL for a in of.attention],
+        "attn_temperature_tuning": growth.beta > 0,
+        "attn_scale": growth.beta or 0.1,
+        "floor_scale": growth.span,
+        "moe_layers": with_experts,
+        "interleave_moe_layer_step": with_experts[0] + 1,
     }
 
 
-def _read_windows(values: Values, num_layers: int) -> Values:
+def _read_windows(values: Values, drafts: list[Draft]) -> None:
     """Read a pattern in which every Nth layer is global, and the others have a window."""
     window, every = values.get("sliding_window"), values.get("sliding_window_pattern")
-    kinds = values.get("layer_types")
+    kinds, num_layers = values.get("layer_types"), len(drafts)
     if kinds is not None:
         every = kinds.index(FULL) + 1 if FULL in kinds else 0
     elif every is None or every < 1:
@@ -195,12 +216,12 @@ def _read_windows(values: Values, num_layers: int) -> Values:
     if kinds is not None and kinds != pattern:
         rule = "is not a repeating pattern"
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
-    if window is None or set(pattern) == {FULL}:
-        return {"sliding_window": None, "global_every": 0}
-    return {"sliding_window": int(window), "global_every": every if FULL in pattern else 0}
+    for draft, kind in zip(drafts, pattern, strict=True):
+        if kind == SLIDING and window is not None:
+            draft.own["window"] = int(window)
 
 
-def _read_two_ropes(values: Values, rope: Values, local_key: str, num_layers: int) -> Values:
+def _read_two_ropes(values: Values, rope: Values, local_key: str, drafts: list[Draft]) -> None:
     """Read global layers and layers with a window, each kind with its RoPE.
 
     Args:     local_key: of the base in layers with a window, in the older form.
@@ -212,19 +233,15 @@ def _read_two_ropes(values: Values, rope: Values, local_key: str, num_layers: in
     local = read_rope(dict(rope.get(SLIDING) or {}), values, local_key)
     if of_global.fraction != 1 or local.fraction != 1:
         raise refuse(PARTIAL, of_global.fraction, "is not supported in this family", "use 1.0")
-    found = _read_windows(values, num_layers)
-    every, window = found["global_every"], found["sliding_window"]
-    if not every:
-        one = of_global if window is None else local
-        alike: Values = {"rope_theta": one.theta, "rope_scaling": one.scaling}
-        return alike | {"sliding_window": window}
-    if local.scaling not in (None, of_global.scaling):
+    _read_windows(values, drafts)
+    local_layers = [draft for draft in drafts if "window" in draft.own]
+    both = 0 < len(local_layers) < len(drafts)
+    if both and local.scaling not in (None, of_global.scaling):
         rule = f"is not that of {FULL}, and jaxpar has one RoPE scaling"
         fix = f"use a model with rope_type default in {SLIDING}"
         raise refuse(f"rope_parameters {SLIDING}", local.scaling.kind, rule, fix)
-    found |= {"rope_theta": of_global.theta, "rope_scaling": of_global.scaling}
-    found["local_rope_scaling"] = local.scaling == of_global.scaling
-    return found | {"local_rope_theta": local.theta}
+    _rotate(drafts, of_global.made("halves"))
+    _rotate(local_layers, local.made("halves"))
 
 
 def _read_alike(values: Values, family: Family, num_layers: int) -> int | None:
@@ -249,87 +266,94 @@ def _read_alike(values: Values, family: Family, num_layers: int) -> int | None:
     return int(window)
 
 
-def write(m: ModelConfig, family: Family) -> Values:
-    """Return the keys for a model, in both forms."""
+def write(of: Composition, family: Family) -> Values:
+    """Return the keys for a model, in both forms. Raises:   CannotSay if there are none."""
     if family.letters:
-        return patterns.write_letters(m)
+        return patterns.write_letters(of)
     if family.kimi_linear:
-        return kimi_linear.write(m) | latents.write(m)
+        return kimi_linear.write(of) | latents.write(of)
+    first: Values = {}
+    if family.dense_first:
+        dense = [isinstance(layer.feed_forward, Glu) for layer in of.layers]
+        first = {family.dense_first: sum(dense)}
+        if any(dense[sum(dense) :]):
+            raise CannotSay("layers with a dense feed-forward come first in its models")
     if not family.rope:
-        return {}
+        return first
     if family.global_heads:
-        return global_heads.write(m)
-    windows = _write_windows(m) if family.two_kinds else {}
+        return first | global_heads.write(of)
+    windows = _write_windows(of) if family.two_kinds else {}
     if family.two_ropes:
-        return windows | _write_two_ropes(m, family.two_ropes)
-    found = windows | _write_one_rope(m) | (latents.write(m) if family.latent else {})
-    if family.rope_fraction is not None:
-        found[PARTIAL] = m.rope_fraction
+        return first | windows | _write_two_ropes(of, family.two_ropes)
+    found = first | windows | _write_one_rope(of, family)
+    found |= latents.write(of) if family.latent else {}
     if family.nope:
-        found |= _write_nope(m)
+        found |= _write_nope(of)
     if family.chunked:
-        found |= _write_chunks(m)
+        found |= _write_chunks(of)
     if family.hybrid:
-        found |= patterns.write(m)
-    return found | _write_alike(m, family) if family.sliding and not family.two_kinds else found
+        found |= patterns.write(of)
+    return found | _write_alike(of, family) if family.sliding and not family.two_kinds else found
 
 
-def _write_nope(m: ModelConfig) -> Values:
-    every = m.nope_every or m.num_layers + 1
-    return {
-        "no_rope_layer_interval": every,
-        "no_rope_layers": [int((i + 1) % every != 0) for i in range(m.num_layers)],
-    }
+def _write_nope(of: Composition) -> Values:
+    rotates = [int(a.rope is not None) for a in of.attention]
+    every = rotates.index(0) + 1 if 0 in rotates else len(rotates) + 1
+    return {"no_rope_layer_interval": every, "no_rope_layers": rotates}
 
 
-def _write_windows(m: ModelConfig) -> Values:
+def _write_windows(of: Composition) -> Values:
     """Return the keys that `_read_windows` reads."""
-    every = m.global_every or m.num_layers + 1
-    kinds = [SLIDING if (i + 1) % every else FULL for i in range(m.num_layers)]
-    return {
-        "sliding_window": m.sliding_window,
-        "sliding_window_pattern": every,
-        "layer_types": [FULL] * m.num_layers if m.sliding_window is None else kinds,
-    }
+    kinds = [SLIDING if a.window else FULL for a in of.attention]
+    every = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    window = same([a.window for a in of.attention if a.window], "window")
+    every = len(kinds) + 1 if window is None else every
+    return {"sliding_window": window, "sliding_window_pattern": every, "layer_types": kinds}
 
 
-def _write_two_ropes(m: ModelConfig, local_key: str) -> Values:
+def _write_two_ropes(of: Composition, local_key: str) -> Values:
     """Return the keys that `_read_two_ropes` reads."""
-    theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
-    local = RopeKeys(theta, m.rope_scaling if m.local_rope_scaling else None, 1.0)
+    found = [same([a.rope for a in of.attention if bool(a.window) is has], "rope")
+             for has in (False, True)]  # fmt: skip
+    full, local = (found[0] or found[1]), (found[1] or found[0])
+    if full is None or local is None:
+        raise CannotSay("its models have rotary embeddings")
     return {
-        "rope_parameters": {
-            FULL: write_rope(RopeKeys(m.rope_theta, m.rope_scaling, 1.0)),
-            SLIDING: write_rope(local),
-        },
+        "rope_parameters": {FULL: write_rope(full), SLIDING: write_rope(local)},
         local_key: local.theta,
-        "rope_theta": m.rope_theta,
-        "rope_scaling": None if m.rope_scaling is None else write_scaling(m.rope_scaling),
+        "rope_theta": full.theta,
+        "rope_scaling": None if full.scaling is None else write_scaling(full.scaling),
     }
 
 
-def _write_one_rope(m: ModelConfig) -> Values:
-    """Return the RoPE keys for a model in which all layers have the same."""
-    if m.rope_fraction == 0:
+def _write_one_rope(of: Composition, family: Family) -> Values:
+    """Return the RoPE keys for a model in which all layers that have one have the same."""
+    rope = same([a.rope for a in of.attention if a.rope], "rope")
+    if rope is None and family.null_rope:
         return ropes.write_null()
-    s = m.rope_scaling
-    beside = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
-    return beside | {
-        "rope_parameters": write_rope(RopeKeys(m.rope_theta, s, m.rope_fraction)),
-        "rope_theta": m.rope_theta,
+    if rope is None:
+        raise CannotSay("its models have rotary embeddings")
+    if reason := why_not_rope(family, rope.scaling):
+        raise CannotSay(reason)
+    s = rope.scaling
+    found: Values = {ORIGINAL: s.original_max_position} if s and s.kind == "longrope" else {}
+    found |= {PARTIAL: rope.fraction} if family.rope_fraction is not None else {}
+    return found | {
+        "rope_parameters": write_rope(rope),
+        "rope_theta": rope.theta,
         "rope_scaling": None if s is None else write_scaling(s),
     }
 
 
-def _write_alike(m: ModelConfig, family: Family) -> Values:
+def _write_alike(of: Composition, family: Family) -> Values:
     """Return the keys of a sliding window, in all forms that readers of the family expect."""
+    window = same([a.window for a in of.attention], "window")
     if "use_sliding_window" not in family.defaults:
-        return {"sliding_window": m.sliding_window}
-    on = m.sliding_window is not None
-    kind = SLIDING if on else FULL
+        return {"sliding_window": window}
+    on = window is not None
     return {
         "use_sliding_window": on,
-        "sliding_window": m.sliding_window,
-        "max_window_layers": 0 if on else m.num_layers,
-        "layer_types": [kind] * m.num_layers,
+        "sliding_window": window,
+        "max_window_layers": 0 if on else len(of.layers),
+        "layer_types": [SLIDING if on else FULL] * len(of.layers),
     }

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys.latents import score_keys
@@ -55,6 +55,12 @@ class RopeKeys:
     theta: float
     scaling: RopeScaling | None
     fraction: float
+    """0: none."""
+
+    def made(self, layout: Any) -> Rope | None:
+        """Return the component."""
+        rope = Rope(theta=self.theta, scaling=self.scaling, fraction=self.fraction, layout=layout)
+        return rope if self.fraction else None
 
 
 def read_rope(rope: Values, values: Values, key: str = THETA) -> RopeKeys:
@@ -231,7 +237,7 @@ def read_null(values: Values) -> RopeKeys | None:
     if not none and THETA not in values:
         fix = f'write {{"{THETA}": null}} for none, or its base'
         raise refuse(key, rope, "does not say whether there are rotary embeddings", fix)
-    return RopeKeys(ModelConfig().rope_theta, None, 0.0)
+    return RopeKeys(Rope.theta, None, 0.0)
 
 
 def write_null() -> Values:
@@ -263,7 +269,7 @@ def write_scaling(s: RopeScaling | None) -> Values:
     return found
 
 
-def write_rope(rope: RopeKeys) -> Values:
+def write_rope(rope: RopeKeys | Rope) -> Values:
     """Return the keys of a rotary embedding, as `read_rope` reads them."""
     partial = {} if rope.fraction == 1 else {PARTIAL: rope.fraction}
     return write_scaling(rope.scaling) | {THETA: rope.theta} | partial

@@ -31,43 +31,15 @@ NAMES = (
     (PARTIAL, "rotary_pct"),
 )
 
-#: Other names that transformers takes for keys of a family, by `model_type`: {other: key}. They are
-#: read, and not written.
-TAKEN: dict[str, dict[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "glm4_moe": {"num_mtp_layers": "num_nextn_predict_layers"},
-    "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {"num_mtp_layers": "num_nextn_predict_layers"},
-    "kimi_k2": {"num_mtp_layers": "num_nextn_predict_layers"},
-    "nemotron_h": {"num_local_experts": "n_routed_experts", "layer_types": "layers_block_type"},
-    "kimi_linear": {
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-    },
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-}
-
-
 #: Keys that are another form of what a family writes, for a model that was changed.
 OTHER_FORMS = {ORIGINAL, patterns.NAMES, "layer_types", "qk_head_dim"}
-
-#: Families with a key for the width of heads, whose classes need them to fill the model.
-OUT_OF_MODEL = ("olmoe", "helium")
 
 
 def names(family: Family) -> set[str]:
     """Return the other names of keys that a family reads."""
     own = {*family.fields.values(), *family.defaults}
     found = {name for same in NAMES if own & {*same} for name in same}
-    return found | TAKEN.get(family.model_type, {}).keys()
+    return found | family.taken.keys()
 
 
 def settle(values: Values, family: Family) -> Values:
@@ -105,7 +77,7 @@ def contradiction(key: str, value: Any, other: str, other_value: Any, fix: str =
 
 def _one_name(values: Values, family: Family) -> Values:
     """Rename the keys of TAKEN, and check that names of one setting have one value."""
-    taken = TAKEN.get(family.model_type, {})
+    taken = family.taken
     for names in (*NAMES, *taken.items()):
         there = [name for name in names if values.get(name) is not None]
         for name in there[1:]:
@@ -128,13 +100,13 @@ def _check_heads(values: Values, family: Family) -> None:
         if given not in (None, nope + rope):
             key = "qk_nope_head_dim + qk_rope_head_dim"
             raise contradiction("qk_head_dim", given, key, nope + rope)
-    heads = values.get(family.fields["num_heads"])
+    heads = values.get(family.key("num_heads"))
     width, given = values.get(family.fields["d_model"]), values.get("head_dim")
-    fixed = family.heads_alike or family.model_type in OUT_OF_MODEL
+    fixed = family.heads_alike or family.width_is_fixed
     if not (fixed and isinstance(heads, int) and isinstance(width, int) and heads > 0):
         return
     if given not in (None, width // heads):
-        other = f"{family.fields['d_model']} / {family.fields['num_heads']}"
+        other = f"{family.fields['d_model']} / {family.key('num_heads')}"
         raise contradiction("head_dim", given, other, width // heads)
 
 

@@ -1,34 +1,23 @@
 """The text part of Gemma 4: layers with a window, and global ones with heads of their own."""
 
-from jaxpar.convert.hf.entries import (
-    ATTENTION,
-    GEMMA_NORMS,
-    LAYER,
-    MLP,
-    QK_NORM,
-    TOP,
-    of_global_layers,
-)
+from jaxpar.components.attention import QkNorm
+from jaxpar.convert.hf.families.shared import ATTENTION, MLP, NORMS_AROUND, TOP
 from jaxpar.convert.hf.family import COMMON, Family
-from jaxpar.convert.hf.tensor_layout import Entry
+from jaxpar.convert.hf.names import Names
 
-_LAYER = (
-    *(*ATTENTION, *QK_NORM, *GEMMA_NORMS, *MLP[1:]),
-    Entry("layers/layer_scale", LAYER + "layer_scalar", "L", "1"),
-)
 GEMMA4 = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    entries=(*TOP, *_LAYER, *of_global_layers(_LAYER)),
+    names=Names(top=TOP, weights=NORMS_AROUND | ATTENTION | MLP | {"layer_scale": "layer_scalar"}),
     fields=COMMON | {"logits_softcap": "final_logit_softcapping"},
     fixed={
-        "qk_norm": True,
-        "value_norm": True,
-        "post_norms": True,
-        "layer_scale": True,
+        "Attention.qk_norm": QkNorm(),
+        "Attention.value_norm": True,
+        "Attention.scale": 1.0,
+        "Layer.norms": "around",
+        "Layer.scaled": True,
         "embed_scale": True,
-        "activation": "gelu",
-        "attention_multiplier": 1.0,
+        "Glu.activation": "gelu",
     },
     defaults={
         "vocab_size": 262_144,

@@ -1,0 +1,136 @@
+"""Conditions on a config, with the options that end them: what `incompatible.py` combines."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.components.model import Layer
+from jaxpar.config import Config, default_of, flag, value_of
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.values import FIELDS
+
+#: A field that has its default.
+_DEFAULT: Any = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """What a config may set or contain."""
+
+    label: str
+    """As a page names it, in Markdown."""
+    holds: Callable[[Config], bool]
+    named: Callable[[Config], tuple[str, Any]]
+    """The field that an error names, and its value."""
+    off: Callable[[Config], tuple[str, ...]]
+    """Options, each of which ends the condition."""
+
+    def words(self, cfg: Config) -> str:
+        """Return the condition as the rule of an error names it."""
+        path, value = self.named(cfg)
+        return f"{path} = {value}"
+
+
+def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
+    """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
+    default = default_of(path) if better is _DEFAULT else better
+    in_python = path in FIELDS and not isinstance(default, str)
+    fixes = () if in_python else (flag(path, default),)
+    return Condition(
+        label,
+        lambda cfg: bool(holds(_held(cfg, path))),
+        lambda cfg: (path, _shown(_held(cfg, path))),
+        lambda cfg: fixes,
+    )
+
+
+def changed(path: str, plain: Any = _DEFAULT) -> Condition:
+    """A field differs from its default, or from `plain`."""
+    none = default_of(path) if plain is _DEFAULT else plain
+    return where(f"`{path}`", path, lambda value: value != none, none)
+
+
+def equal(path: str, *values: Any, better: Any = _DEFAULT) -> Condition:
+    """A field has one of some values. Args:     better: of the fix, in place of the default."""
+    label = f"`{path}` " + " or ".join(f"`{value}`" for value in values)
+    return where(label, path, lambda value: value in values, better)
+
+
+def unequal(path: str, *values: Any) -> Condition:
+    """A field has none of some values, of which the first is the fix."""
+    label = f"`{path}` other than " + ", ".join(f"`{value}`" for value in values)
+    return where(label, path, lambda value: value not in values, values[0])
+
+
+def both(one: Condition, other: Condition) -> Condition:
+    """Both hold; errors name the first."""
+    return Condition(
+        f"{one.label} and {other.label}",
+        lambda cfg: one.holds(cfg) and other.holds(cfg),
+        one.named,
+        lambda cfg: one.off(cfg) + other.off(cfg),
+    )
+
+
+def some_layer(
+    label: str, part: str, holds: Callable[[Layer], bool], path: str, plain: Any
+) -> Condition:
+    """Some layer of the model has a part that is of a kind.
+
+    Args:     part: the field of the layer, such as "mixer" or "mixer.sinks". path, plain: the flag
+              that says so in a model of flags, and its value without.
+    """
+
+    def named(cfg: Config) -> tuple[str, Any]:
+        if not cfg.model.layers:
+            return path, value_of(cfg, path)
+        layer = next(layer for layer in cfg.model.layers if holds(layer))
+        address = f"model.{layer.name}.{part}"
+        return address, _shown(functools.reduce(getattr, part.split("."), layer))
+
+    return Condition(
+        label,
+        lambda cfg: any(map(holds, model_of(cfg.model).distinct)),
+        named,
+        lambda cfg: () if cfg.model.layers else (flag(path, plain),),
+    )
+
+
+def of_model(label: str, holds: Callable[[Config], bool], flags: dict[str, Any]) -> Condition:
+    """A condition on all layers of the model.
+
+    Args:     flags: those that may say so in a model of flags, and their values without.
+    """
+
+    def set_flags(cfg: Config) -> list[str]:
+        return [path for path, plain in flags.items() if value_of(cfg, path) != plain]
+
+    def named(cfg: Config) -> tuple[str, Any]:
+        if cfg.model.layers:
+            return "model.layers", ", ".join(model_of(cfg.model).stacks)
+        path = next(iter([*set_flags(cfg), *flags]), "model.num_layers")
+        return path, value_of(cfg, path)
+
+    return Condition(
+        label,
+        holds,
+        named,
+        lambda cfg: tuple(flag(path, flags[path]) for path in set_flags(cfg)[:1]),
+    )
+
+
+def _held(cfg: Config, path: str) -> Any:
+    """Return a field's value; None in a section that is not set."""
+    node: Any = cfg
+    for key in path.split("."):
+        node = None if node is None else getattr(node, key)
+    return node
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of a class of a user's by the name of the class."""
+    if isinstance(value, tuple):
+        return ", ".join(type(one).__name__ for one in value)
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return value if plain else type(value).__name__

@@ -1,0 +1,340 @@
+"""The checks of `jaxpar.extend.check`: what a component must be, on one device and on meshes.
+
+The component gets two layers of a small model. What it computes alone, its gradients on meshes, a
+checkpoint, text and bfloat16 are each compared by the functions of `verify` and the tests.
+"""
+
+import dataclasses
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpar import checkpoint
+from jaxpar.components.attention import Attention
+from jaxpar.components.component import FeedForward, Mixer, Term
+from jaxpar.components.experts import Experts
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.model import Layer
+from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig, replace
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.serialize import from_json, to_json
+from jaxpar.config.validate import resolve
+from jaxpar.inference import generation
+from jaxpar.model import decode
+from jaxpar.model.plain.components import plain
+from jaxpar.model.plain.decoder import logits_of
+from jaxpar.sharding.axes import TENSOR
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import init_state, to_logical
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification.command import compare_meshes, start_devices
+from jaxpar.verification.meshes import parse_meshes, resolve_meshes
+
+#: Devices that the meshes have.
+DEVICES = 4
+
+#: The meshes of gradients, and those of layers with experts in addition.
+MESHES = (
+    "data=2,tensor=2",
+    "sequence=2,tensor=2",
+    "pipeline=2,data=2,num_microbatches=2",
+    "data=4,zero=1",
+)
+OF_EXPERTS = ("expert=2,tensor=2", "expert=4")
+
+#: The meshes between which a checkpoint goes.
+SAVED_ON, RESUMED_ON = "data=2,tensor=2", "pipeline=2,num_microbatches=2"
+
+#: Bound on the error of a gradient in bfloat16, relative to its length. One of 0.02 is usual, and
+#: of 0.12 where a router chooses another expert for a few tokens.
+BFLOAT16 = 0.2
+
+#: Tokens of two prompts, and those that follow.
+PROMPTS, NEW = (3, 8), 6
+
+
+class CheckError(AssertionError):
+    """A component is not what `check` requires. A line for each failure says what differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A component in a small model."""
+
+    layer: Layer
+    cfg: Config
+    tolerance: float
+
+    @property
+    def terms(self) -> list[Term]:
+        """Its mixer and its feed-forward."""
+        return [one for one in (self.layer.mixer, self.layer.feed_forward) if one is not None]
+
+    def on(self, mesh: str) -> Config:
+        """Return the config on a mesh."""
+        parallel = parse_meshes([mesh], self.cfg.parallel)
+        return resolve_meshes(self.cfg, parallel, DEVICES, given=True)[mesh]
+
+
+def check(
+    part: Mixer | FeedForward | Layer,
+    *,
+    d_model: int,
+    seq_len: int,
+    meshes: Sequence[str] | None,
+    tolerance: float,
+) -> None:
+    """As `jaxpar.extend.check`."""
+    layer = _layer(part, d_model)
+    case = Case(layer, _config(layer, d_model, seq_len), tolerance)
+    if len(start_devices(RunConfig(), DEVICES)) < DEVICES:
+        rule = f"check needs {DEVICES}"
+        fix = 'call jax.config.update("jax_num_cpu_devices", 4) in conftest.py, before JAX starts, '
+        fix += "or set XLA_FLAGS=--xla_force_host_platform_device_count=4"
+        raise ConfigError("number of devices", jax.device_count(), rule, fix)
+    if meshes is None:
+        meshes = MESHES + OF_EXPERTS * isinstance(layer.feed_forward, Experts)
+    checks: dict[str, Callable[[], Iterator[str]]] = {
+        "one device": functools.partial(_alone, case),
+        "config.json": functools.partial(_as_json, case),
+        "gradients": functools.partial(_on_meshes, case, tuple(meshes)),
+        "checkpoint": functools.partial(_resumed, case),
+        "text": functools.partial(_text, case),
+        "bfloat16": functools.partial(_in_bfloat16, case),
+    }
+    wrong, cause = list[str](), None
+    for what, run in checks.items():
+        try:
+            with jax.default_matmul_precision("highest"):
+                wrong += [f"{what}: {one}" for one in run()]
+        except Exception as error:
+            cause = cause or error
+            lines = str(error).strip().splitlines()
+            wrong.append(f"{what}: {type(error).__name__}: {lines[0] if lines else ''}")
+        if what == "one device" and wrong:
+            break  # the others would say the same in other words
+    if wrong:
+        name = part.name if isinstance(part, Layer) else type(part).__name__
+        raise CheckError("\n  ".join([f"{name} is wrong:", *wrong])) from cause
+
+
+def _layer(part: Any, d_model: int) -> Layer:
+    if isinstance(part, Layer):
+        return part
+    if isinstance(part, Mixer):
+        return Layer("checked", part, Glu(d_ff=2 * d_model))
+    if isinstance(part, FeedForward):
+        heads = Attention(num_heads=4, num_kv_heads=2, head_dim=8)
+        return Layer("checked", heads, part)
+    fix = "pass a value of a class with @component, such as MyMixer(num_heads=4)"
+    raise ConfigError("check", part, "takes a Mixer, a FeedForward or a Layer", fix)
+
+
+def _config(layer: Layer, d_model: int, seq_len: int) -> Config:
+    model = ModelConfig(d_model=d_model, vocab_size=64, layers=(layer,) * 2, init_std=0.2)
+    small = {
+        "model": model,
+        "data.seq_len": seq_len,
+        "train.global_batch_size": 8,
+        "optimizer.warmup_steps": 0,
+        "optimizer.learning_rate": 1e-2,
+    }
+    return small_config.steady(small_config.float32(replace(Config(), **small)))
+
+
+# ------------------------------------------------------------------------------- on one device
+
+
+def _alone(case: Case) -> Iterator[str]:
+    """Compute each component alone: its weights, its dtype, and the tokens that it reads."""
+    model, batch = model_of(case.cfg.model), traces.random_batch(case.cfg)
+    where = jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((*batch.tokens.shape, model.d_model)), jnp.float32)
+    for term in case.terms:
+        name, declared = type(term).__name__, term.declared(model)
+        values = {n: rng.standard_normal(w.shape) * _std(w.shape) for n, w in declared.items()}
+        weights = {n: jnp.asarray(a, jnp.float32) for n, a in values.items()}
+        compute = jax.jit(lambda x, w, term=term: plain(term, x, w, *where, model))
+        try:
+            y = compute(x, weights)
+        except KeyError as error:
+            yield f"{name} reads the weight {error}, which `weights` does not declare"
+            continue
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            yield f"{name} returns {y.dtype} {y.shape}, not {x.dtype} {x.shape}, as x is"
+            continue
+        if not np.array_equal(y, compute(x, weights), equal_nan=True):
+            yield f"{name} returns other numbers for the same input"
+        yield from _unread(name, term, declared, compute, x, weights)
+        yield from _reads(name, term, compute, x, weights, batch)
+
+
+def _std(shape: tuple[int, ...]) -> float:
+    return 1 / math.sqrt(max(shape[0], 1)) if len(shape) > 1 else 1.0
+
+
+def _unread(name: str, term: Term, declared, compute, x, weights) -> Iterator[str]:
+    """Name the declared weights on which nothing depends."""
+    grads = jax.grad(lambda w: jnp.sum(jnp.sin(compute(x, w))))(weights)
+    for weight, grad in grads.items():
+        if declared[weight].trainable and not np.any(grad):
+            yield f"{name} declares the weight {weight!r}, and nothing depends on it"
+
+
+def _reads(name: str, term: Term, compute, x, weights, batch) -> Iterator[str]:
+    """Name the tokens that a token depends on, and must not: change one, and look at the others."""
+    y = np.asarray(compute(x, weights))
+    at = x.shape[1] // 2
+    changed = np.asarray(compute(x.at[:, at].add(1.0), weights))
+    error = np.abs(changed - y).max(axis=-1) / np.abs(y).max()
+    place, segments = np.arange(x.shape[1]), batch.segment_ids
+    others = {
+        "tokens before it": np.broadcast_to(place < at, error.shape),
+        "tokens of other documents": segments != segments[:, at : at + 1],
+    }
+    if isinstance(term, FeedForward):
+        others = {"other tokens": np.broadcast_to(place != at, error.shape)}
+    for what, rows in others.items():
+        worst = error[rows].max()
+        if not worst < ALONE:
+            yield f"{name}: a token changes {what}, by {worst:.1e} of the largest value"
+
+
+#: Bound on what a token does to those that do not depend on it: their sums may be reordered.
+ALONE = 1e-5
+
+
+def _as_json(case: Case) -> Iterator[str]:
+    text = to_json(case.cfg)
+    if to_json(from_json(text)) != text:
+        yield "the fields do not come back from JSON: use numbers, texts, components, tuples"
+
+
+# ----------------------------------------------------------------------------------- on meshes
+
+
+def _on_meshes(case: Case, meshes: tuple[str, ...]) -> Iterator[str]:
+    """Compare losses and gradients with the plain form."""
+    configs = {}
+    for mesh in meshes:
+        try:
+            configs[mesh] = case.on(mesh)
+        except ConfigError as error:
+            yield f"{mesh}: {error}"
+    for row in compare_meshes(case.cfg, configs, jax.devices(), 0, case.tolerance):
+        yield from (f"{row.mesh}: {what}" for what in row.found.mismatches())
+
+
+def _mesh_of(cfg: Config) -> Any:
+    p = cfg.parallel
+    return make_mesh(p, jax.devices()[: math.prod(axis_sizes(p))])
+
+
+def _resumed(case: Case) -> Iterator[str]:
+    """Train two steps, save, and load the checkpoint on another mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.arange(4 * case.cfg.data.seq_len, dtype="<u2") % 64
+        tokens.tofile(f"{folder}/tokens.bin")
+        files = {"run.dir": f"{folder}/run", "data.path": f"{folder}/tokens.bin", "data.eos_id": 0}
+        one = dataclasses.replace(case, cfg=replace(case.cfg, **files))
+        here, there = one.on(SAVED_ON), one.on(RESUMED_ON)
+        state, step = init_state(here, _mesh_of(here)), make_train_step(here, _mesh_of(here))
+        for i in range(2):
+            batch = traces.shard_batch(traces.random_batch(here, i), here, _mesh_of(here))
+            state, _ = step(state, batch)
+        with checkpoint.Checkpointer(here, log=lambda text: None) as saver:
+            saver.save(state, 2, 0)
+        wanted = _bits(state, here)
+        found = _bits(checkpoint.restore(there, _mesh_of(there)), there)
+    for name in distances.differing_arrays(found, wanted):
+        yield f"{name} of {SAVED_ON} differs once it is loaded on {RESUMED_ON}"
+
+
+def _bits(state: Any, cfg: Config) -> traces.Arrays:
+    saved = to_logical(state, cfg)
+    leaves = enumerate(jax.tree.leaves(saved.opt_state))
+    moments = {f"moments/{i}": np.asarray(a) for i, a in leaves}
+    return {name: np.asarray(a) for name, a in flat(saved.params).items()} | moments
+
+
+# ---------------------------------------------------------------------------------------- text
+
+
+def _text(case: Case) -> Iterator[str]:
+    """Compare the logits of tokens one at a time with those of complete texts in plain form."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, case.cfg.model.vocab_size, (len(PROMPTS), max(PROMPTS) + NEW))
+    tokens = tokens.astype(np.int32)
+    for ways in (1, 2):
+        cfg = resolve(generation.config_for_sampling(case.cfg, ways), ways)
+        mesh = make_mesh(cfg.parallel, jax.devices()[:ways])
+        params = init_state(cfg, mesh).params
+        arrays = flax.traverse_util.unflatten_dict(traces.logical(params, cfg), sep="/")
+        place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        whole = jax.jit(functools.partial(logits_of, m=cfg.model))
+        wanted = np.asarray(whole(arrays, tokens, place, place * 0))
+        found = np.asarray(_logits(cfg, mesh, params, tokens))
+        for row, length in enumerate(PROMPTS):
+            right = wanted[row, length - 1 : length + NEW]
+            error = np.abs(found[row] - right).max(axis=-1) / np.abs(right).max()
+            if not error.max() < case.tolerance:
+                at = length - 1 + int(np.argmax(~(error < case.tolerance)))
+                where = "last token of a prompt" if at == length - 1 else f"token {at}"
+                yield (
+                    f"tensor={ways}: the logits after the {where} of {length} are off by "
+                    f"{error.max():.1e} from those of a complete text"
+                )
+
+
+def _logits(cfg: Config, mesh: Any, params: Any, tokens: np.ndarray) -> jax.Array:
+    """Return the logits after each prompt, and after each token that follows, [B, 1 + NEW, V]."""
+    lengths, slots = np.array(PROMPTS, np.int32), tokens.shape[1] + 1
+    prompts = np.where(np.arange(max(PROMPTS)) < lengths[:, None], tokens[:, : max(PROMPTS)], 0)
+    places = lengths[:, None] + np.arange(NEW)
+    later = np.take_along_axis(tokens, places, axis=1)
+
+    def program(weights: Any) -> jax.Array:
+        weights = jax.tree.map(lambda a: a[0], weights)
+        cache = decode.empty_cache(cfg, len(tokens), slots)
+        h, cache = decode.prompt(weights, jnp.asarray(prompts), jnp.asarray(lengths), cache, cfg)
+        last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+        def one(carry: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            cache, at = carry
+            h, cache = decode.step(weights, token[:, None], at, cache, cfg)
+            return (cache, at + 1), decode.logits(weights, h[:, 0], cfg.model)
+
+        _, rest = lax.scan(one, (cache, jnp.asarray(lengths)), jnp.asarray(later.T))
+        return jnp.concatenate([decode.logits(weights, last, cfg.model)[None], rest]).swapaxes(0, 1)
+
+    weights = generation.weights_for_sampling(params, cfg, mesh)
+    apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    of_mesh = apart(program, in_specs=PartitionSpec(TENSOR), out_specs=PartitionSpec())
+    return jax.jit(of_mesh)(weights)
+
+
+# ----------------------------------------------------------------------------------- precision
+
+
+def _in_bfloat16(case: Case) -> Iterator[str]:
+    """Compare the gradients of the component's weights in bfloat16 with those in float32."""
+    batch, one = traces.random_batch(case.cfg), case.on("data=1")
+    rounded = replace(one, **{"compute.dtype": "bfloat16"})
+    mesh = _mesh_of(one)
+    wanted, found = (traces.mesh_trace(cfg, mesh, [batch], 0) for cfg in (one, rounded))
+    for name, right in wanted.gradients.items():
+        error = np.linalg.norm(found.gradients[name] - right) / np.linalg.norm(right)
+        if name.startswith(f"{case.layer.name}/") and not error < BFLOAT16:
+            yield f"the gradient of {name} in bfloat16 is off by {error:.1e}, allowed {BFLOAT16}"
