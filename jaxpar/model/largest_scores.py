@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.kernels.attention.capability import make_request, refusal
+from jaxpar.kernels.attention.capability import CAPABILITIES, make_request, refusal
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.platform import Platform
@@ -27,6 +27,12 @@ QUERIES = 256
 
 #: The logit of a key that a query does not see.
 UNSEEN = -1e30
+
+
+def by_kernel(dtype: str, head_dim: int) -> bool:
+    """Return whether GPUs since Ampere have a kernel for these queries."""
+    able = CAPABILITIES["triton"]
+    return dtype in able.dtypes and head_dim in (able.head_dims or ())
 
 
 def across(
